@@ -1,0 +1,45 @@
+"""What can go wrong for a caller, by what they can do about it."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of all errors of the client library."""
+
+
+class InvalidTask(PenstockError, ValueError):
+    """The task was refused and nothing was queued. `param` names the field, `code` is for programs."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class UnknownModel(InvalidTask):
+    """No card of that model is in the store."""
+
+
+class TaskExists(PenstockError):
+    """Another task has this id."""
+
+
+class TaskNotFound(PenstockError, KeyError):
+    """No record: never submitted, or past its time to live."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class SubmitFailed(PenstockError):
+    """The broker or the store did not answer in time. A record that was made is finished by the sweeper."""
+
+
+class TaskFailed(PenstockError):
+    """The task ended `failed` or `cancelled`. `code` and `param` are those of its error."""
+
+    def __init__(self, message: str, *, status: str, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param

@@ -1,0 +1,94 @@
+"""Stream entries, as they stand in `penstock:stream:<id>` and go over `penstock:tokens:<id>`.
+
+An entry is JSON, in the stream's field `e`; its position is its entry id less one (`1-0` is position 0).
+
+- token: `[choice, index, token id, "text"]`, then optionally the logprobs `[logprob, [[token id, logprob], ...]]` or
+  null, then on a choice's last token its finish reason. The text may be empty: half a character is held back.
+- terminal: `{"end": status, "reasons": [...], "usage": {...}, "error": null | {...}}`; nothing follows it.
+- any other object is of a kind that a later version adds: readers pass over it.
+
+A channel message is `[position of the first entry, entry, ...]`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
+from typing import Any
+
+#: A token's logprob, then the alternatives: (logprob, ((token id, logprob), ...)).
+Logprobs = tuple[float, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of one choice."""
+
+    position: int
+    choice: int
+    index: int
+    token_id: int
+    text: str
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The terminal entry."""
+
+    position: int
+    status: str
+    reasons: tuple[str | None, ...]
+    usage: dict[str, int]
+    error: dict[str, Any] | None = None
+
+
+Event = Token | End
+
+
+def encode_token(
+    choice: int,
+    index: int,
+    token_id: int,
+    text: str,
+    logprobs: Logprobs | None = None,
+    finish_reason: str | None = None,
+) -> str:
+    """A token's entry. Hand-made JSON: this runs once a token, and is five times faster than `json.dumps`."""
+    head = f"[{choice},{index},{token_id},{quote(text)}"
+    if logprobs is None and finish_reason is None:
+        return head + "]"
+    shown = "null" if logprobs is None else json.dumps(logprobs, separators=(",", ":"))
+    return f"{head},{shown}]" if finish_reason is None else f'{head},{shown},"{finish_reason}"]'
+
+
+def decode(position: int, entry: Any) -> Event | None:
+    """An entry (parsed JSON) as an event; None for a kind that this version does not know."""
+    if isinstance(entry, list):
+        logprobs = entry[4] if len(entry) > 4 else None
+        return Token(
+            position,
+            entry[0],
+            entry[1],
+            entry[2],
+            entry[3],
+            (logprobs[0], tuple((t, p) for t, p in logprobs[1])) if logprobs else None,
+            entry[5] if len(entry) > 5 else None,
+        )
+    if "end" in entry:
+        return End(position, entry["end"], tuple(entry["reasons"]), entry["usage"], entry["error"])
+    return None
+
+
+def decode_message(payload: str | bytes) -> list[tuple[int, Any]]:
+    """A channel message as (position, entry) pairs."""
+    first, *entries = json.loads(payload)
+    return [(first + k, entry) for k, entry in enumerate(entries)]
+
+
+def stream_position(entry_id: str | bytes) -> int:
+    """The position of a stream entry, by its id."""
+    name = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
+    return int(name.partition("-")[0]) - 1

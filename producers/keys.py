@@ -1,0 +1,88 @@
+"""Every key and channel of Penstock in Redis or Valkey, in one place (the scripts spell the same names).
+
+Store: task records, token streams, model cards. Broker: lists, deliveries in flight. Both: leases.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Separates a queue's name from its tier's number in the name of a list: printable, so that any scaler can name it.
+SEP: Final = ":"
+
+#: Service tier -> (rank: lower goes first, kombu priority: the list it is put into).
+#: kombu gives a message without a priority 0, its first list: hence `default` is 0.
+TIERS: Final[dict[str, tuple[int, int]]] = {
+    "priority": (0, 3),
+    "default": (1, 0),
+    "flex": (2, 6),
+    "batch": (3, 9),
+}
+
+TASK_NAME: Final = "penstock.generate"
+
+SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; what the sweeper looks at
+MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
+ROUTES: Final = "penstock:routes"  # hash: model name -> queue of the pool that serves it
+POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", ...}
+
+INCARNATIONS: Final = "penstock:incarnations"  # hash: incarnation -> queue
+DEAD: Final = "penstock:dead"  # list: {"reason", "list", "at", "message"}
+REAPED: Final = "penstock:reaped"  # hash: task id -> deliveries that their worker did not survive
+UNSERVED: Final = "penstock:unserved"  # hash: list -> ms since when its head waits
+
+
+def task(task_id: str) -> str:
+    """Hash: the record."""
+    return f"penstock:task:{task_id}"
+
+
+def stream(task_id: str) -> str:
+    """Stream: one entry a token, then the terminal entry; entry ids are position + 1."""
+    return f"penstock:stream:{task_id}"
+
+
+def channel(task_id: str) -> str:
+    """Channel: the same entries as they are made, each message `[position, entry, ...]`."""
+    return f"penstock:tokens:{task_id}"
+
+
+def control(incarnation: str) -> str:
+    """Channel: words to one worker, e.g. `cancel <task id>`."""
+    return f"penstock:control:{incarnation}"
+
+
+def lease(incarnation: str) -> str:
+    """String with a TTL: this worker incarnation is alive (its value is what it says of itself, JSON)."""
+    return f"penstock:lease:{incarnation}"
+
+
+def inflight(incarnation: str) -> str:
+    """Hash: delivery UUID -> message."""
+    return f"penstock:inflight:{incarnation}"
+
+
+def delayed(queue: str) -> str:
+    """Sorted set: messages given back, by the time at which they are due (ms)."""
+    return f"penstock:delayed:{queue}"
+
+
+def blob(sha256: str) -> str:
+    """String: a tokenizer file, by its SHA-256 (hex)."""
+    return f"penstock:blob:{sha256}"
+
+
+def pool_queue(model: str, version: str, fingerprint: str) -> str:
+    """The queue of one pool: a model version served by one kind of engine."""
+    return f"penstock:{model}@{version}.{fingerprint}"
+
+
+def model_queue(model: str) -> str:
+    """The queue for plain Celery senders, who know a model by its name alone."""
+    return f"penstock:{model}"
+
+
+def tier_list(queue: str, tier: str) -> str:
+    """The list that holds a tier of a queue, as kombu names it."""
+    priority = TIERS[tier][1]
+    return f"{queue}{SEP}{priority}" if priority else queue

@@ -1,0 +1,134 @@
+"""The store's side of the protocol: one function a script, each giving the `Call` to send and reading its answer.
+
+The preconditions and effects stand at the head of each `scripts/*.lua`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from producers import keys
+from producers.record import Record
+from producers.script import Call, script, text
+
+PACKAGE: Final = "producers"
+
+#: A submit older than this is refused (ms): long before the sweeper looks, so that a retry cannot revive a swept task.
+SUBMIT_WINDOW_MS: Final = 15_000
+#: The sweeper re-sends a record that was `submitting` for this long (ms).
+SWEEP_AGE_MS: Final = 30_000
+#: A settled record and its stream are kept this long (s), unless the task says otherwise.
+DEFAULT_TTL_S: Final = 24 * 3600
+#: A task whose workers died this many times is given up.
+MAX_DEATHS: Final = 3
+
+
+def admit(task_id: str, nonce: str, asked_ms: int, record: Mapping[str, str | int]) -> Call:
+    """Answers `new`, `mine` (this very request came before), `exists` or `late`."""
+    pairs = [part for item in record.items() for part in item]
+    return Call(
+        script(PACKAGE, "admit"),
+        (keys.task(task_id), keys.SUBMITTING),
+        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, *pairs),
+    )
+
+
+def queued(task_id: str) -> Call:
+    """Answers the status after it, or `gone`."""
+    return Call(script(PACKAGE, "queued"), (keys.task(task_id), keys.SUBMITTING), (task_id,))
+
+
+def cancel(task_id: str) -> Call:
+    """Answers `[accepted 0|1, status]`."""
+    return Call(script(PACKAGE, "cancel"), (keys.task(task_id), keys.stream(task_id)), (task_id,))
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What CLAIM said: `lost`, `done`, `busy`, or `settle` and `go` with the record."""
+
+    answer: str
+    record: Record | None = None
+
+
+def claim(
+    task_id: str,
+    claim_id: str,
+    incarnation: str,
+    *,
+    plain: Mapping[str, str | int] | None = None,
+    condemned: bool = False,
+    max_deaths: int = MAX_DEATHS,
+) -> Call:
+    """`plain`: the record's fields, where the message came from plain Celery and may have no record yet."""
+    pairs = [part for item in (plain or {}).items() for part in item]
+    return Call(
+        script(PACKAGE, "claim"),
+        (keys.task(task_id), keys.stream(task_id)),
+        (task_id, claim_id, incarnation, int(plain is not None), max_deaths, int(condemned), *pairs),
+    )
+
+
+def read_claim(task_id: str, answer: Sequence[Any]) -> Claimed:
+    kind = text(answer[0])
+    if len(answer) == 1:
+        return Claimed(kind)
+    return Claimed(kind, Record.parse(task_id, dict(zip(answer[2::2], answer[3::2], strict=True))))
+
+
+@dataclass(slots=True)
+class Append:
+    """One sequence's news: `entries` are stream entries (JSON), the first of them the choice's token `index`."""
+
+    task_id: str
+    claim_id: str
+    choice: int
+    index: int
+    entries: list[str] = field(default_factory=list)
+
+
+def append(batch: Sequence[Append]) -> Call:
+    """One call for a whole engine step; `read_append` gives an (answer, next) for each."""
+    names: list[str] = []
+    args: list[str | int] = []
+    for a in batch:
+        names += (keys.task(a.task_id), keys.stream(a.task_id))
+        args += (a.task_id, a.claim_id, a.choice, a.index, len(a.entries))
+        args += a.entries
+    return Call(script(PACKAGE, "append"), names, args)
+
+
+def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
+    return [(text(kind), int(n)) for kind, n in zip(answer[::2], answer[1::2], strict=True)]
+
+
+def finish(
+    task_id: str,
+    claim_id: str,
+    status: str,
+    *,
+    reasons: str,
+    nexts: Sequence[int],
+    error: str = "null",
+    prompt_tokens: int = 0,
+    cached_tokens: int = 0,
+) -> Call:
+    """`reasons`: JSON array, a finish reason a choice; `error`: JSON. Answers `[won, status]`, `[other]` or
+    `[resend, next ...]`."""
+    return Call(
+        script(PACKAGE, "finish"),
+        (keys.task(task_id), keys.stream(task_id)),
+        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, *nexts),
+    )
+
+
+def settle(task_id: str, default_ttl_s: int = DEFAULT_TTL_S) -> Call:
+    """Answers 1, or 0 where the record is not final."""
+    return Call(script(PACKAGE, "settle"), (keys.task(task_id), keys.stream(task_id)), (task_id, default_ttl_s))
+
+
+def release(task_id: str, claim_id: str) -> Call:
+    """Answers 1, or 0 where another holds the claim."""
+    return Call(script(PACKAGE, "release"), (keys.task(task_id),), (claim_id,))

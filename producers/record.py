@@ -1,0 +1,97 @@
+"""The record of a task: the hash `penstock:task:<id>`.
+
+| field | what it holds |
+| --- | --- |
+| `v` | 1, the format |
+| `status` | submitting, queued, in_progress, completed, failed, cancelled, incomplete |
+| `task` | the task as accepted (JSON, see `producers.task`) |
+| `model`, `queue`, `tier`, `n` | name, pool queue, service tier, choices |
+| `prompt_tokens`, `tokens` | prompt length where known, KV tokens that it may need |
+| `created`, `queued`, `started`, `first`, `finished`, `settled` | when (server time, ms); `first`: the first token |
+| `deadline`, `ttl` | ms; seconds that it is kept once settled |
+| `nonce` | names the submit that made it |
+| `plain` | 1: made at the claim of a plain Celery message |
+| `cancel` | when a cancel was accepted (ms) |
+| `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
+| `deaths`, `claims` | owners lost while they held it; times it was taken up |
+| `next:<choice>` | index of the choice's next token |
+| `end` | the final status: its terminal entry stands in the stream |
+| `reasons`, `usage`, `error` | JSON: a finish reason per choice; token counts; `{code, message, param}` or null |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.script import text
+
+FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A parsed record. Times are server milliseconds."""
+
+    id: str
+    fields: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, task_id: str, raw: Mapping[Any, Any]) -> Record:
+        return cls(task_id, {text(k): text(v) for k, v in raw.items()})
+
+    @property
+    def status(self) -> str:
+        """As callers see it: `submitting` is the client's business, to others the task is queued."""
+        status = self.fields["status"]
+        return "queued" if status == "submitting" else status
+
+    @property
+    def final(self) -> bool:
+        return self.fields["status"] in FINAL
+
+    @property
+    def task(self) -> dict[str, Any]:
+        task: dict[str, Any] = json.loads(self.fields["task"])
+        return task
+
+    @property
+    def model(self) -> str:
+        return self.fields.get("model", "")
+
+    @property
+    def tier(self) -> str:
+        return self.fields.get("tier", "default")
+
+    @property
+    def n(self) -> int:
+        return int(self.fields.get("n", 1))
+
+    @property
+    def deaths(self) -> int:
+        return int(self.fields.get("deaths", 0))
+
+    @property
+    def nexts(self) -> list[int]:
+        """The next token index of each choice."""
+        return [int(self.fields.get(f"next:{c}", 0)) for c in range(self.n)]
+
+    @property
+    def plain(self) -> bool:
+        return "plain" in self.fields
+
+    @property
+    def cancel_accepted(self) -> bool:
+        return "cancel" in self.fields
+
+    def time(self, name: str) -> int | None:
+        """`created`, `queued`, `started`, `first`, `finished`, `settled` or `deadline`, in ms."""
+        value = self.fields.get(name)
+        return int(value) if value else None
+
+    def json(self, name: str) -> Any:
+        """`reasons`, `usage` or `error`; None where absent."""
+        value = self.fields.get(name)
+        return json.loads(value) if value else None

@@ -1,0 +1,24 @@
+-- Shared by CLAIM, FINISH and CANCEL: whatever makes a record final appends the terminal entry in the same
+-- script, so that no reader ever sees the one without the other.
+local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function finalise(task, stream, id, status, reasons, err, prompt, cached)
+  local n = tonumber(redis.call('HGET', task, 'n') or '1')
+  local out = 0
+  for c = 0, n - 1 do
+    out = out + tonumber(redis.call('HGET', task, 'next:' .. c) or '0')
+  end
+  local at = redis.call('XLEN', stream)
+  local usage = string.format('{"prompt_tokens":%d,"cached_tokens":%d,"output_tokens":%d}', prompt, cached, out)
+  local entry = '{"end":"' .. status .. '","reasons":' .. reasons .. ',"usage":' .. usage .. ',"error":' .. err .. '}'
+  redis.call('XADD', stream, (at + 1) .. '-0', 'e', entry)
+  redis.call('HSET', task, 'status', status, 'end', status, 'finished', now_ms(),
+    'reasons', reasons, 'usage', usage, 'error', err)
+  redis.call('ZREM', 'penstock:submitting', id)
+  redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
+end

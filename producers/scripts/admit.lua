@@ -1,0 +1,22 @@
+-- ADMIT | no record -> `submitting`; else nothing. Refused when the request is older than the submit window.
+-- KEYS: task, submitting
+-- ARGV: id, nonce, asked (ms, server time as the client reckons it), window (ms), field, value, ...
+-- Answers: new | mine (this very request was admitted before: its reply was lost) | exists | late
+local task, submitting = KEYS[1], KEYS[2]
+local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local known = redis.call('HMGET', task, 'nonce', 'status')
+if known[2] then
+  return known[1] == nonce and 'mine' or 'exists'
+end
+if now - asked > window then
+  return 'late'
+end
+local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', now, 'deaths', 0 }
+for i = 5, #ARGV do
+  fields[#fields + 1] = ARGV[i]
+end
+redis.call('HSET', task, unpack(fields))
+redis.call('ZADD', submitting, now, id)
+return 'new'

@@ -1,0 +1,53 @@
+-- APPEND(c, i, tokens) | per sequence, never raising. Other claim or final: `other`. Cancel: `cancel`. i < next: `ok`,
+-- not published again. i > next (failover lost a tail): `resend(next)`. Else append + publish.
+-- One call carries a whole engine step.
+-- KEYS: task, stream for each sequence
+-- ARGV: for each sequence: id, claim, choice, i, count, entry * count (JSON arrays, as they go into the stream)
+-- Answers: for each sequence: ok | other | cancel | resend | error, and a number: the choice's next index
+local out, a = {}, 1
+local now
+
+local function append(task, stream, id, claim, choice, i, first, last)
+  local field = 'next:' .. choice
+  local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field)
+  if r[1] ~= claim or r[2] then
+    return 'other', 0
+  end
+  local next = tonumber(r[4] or '0')
+  if r[3] then
+    return 'cancel', next
+  end
+  if i > next then
+    return 'resend', next
+  end
+  first = first + (next - i)
+  if first > last then
+    return 'ok', next
+  end
+  local at = redis.call('XLEN', stream)
+  for k = first, last do
+    redis.call('XADD', stream, (at + 1 + k - first) .. '-0', 'e', ARGV[k])
+  end
+  next = next + last - first + 1
+  if at == 0 then
+    if not now then
+      local t = redis.call('TIME')
+      now = t[1] * 1000 + math.floor(t[2] / 1000)
+    end
+    redis.call('HSET', task, field, next, 'first', now)
+  else
+    redis.call('HSET', task, field, next)
+  end
+  redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. table.concat(ARGV, ',', first, last) .. ']')
+  return 'ok', next
+end
+
+for s = 1, #KEYS / 2 do
+  local count = tonumber(ARGV[a + 4])
+  local fine, answer, next = pcall(append, KEYS[2 * s - 1], KEYS[2 * s], ARGV[a], ARGV[a + 1], ARGV[a + 2],
+    tonumber(ARGV[a + 3]), a + 5, a + 4 + count)
+  out[#out + 1] = fine and answer or 'error'
+  out[#out + 1] = fine and next or 0
+  a = a + 5 + count
+end
+return out

@@ -1,0 +1,71 @@
+-- CLAIM(c, inc, plain) | 1 own lease gone: `lost`. 2 no record: plain message -> create, a client's -> `done`.
+-- 3 claim = c: repeat the answer. 4 settled: `done`. 5 owner live: `busy`, also when final or cancelled.
+-- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1. 8 cancel, deadline or deaths >= N (or the
+-- broker condemned a message that nobody ever lived to claim): finalise with the terminal entry,
+-- take the claim, `settle`. 9 take the claim, `in_progress`, `go(next)`.
+-- KEYS: task, stream
+-- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, then for a plain message field, value, ...
+-- Answers: {lost} {done} {busy}; {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
+-- include: _final.lua
+local task, stream = KEYS[1], KEYS[2]
+local id, claim, inc = ARGV[1], ARGV[2], ARGV[3]
+if redis.call('EXISTS', 'penstock:lease:' .. inc) == 0 then
+  return { 'lost' }
+end
+local function answer(kind)
+  local out = redis.call('HGETALL', task)
+  table.insert(out, 1, redis.call('HGET', task, 'status'))
+  table.insert(out, 1, kind)
+  return out
+end
+local r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths', 'claims')
+local now = now_ms()
+if not r[1] then
+  if ARGV[4] ~= '1' then
+    return { 'done' }
+  end
+  local fields = { 'v', '1', 'status', 'queued', 'plain', '1', 'created', now, 'deaths', 0 }
+  for i = 7, #ARGV do
+    fields[#fields + 1] = ARGV[i]
+  end
+  redis.call('HSET', task, unpack(fields))
+  r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths', 'claims')
+end
+local status, held, owner = r[1], r[2], r[3]
+if held == claim then
+  return answer(FINAL[status] and 'settle' or 'go')
+end
+if r[4] then
+  return { 'done' }
+end
+if held and owner and redis.call('EXISTS', 'penstock:lease:' .. owner) == 1 then
+  return { 'busy' }
+end
+if FINAL[status] then
+  redis.call('HSET', task, 'claim', claim, 'owner', inc)
+  return answer('settle')
+end
+local deaths = tonumber(r[7] or '0')
+if held then
+  deaths = deaths + 1
+end
+redis.call('HSET', task, 'claim', claim, 'owner', inc, 'deaths', deaths)
+redis.call('ZREM', 'penstock:submitting', id)
+if r[5] then
+  finalise(task, stream, id, 'cancelled', '[]', 'null', 0, 0)
+  return answer('settle')
+end
+local err
+if r[6] and tonumber(r[6]) <= now then
+  err = '{"code":"expired","message":"The deadline passed before the task was finished."}'
+elseif deaths >= tonumber(ARGV[5]) or (ARGV[6] == '1' and not r[8]) then
+  err = '{"code":"dead_lettered","message":"Given up: the workers that took this task died (' .. ARGV[5] .. ' times)."}'
+end
+if err then
+  finalise(task, stream, id, 'failed', '[]', err, 0, 0)
+  return answer('settle')
+end
+redis.call('HSET', task, 'status', 'in_progress')
+redis.call('HSETNX', task, 'started', now)
+redis.call('HINCRBY', task, 'claims', 1)
+return answer('go')

@@ -1,0 +1,16 @@
+-- ACK(uuid) | the entry exists: remove; else nothing. With a reason, the message is kept on the dead-letter list.
+-- KEYS: in flight of inc, reaped, dead   ARGV: uuid, reason (or empty)
+-- Answers: 1 removed | 0
+local packed = redis.call('HGET', KEYS[1], ARGV[1])
+if not packed then
+  return 0
+end
+local e = cmsgpack.unpack(packed)
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('HDEL', KEYS[2], e[3])
+if ARGV[2] ~= '' then
+  local t = redis.call('TIME')
+  redis.call('RPUSH', KEYS[3], cjson.encode({
+    reason = ARGV[2], list = e[2], at = t[1] * 1000 + math.floor(t[2] / 1000), message = e[4] }))
+end
+return 1

@@ -1,0 +1,18 @@
+-- BACK(uuid) | the entry exists: return it to the front of its list (delayed for `busy`); else nothing.
+-- KEYS: in flight of inc, delayed   ARGV: uuid, delay (ms)
+-- Answers: 1 returned | 0
+local packed = redis.call('HGET', KEYS[1], ARGV[1])
+if not packed then
+  return 0
+end
+local e = cmsgpack.unpack(packed)
+redis.call('HDEL', KEYS[1], ARGV[1])
+local delay = tonumber(ARGV[2])
+if delay > 0 then
+  local t = redis.call('TIME')
+  local due = t[1] * 1000 + math.floor(t[2] / 1000) + delay
+  redis.call('ZADD', KEYS[2], due, cmsgpack.pack({ e[2], e[4], ARGV[1] }))
+else
+  redis.call('RPUSH', e[2], e[4])
+end
+return 1
