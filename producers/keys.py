@@ -74,12 +74,12 @@ def blob(sha256: str) -> str:
 
 def pool_queue(model: str, version: str, fingerprint: str) -> str:
     """The queue of one pool: a model version served by one kind of engine."""
-    return f"penstock:{model}@{version}.{fingerprint}"
+    return f"penstock:queue:{model}@{version}.{fingerprint}"
 
 
 def model_queue(model: str) -> str:
     """The queue for plain Celery senders, who know a model by its name alone."""
-    return f"penstock:{model}"
+    return f"penstock:queue:{model}"
 
 
 def tier_list(queue: str, tier: str) -> str:
