@@ -1,0 +1,83 @@
+"""How an engine is set up: fixed for its life, checked when made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import EngineError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Raises EngineError naming the setting, the value and what is allowed.
+
+    Where a default is None the engine picks: what suits the device, the model or the free memory.
+    """
+
+    dtype: DType = "auto"
+    device: Device = "auto"
+    max_num_seqs: int = 64
+    """Sequences in one batch (a request with n choices makes n of them)."""
+    max_num_batched_tokens: int | None = None
+    """Tokens computed in one step over all sequences; at least max_num_seqs, so that every decode goes on."""
+    kv_cache_bytes: int | None = None
+    """Memory for keys and values; None takes a bounded part of what is free."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    max_model_len: int | None = None
+    """Longest prompt + output, in tokens; None is the model's own context."""
+    enable_prefix_caching: bool = True
+    ageing_s: float = 30.0
+    """Seconds of waiting that raise a request by one tier."""
+    threads: int | None = None
+    """CPU threads; None leaves the choice to torch."""
+    seed: int | None = None
+    """Source of the seeds of requests that bring none; None is different at every start."""
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, _DTYPES)
+        _one_of("device", self.device, _DEVICES)
+        _integer("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _integer("block_size", self.block_size, 1, 1024)
+        if self.max_num_batched_tokens is not None:
+            _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+            if self.max_num_batched_tokens < self.max_num_seqs:
+                raise EngineError(
+                    f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                    f"max_num_seqs={self.max_num_seqs}: a step must hold one token of every sequence; "
+                    f"raise the first or lower the second"
+                )
+        if self.kv_cache_bytes is not None:
+            _integer("kv_cache_bytes", self.kv_cache_bytes, 1, 1 << 50)
+        if self.max_model_len is not None:
+            _integer("max_model_len", self.max_model_len, 2, 1 << 31)
+        if self.threads is not None:
+            _integer("threads", self.threads, 1, 4096)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, (1 << 63) - 1)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise EngineError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
+        if isinstance(self.ageing_s, bool) or not isinstance(self.ageing_s, (int, float)):
+            raise EngineError(f"ageing_s={self.ageing_s!r} must be a number of seconds")
+        if not (math.isfinite(self.ageing_s) and self.ageing_s > 0):
+            raise EngineError(f"ageing_s={self.ageing_s!r} must be a finite number of seconds above 0")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise EngineError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise EngineError(f"{name}={value!r} must be an integer")
+    if not low <= value <= high:
+        raise EngineError(f"{name}={value!r} must be from {low} to {high}")

@@ -1,0 +1,24 @@
+"""What can go wrong, sorted by who has to act: the caller of a request, or whoever serves the model."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error that the engine raises on purpose."""
+
+
+class RequestError(EngineError, ValueError):
+    """A request that cannot be run as it was asked; the engine is unharmed.
+
+    `param` names the field at fault (None when it is the request as a whole). `code` is for programs:
+    "invalid_value", "invalid_type", "context_length_exceeded", "kv_capacity_exceeded" or "duplicate_request".
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ModelError(EngineError):
+    """A model folder that cannot be served; the message names the file, tensor or setting at fault."""

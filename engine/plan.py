@@ -1,0 +1,37 @@
+"""What one step computes: made by the scheduler, executed by the runner, handed back with what was sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import Sequence, TokenLogprobs
+
+
+@dataclass(slots=True)
+class ScheduledSeq:
+    """One sequence's part of a step: compute tokens[start : start + count] on top of the start tokens in cache."""
+
+    seq: Sequence
+    start: int
+    count: int
+    samples: bool
+    """True where the last of these tokens is the last there is: its logits choose the next."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    rows: list[ScheduledSeq] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, destination block), whole blocks, to be done before the forward pass. No destination comes
+    twice and no source is the destination of an earlier copy, so in order or all at once gives the same."""
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What the runner found for a row that samples."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    """Set when this row alone failed, for instance on logits that are not finite; token_id is then ignored."""
