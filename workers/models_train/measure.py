@@ -1,0 +1,49 @@
+"""Perplexity on files that training has not seen."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+
+from workers.models_train.corpus import SourceFile
+from workers.models_train.llama import Llama
+from workers.models_train.tokenizer import END_OF_TEXT_ID
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What was measured: nats per token, and the size of the text in files, tokens and UTF-8 bytes."""
+
+    loss: float
+    files: int
+    tokens: int
+    text_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss * self.tokens / self.text_bytes / math.log(2)
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.3f}, perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte "
+            f"({self.files} files, {self.tokens:,} tokens)"
+        )
+
+
+@torch.no_grad()
+def held_out_loss(model: Llama, files: list[SourceFile], tokenizer: Tokenizer) -> HeldOut:
+    """Mean loss over every token of `files`, each file in windows of the model's whole context."""
+    nats, tokens = 0.0, 0
+    for file in files:
+        ids = torch.tensor([END_OF_TEXT_ID, *tokenizer.encode(file.text, add_special_tokens=False).ids])
+        for start in range(0, len(ids) - 1, model.shape.context):
+            window = ids[start : start + model.shape.context + 1]
+            nats += model.loss(window[None]).item() * (len(window) - 1)
+            tokens += len(window) - 1
+    text_bytes = sum(len(file.text.encode()) for file in files)
+    return HeldOut(loss=nats / tokens, files=len(files), tokens=tokens, text_bytes=text_bytes)
