@@ -1,0 +1,228 @@
+"""A task as a caller states it: the edge, where outside input is checked.
+
+Whatever is refused here was never queued. The limits are those of `engine.params.SamplingParams`, so that no worker
+refuses what was accepted here (a test compares the two).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from producers.errors import InvalidTask
+
+MAX_PROMPT_BYTES: Final = 1 << 20
+MAX_PROMPT_TOKENS: Final = 1_000_000
+MAX_INT32: Final = (1 << 31) - 1
+MAX_SEED: Final = (1 << 63) - 1
+MAX_TTL_S: Final = 30 * 24 * 3600
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+#: Tokens of text are not counted here: about one for three bytes, which is on the safe side for most text.
+BYTES_PER_TOKEN: Final = 3
+#: Output tokens assumed of a task that sets no max_tokens.
+ASSUMED_OUTPUT: Final = 256
+
+
+def _prompt(value: Any) -> Any:
+    """Refuse by hand what a union of types would refuse with one message per member, and per token."""
+    if isinstance(value, str):
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidTask(
+                f"prompt is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
+            ) from None
+        if size > MAX_PROMPT_BYTES:
+            raise InvalidTask(f"prompt has {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES} are taken", param="prompt")
+    elif isinstance(value, (list, tuple)):
+        if len(value) > MAX_PROMPT_TOKENS:
+            raise InvalidTask(
+                f"prompt has {len(value)} token ids; at most {MAX_PROMPT_TOKENS} are taken", param="prompt"
+            )
+        for at, token in enumerate(value):
+            if type(token) is not int or not 0 <= token <= MAX_INT32:
+                raise InvalidTask(f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 up", param="prompt")
+    if not isinstance(value, (str, list, tuple)):
+        raise InvalidTask(
+            f"prompt is {shown(value)}; it must be text or a list of token ids", param="prompt", code="invalid_type"
+        )
+    if not value:
+        raise InvalidTask("prompt is empty; give text, or at least one token id", param="prompt", code="empty_prompt")
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _stops(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _tuple(value)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tier(value: Any) -> Any:
+    return "default" if value == "auto" else value
+
+
+Tier = Literal["priority", "default", "flex", "batch"]
+Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=str | list[int])]
+
+
+class Task(BaseModel):
+    """One generation. Raises InvalidTask naming the field, its value and its limits; types are not converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # A field's description completes "it must be ..." in the message that refuses it.
+    model: str = Field(min_length=1, max_length=200, description="the name of a model, 1 to 200 characters")
+    prompt: Prompt = Field(description="text or a list of token ids")
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT32, description="an integer from 1 up (unset: as far as the context goes)"
+    )
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32, description="an integer from 0 up, at most max_tokens")
+    temperature: float | None = Field(None, ge=0, le=100, description="a number from 0 (greedy) to 100")
+    top_k: int | None = Field(None, ge=0, le=MAX_INT32, description="an integer from 0 (off) up")
+    top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
+    stop: Annotated[tuple[Stop, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field(
+        (), max_length=16, description="a string, or a list of at most 16, each of 1 to 256 characters"
+    )
+    stop_token_ids: Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[int])] = Field(
+        (), max_length=64, description="a list of at most 64 token ids"
+    )
+    ignore_eos: bool = Field(False, description="true or false")
+    n: int = Field(1, ge=1, le=64, description="an integer from 1 to 64")
+    logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
+    tier: Annotated[Tier, BeforeValidator(_tier)] = Field(
+        "default", description="auto, priority, default, flex or batch"
+    )
+    timeout: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT_S, description=f"seconds, above 0 and up to {MAX_TIMEOUT_S} (7 days)"
+    )
+    tenant: str | None = Field(None, min_length=1, max_length=200, description="a name of 1 to 200 characters")
+    metadata: dict[
+        Annotated[str, StringConstraints(min_length=1, max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
+    ] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="at most 16 strings by name; a name has 1 to 64 characters, a string at most 512",
+    )
+    ttl: int | None = Field(
+        None, ge=60, le=MAX_TTL_S, description=f"seconds that the result is kept, from 60 to {MAX_TTL_S} (30 days)"
+    )
+
+    if not TYPE_CHECKING:  # type checkers go on seeing the fields as the constructor's parameters
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise _refusal(error) from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidTask(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, fields: Any) -> Self:
+        """A task from parsed JSON. Raises InvalidTask, also where that is not an object."""
+        if not isinstance(fields, Mapping):
+            raise InvalidTask(f"a task is a JSON object, not {shown(fields)}", code="invalid_type")
+        return cls(**{str(name): value for name, value in fields.items()})
+
+    @classmethod
+    def parse_json(cls, body: str | bytes) -> Self:
+        """A task from JSON text. Raises InvalidTask where that is not UTF-8 or not JSON."""
+        try:
+            fields = json.loads(body if isinstance(body, str) else body.decode())
+        except UnicodeDecodeError as error:
+            raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
+        except (ValueError, RecursionError) as error:
+            raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
+        return cls.parse(fields)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The prompt's length, where it came as token ids."""
+        return None if isinstance(self.prompt, str) else len(self.prompt)
+
+    def kv_tokens(self, context_length: int) -> int:
+        """KV tokens that the task may need, as far as can be told without a tokenizer: prompt once, output per choice."""
+        prompt = self.prompt_tokens
+        if isinstance(self.prompt, str):
+            prompt = -(-len(self.prompt.encode()) // BYTES_PER_TOKEN)
+        output = self.max_tokens or ASSUMED_OUTPUT
+        return min((prompt or 0) + output * self.n, context_length * self.n)
+
+    def check(self, card: Mapping[str, Any]) -> None:
+        """Raise InvalidTask where the model of this card (`engine.text.card`) cannot run the task."""
+        context, vocabulary = int(card["context_length"]), int(card["vocab_size"])
+        if "generate" not in card["capabilities"]:
+            raise InvalidTask(f"model {self.model!r} generates no text", param="model", code="unsupported_model")
+        if not isinstance(self.prompt, str) and max(self.prompt) >= vocabulary:
+            raise InvalidTask(
+                f"prompt has token id {max(self.prompt)}; {self.model!r} has ids 0 to {vocabulary - 1}", param="prompt"
+            )
+        if self.stop_token_ids and max(self.stop_token_ids) >= vocabulary:
+            raise InvalidTask(
+                f"stop_token_ids has {max(self.stop_token_ids)}; {self.model!r} has ids 0 to {vocabulary - 1}",
+                param="stop_token_ids",
+            )
+        prompt = self.prompt_tokens or 1
+        output = self.max_tokens or max(self.min_tokens, 1)
+        if prompt + output > context:
+            what = f"{self.prompt_tokens} prompt tokens" if self.prompt_tokens else "the prompt (1 token or more)"
+            raise InvalidTask(
+                f"{what} and {output} output tokens do not fit the {context} tokens of context of {self.model!r}; "
+                "shorten the prompt or lower max_tokens",
+                param="prompt" if prompt >= context else "max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def resolved(self, card: Mapping[str, Any]) -> Self:
+        """The task as the worker will run it: checked, the card's defaults filled in, a seed stamped."""
+        self.check(card)
+        usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | card.get("defaults", {})
+        filled = {name: usual[name] for name in ("temperature", "top_k", "top_p") if getattr(self, name) is None}
+        if self.seed is None:
+            filled["seed"] = secrets.randbits(63)
+        return self.model_copy(update=filled)
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: not longer than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _refusal(error: ValidationError) -> InvalidTask:
+    """Pydantic's first complaint, in our words."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidTask):
+        return cause
+    field = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(field, Task.model_fields, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; a task has {', '.join(Task.model_fields)}"
+        return InvalidTask(f"unknown field {shown(field)}{hint}", param=field, code="unknown_parameter")
+    wanted = Task.model_fields[field].description
+    if first["type"] == "missing":
+        return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
+    place = field + "".join(f"[{part!r}]" for part in first["loc"][1:] if part != "[key]")
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)
