@@ -67,8 +67,8 @@ class EngineConfig:
             raise EngineError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
         if isinstance(self.ageing_s, bool) or not isinstance(self.ageing_s, (int, float)):
             raise EngineError(f"ageing_s={self.ageing_s!r} must be a number of seconds")
-        if not (math.isfinite(self.ageing_s) and self.ageing_s > 0):
-            raise EngineError(f"ageing_s={self.ageing_s!r} must be a finite number of seconds above 0")
+        if not (math.isfinite(self.ageing_s) and self.ageing_s >= 0.001):
+            raise EngineError(f"ageing_s={self.ageing_s!r} must be a finite number of seconds, at least 0.001")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -1,15 +1,22 @@
-"""Which tokens of which sequences the next step computes, and what becomes of the tokens it sampled.
+"""Requests in, step plans and events out: the part of the engine that decides and never computes.
 
-There are no prefill and decode phases: every sequence catches `computed` up to `len(tokens)`.
+The planner says what the next step computes; here is what becomes of a request before, between and after its steps.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from engine.errors import EngineError, RequestError
+from engine.group import Group
+from engine.kv import BlockTables, root_hash
+from engine.limits import RequestLimits
+from engine.output import OutputState
 from engine.plan import Sampled, StepPlan
-from engine.request import Event, Request, Sequence
+from engine.planner import Planner
+from engine.request import Event, Request, Sequence, Status
 from engine.text.detokenizer import Detokenizer
 
 
@@ -31,7 +38,7 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Not thread-safe, except for `check`. One thread calls schedule, execute, update, in turn."""
+    """Not thread-safe, except for `check`. One thread calls schedule and update in turn."""
 
     def __init__(
         self,
@@ -49,11 +56,37 @@ class Scheduler:
         vocab_size: int | None = None,
         seed: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        """`version` is the model's, which keeps the cached blocks of different models apart. `seed` is the source of
+        seeds for requests that bring none. Raises EngineError where a step could not hold one token of each sequence.
+        """
+        if max_num_batched_tokens < max_num_seqs:
+            raise EngineError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: "
+                f"a step must hold one token of every sequence"
+            )
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._version = version
+        self._new_detokenizer = new_detokenizer
+        self._tables = BlockTables(num_blocks, block_size, enable_prefix_caching)
+        self._limits = RequestLimits(max_model_len, self._tables.capacity, vocab_size)
+        self._groups: dict[str, Group] = {}
+        self._planner = Planner(
+            self._tables,
+            self._groups,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            ageing_s=ageing_s,
+        )
+        # Seeds for sampling, not secrets.
+        self._seeds = random.Random(seed)  # noqa: S311
+        self._serial = 0
+        self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = 0
+
+    # ---- requests come and go
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request could never run. Reads only settings: any thread may call it."""
-        raise NotImplementedError
+        self._limits.check(request)
 
     def add(self, request: Request) -> list[Event]:
         """Queue a request. Raises RequestError as `check` does, and for an id that is in use.
@@ -61,39 +94,174 @@ class Scheduler:
         Returns the events (token_ids=[]) of choices whose `resume` shows that they had already finished; they
         must be delivered like those of `update`. Usually empty.
         """
-        raise NotImplementedError
+        self.check(request)
+        if request.id in self._groups:
+            raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
+        params = request.params
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        root = root_hash(request.salt, request.adapter, self._version)
+        group = Group(request, root, unfinished=params.n)
+        limit = self._limits.output_limit(request)
+        events = []
+        for choice in range(params.n):
+            seq = Sequence(
+                request=request,
+                choice=choice,
+                tokens=list(request.prompt_ids),
+                prompt_len=len(request.prompt_ids),
+                output=OutputState(params, self._eos_token_ids, self._new_detokenizer(), limit),
+                seed=seed,
+                serial=self._serial,
+                queued_at=request.arrival,
+            )
+            self._serial += 1
+            reason, match = group.enter(seq)
+            if reason is not None:
+                group.unfinished -= 1
+                events.append(group.event(seq, reason, match))
+        self._prompt_tokens += len(request.prompt_ids)
+        if group.led:
+            self._groups[request.id] = group
+            self._planner.waiting.push(group.led.pop(0))
+        return events
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks; False if there is none. No event follows."""
-        raise NotImplementedError
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        for seq in group.seqs:
+            self._end(group, seq)
+        self._aborted += 1
+        return True
+
+    def fail(self, target: Sequence | str, message: str) -> list[Event]:
+        """End one sequence, or all choices of a request id, with finish_reason "error".
+
+        What the cache learnt from them is forgotten: a fault may have been in what they wrote.
+        """
+        request_id = target if isinstance(target, str) else target.request.id
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        events = []
+        for seq in group.seqs if isinstance(target, str) else [target]:
+            if seq.status is not Status.FINISHED:
+                self._tables.pool.forget(seq.block_table)
+                self._end(group, seq)
+                events.append(group.event(seq, "error", error=message))
+        return events
+
+    # ---- one step
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
-        raise NotImplementedError
+        return self._planner.plan(now)
 
     def update(self, plan: StepPlan, sampled: list[Sampled], now: float) -> list[Event]:
         """Enter a step's results: `sampled` has one entry for each row with samples=True, in order.
 
         Rows whose sequence was aborted or failed since `schedule` are passed over (their entry is still there).
+        Raises EngineError if the number of entries is not that of the sampling rows.
         """
-        raise NotImplementedError
+        expected = sum(row.samples for row in plan.rows)
+        if len(sampled) != expected:
+            raise EngineError(f"{len(sampled)} tokens were sampled for a plan with {expected} sampling rows")
+        self._steps += 1
+        results = iter(sampled)
+        events = []
+        for row in plan.rows:
+            seq = row.seq
+            result = next(results) if row.samples else None
+            if seq.status is not Status.RUNNING:
+                continue
+            group = self._groups[seq.request.id]
+            if result is not None and result.error is not None:
+                events += self.fail(seq, result.error)
+                continue
+            seq.computed = row.start + row.count
+            self._tables.register(seq, group.root)
+            if group.led and seq.computed >= seq.prompt_len:
+                self._release_led(group, seq)
+            if result is not None:
+                events.append(self._append(group, seq, result))
+        return events
 
-    def fail(self, target: Sequence | str, message: str) -> list[Event]:
-        """End one sequence, or all choices of a request id, with finish_reason "error"."""
-        raise NotImplementedError
+    def _append(self, group: Group, seq: Sequence, result: Sampled) -> Event:
+        seq.tokens.append(result.token_id)
+        self._generated_tokens += 1
+        text, reason, match = seq.output.push(result.token_id)
+        if reason is not None:
+            self._end(group, seq)
+        return group.event(seq, reason, match, result, text)
+
+    def _release_led(self, group: Group, leader: Sequence) -> None:
+        """Let the choices that waited for the prompt to be computed queue up."""
+        for seq in group.led:
+            seq.hashes = leader.hashes[: leader.prompt_len // self._tables.block_size]
+            self._planner.waiting.push(seq)
+        group.led.clear()
+
+    def _end(self, group: Group, seq: Sequence) -> None:
+        """Take a sequence out of everything; nothing if it has ended before."""
+        if seq.status is Status.FINISHED:
+            return
+        if seq in group.led:
+            group.led.remove(seq)
+        else:
+            self._planner.remove(seq)
+        seq.status = Status.FINISHED
+        group.unfinished -= 1
+        if group.unfinished == 0:
+            del self._groups[seq.request.id]
+        elif len(group.led) == group.unfinished:
+            self._release_led(group, seq)
+
+    # ---- looking in
 
     @property
     def has_work(self) -> bool:
         """True while any sequence is running or waiting."""
-        raise NotImplementedError
+        return bool(self._groups)
 
     def stats(self) -> SchedulerStats:
-        raise NotImplementedError
+        return SchedulerStats(
+            running=len(self._planner.running),
+            waiting=len(self._planner.waiting) + sum(len(group.led) for group in self._groups.values()),
+            kv_blocks_total=self._tables.pool.num_blocks,
+            kv_blocks_used=self._tables.pool.used,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._planner.cached_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._planner.preemptions,
+            aborted=self._aborted,
+        )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:
         """(request id, seconds) of requests that were put out of the batch and have no choice running."""
-        raise NotImplementedError
+        since: dict[str, float] = {}
+        for seq in self._planner.waiting.preempted():
+            since[seq.request.id] = max(seq.queued_at, since.get(seq.request.id, seq.queued_at))
+        for seq in self._planner.running:
+            since.pop(seq.request.id, None)
+        return [(request_id, now - queued_at) for request_id, queued_at in since.items()]
+
+    def check_idle(self) -> None:
+        """Raise EngineError if there is no work and yet a block or a slot is held. Constant time."""
+        held = self._tables.pool.used, self._planner.slots_used
+        if not self._groups and held != (0, 0):
+            raise EngineError(f"with no work, {held[0]} KV blocks and {held[1]} slots are held")
 
     def check_integrity(self) -> None:
-        """Raise EngineError if blocks, slots, queues and tables do not agree with each other."""
-        raise NotImplementedError
+        """Raise EngineError if blocks, slots, queues and tables do not agree. Takes time with the size of the pool."""
+        self.check_idle()
+        self._planner.check_integrity()
+        groups = self._groups.values()
+        alive = [seq for group in groups for seq in group.seqs if seq.status is not Status.FINISHED]
+        placed = [*self._planner.running, *self._planner.waiting, *(seq for group in groups for seq in group.led)]
+        if sorted(seq.serial for seq in alive) != sorted(seq.serial for seq in placed):
+            raise EngineError("the unfinished sequences are not each in one queue")
+        for group in groups:
+            if group.unfinished != sum(seq.status is not Status.FINISHED for seq in group.seqs):
+                raise EngineError(f"request {group.request.id!r} miscounts its unfinished choices")

@@ -1,8 +1,19 @@
-"""Tokens back to text as they come, never half a character at a time."""
+"""Tokens back to text as they come, never half a character at a time.
+
+The joined pieces equal what the `tokenizers` library decodes from all the tokens at once with special tokens
+skipped. Its own DecodeStream decodes a window again for each token, which costs more and, on a run of invalid
+bytes, grows with the square of the run; for the two families of tokenizer in common use we work on the bytes.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import codecs
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Detokenizer(Protocol):
@@ -15,3 +26,185 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """What was still held back; incomplete characters come out as U+FFFD."""
         ...
+
+
+def detokenizer_factory(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callable[[], Detokenizer]:
+    """Makes detokenizers for `tokenizer`, whose tokenizer.json has this `decoder` section."""
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def token_of(token_id: int) -> str | None:
+        return None if token_id in special else tokenizer.id_to_token(token_id)
+
+    if decoder is not None and decoder.get("type") == "ByteLevel":
+        table = _ByteTable(token_of)
+        return lambda: ByteLevelDetokenizer(table)
+    fallback = _fallback_steps(decoder)
+    if fallback is not None:
+        pieces = _PieceTable(token_of, fallback[0])
+        return lambda: ByteFallbackDetokenizer(pieces, *fallback[1])
+    return lambda: WindowDetokenizer(tokenizer, token_of)
+
+
+class ByteLevelDetokenizer:
+    """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, UTF-8 only when joined."""
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: _ByteTable) -> None:
+        self._table = table
+        # Like Rust's from_utf8_lossy, one U+FFFD for each maximal invalid part (Unicode 3.9, table 3-8).
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        return self._decode(self._table[token_id])
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class ByteFallbackDetokenizer:
+    """SentencePiece style (Llama 2, Mistral, Gemma): tokens are text, but for <0xNN> ones, which are bytes.
+
+    The library decodes a whole run of byte tokens or, if any of it is invalid, none: the run is held until it ends.
+    """
+
+    __slots__ = ("_run", "_strip", "_strip_left", "_table")
+
+    def __init__(self, table: _PieceTable, strip: str, strip_count: int) -> None:
+        self._table = table
+        self._run = bytearray()
+        self._strip = strip
+        self._strip_left = strip_count
+
+    def push(self, token_id: int) -> str:
+        piece = self._table[token_id]
+        if piece is None:
+            return ""
+        if isinstance(piece, int):
+            self._run.append(piece)
+            return ""
+        return self._stripped(self._end_run() + piece)
+
+    def flush(self) -> str:
+        return self._stripped(self._end_run())
+
+    def _end_run(self) -> str:
+        if not self._run:
+            return ""
+        try:
+            text = self._run.decode("utf-8")
+        except UnicodeDecodeError:
+            text = "\ufffd" * len(self._run)
+        self._run.clear()
+        return text
+
+    def _stripped(self, text: str) -> str:
+        while self._strip_left and text:
+            if text[0] != self._strip:
+                self._strip_left = 0
+            else:
+                text = text[1:]
+                self._strip_left -= 1
+        return text
+
+
+class WindowDetokenizer:
+    """Any other decoder: decode the last pieces with and without the new tokens, and give out the difference."""
+
+    #: Tokens after which text that ends in U+FFFD is given out all the same. A character takes four bytes at most;
+    #: only output that really has U+FFFD in it gets here, and must not make the window grow without end.
+    LONGEST_HOLD = 16
+
+    __slots__ = ("_given", "_ids", "_token_of", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, token_of: Callable[[int], str | None]) -> None:
+        self._tokenizer = tokenizer
+        self._token_of = token_of
+        self._ids: list[int] = []
+        # How many of the ids are there only as the context of those after them.
+        self._given = 0
+
+    def push(self, token_id: int) -> str:
+        if self._token_of(token_id) is None:
+            return ""
+        self._ids.append(token_id)
+        return self._news(hold=len(self._ids) - self._given < self.LONGEST_HOLD)
+
+    def flush(self) -> str:
+        return self._news(hold=False)
+
+    def _news(self, hold: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._given], skip_special_tokens=True)
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if len(text) <= len(before) or (hold and text.endswith("\ufffd")):
+            return ""
+        del self._ids[: self._given]
+        self._given = len(self._ids)
+        return text[len(before) :]
+
+
+class _ByteTable(dict[int, bytes]):
+    """Token id to its bytes, filled as ids are met; skipped and unknown ids have none."""
+
+    def __init__(self, token_of: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self._token_of = token_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token_of(token_id) or ""
+        try:
+            data = bytes(_BYTE_OF[char] for char in token)
+        except KeyError:
+            # An added token with characters outside the alphabet stands for itself.
+            data = token.encode("utf-8")
+        self[token_id] = data
+        return data
+
+
+class _PieceTable(dict[int, "str | int | None"]):
+    """Token id to its text, its byte, or None where it is skipped."""
+
+    def __init__(self, token_of: Callable[[int], str | None], replacements: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self._token_of = token_of
+        self._replacements = replacements
+
+    def __missing__(self, token_id: int) -> str | int | None:
+        piece: str | int | None = self._token_of(token_id)
+        if isinstance(piece, str):
+            for old, new in self._replacements:
+                piece = piece.replace(old, new)
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                with suppress(ValueError):
+                    piece = int(piece[3:5], 16)
+        self[token_id] = piece
+        return piece
+
+
+def _fallback_steps(decoder: dict[str, Any] | None) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
+    """The replacements and (character, count) to strip of a decoder [Replace*, ByteFallback, Fuse, Strip?]."""
+    if decoder is None or decoder.get("type") != "Sequence":
+        return None
+    steps = list(decoder["decoders"])
+    replacements = []
+    while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
+        step = steps.pop(0)
+        replacements.append((step["pattern"]["String"], step["content"]))
+    if [step["type"] for step in steps[:2]] != ["ByteFallback", "Fuse"]:
+        return None
+    rest = steps[2:]
+    if not rest:
+        return replacements, ("", 0)
+    if len(rest) == 1 and rest[0]["type"] == "Strip" and rest[0]["stop"] == 0:
+        return replacements, (rest[0]["content"], rest[0]["start"])
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's `bytes_to_unicode`, inverted: printable bytes are themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,74 @@
+"""A request's choices: how they start, whom they share a prompt with, how their news is told."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from engine.plan import Sampled
+from engine.request import Event, FinishReason, Request, Sequence, Status
+
+
+@dataclass(slots=True)
+class Group:
+    """The first unfinished choice leads: the others wait until its prompt is computed, then share its blocks."""
+
+    request: Request
+    root: bytes
+    """Parent of the hashes of its first blocks."""
+    seqs: list[Sequence] = field(default_factory=list)
+    led: list[Sequence] = field(default_factory=list)
+    unfinished: int = field(kw_only=True)
+    """Choices of which the end has not been told."""
+    cached_tokens: int | None = None
+    """None until a choice was first admitted."""
+
+    def enter(self, seq: Sequence) -> tuple[FinishReason | None, str | int | None]:
+        """Take in a new choice with the tokens that were published before; the answer says whether they ended it.
+
+        Tokens past the end, if there are any, are dropped.
+        """
+        self.seqs.append(seq)
+        published = self.request.resume[seq.choice] if seq.choice < len(self.request.resume) else []
+        for token_id in published:
+            seq.tokens.append(token_id)
+            _, reason, match = seq.output.push(token_id)
+            if reason is not None:
+                seq.status = Status.FINISHED
+                return reason, match
+        self.led.append(seq)
+        return None, None
+
+    def donor(self, entered: Container[int]) -> Sequence | None:
+        """A running choice whose prompt is computed; those with a serial in `entered` have yet to compute theirs."""
+        for seq in self.seqs:
+            if seq.status is Status.RUNNING and seq.computed >= seq.prompt_len and seq.serial not in entered:
+                return seq
+        return None
+
+    def event(
+        self,
+        seq: Sequence,
+        reason: FinishReason | None,
+        match: str | int | None = None,
+        sampled: Sampled | None = None,
+        text: str = "",
+        error: str | None = None,
+    ) -> Event:
+        """The news of a choice, to be told after it was entered that it has ended. `sampled` is its last token."""
+        count = 0 if sampled is None else 1
+        logprobs = None if sampled is None or sampled.logprobs is None else [sampled.logprobs]
+        return Event(
+            request_id=self.request.id,
+            choice=seq.choice,
+            index=len(seq.tokens) - seq.prompt_len - count,
+            token_ids=[] if sampled is None else [sampled.token_id],
+            texts=[] if sampled is None else [text],
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_match=match,
+            done=self.unfinished == 0,
+            error=error,
+            prompt_tokens=seq.prompt_len,
+            cached_tokens=self.cached_tokens or 0,
+        )

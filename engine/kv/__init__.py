@@ -1,0 +1,13 @@
+"""Where the keys and values of sequences are, block by block; plain Python, no torch.
+
+A sequence's full blocks get hashes, chained from the beginning of its prompt (prefix). A waiting sequence looks its
+hashes up, shares the blocks that are cached and takes free ones for the rest (tables). As tokens are computed, the
+blocks they fill are registered under their hashes (blocks). When it ends or is preempted it lets go of them; a
+registered block that nobody holds stays cached until the memory is wanted, the least recently used first.
+"""
+
+from engine.kv.blocks import BlockPool
+from engine.kv.prefix import block_hash, extend_hashes, root_hash
+from engine.kv.tables import BlockTables, Claim
+
+__all__ = ["BlockPool", "BlockTables", "Claim", "block_hash", "extend_hashes", "root_hash"]

@@ -1,0 +1,86 @@
+"""What a request must be for it to be able to run at all; checked before it is queued."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from engine.policy import TIERS
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    kv_capacity: int
+    """Tokens that the KV cache holds in all."""
+    vocab_size: int | None
+    """None where it is not known."""
+
+    def output_limit(self, request: Request) -> int:
+        """Tokens at which an output ends: max_tokens, or what context and cache have room for.
+
+        The last token of an output is never computed and needs no place in the cache.
+        """
+        room = min(self.max_model_len, self.kv_capacity + 1) - len(request.prompt_ids)
+        return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError naming what is wrong, with which value."""
+        if not isinstance(request.params, SamplingParams):
+            raise _wrong_type("params", request.params, "SamplingParams")
+        for name in ("id", "salt", "adapter"):
+            if not isinstance(getattr(request, name), str):
+                raise _wrong_type(name, getattr(request, name), "a string")
+        if not request.id:
+            raise RequestError("id is empty", param="id")
+        if isinstance(request.tier, bool) or request.tier not in range(TIERS):
+            raise RequestError(f"tier={request.tier!r} must be from 0 to {TIERS - 1}", param="tier")
+        if isinstance(request.arrival, bool) or not isinstance(request.arrival, (int, float)):
+            raise _wrong_type("arrival", request.arrival, "a number of seconds")
+        if not math.isfinite(request.arrival):
+            raise RequestError(f"arrival={request.arrival} must be finite", param="arrival")
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty; it needs at least one token", param="prompt_ids")
+        self._check_ids("prompt_ids", request.prompt_ids)
+        if len(request.resume) > request.params.n:
+            raise RequestError(
+                f"resume has {len(request.resume)} choices, more than n={request.params.n}", param="resume"
+            )
+        for token_ids in request.resume:
+            self._check_ids("resume", token_ids)
+        self._check_length(len(request.prompt_ids), request.params.max_tokens)
+
+    def _check_ids(self, name: str, token_ids: list[int]) -> None:
+        if not set(map(type, token_ids)) <= {int}:
+            wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
+            raise RequestError(f"{name} has {wrong!r}, which is not a token id", param=name, code="invalid_type")
+        size = (1 << 31) if self.vocab_size is None else self.vocab_size
+        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= extreme < size:
+                raise RequestError(f"{name} has token id {extreme}; ids are from 0 to {size - 1}", param=name)
+
+    def _check_length(self, prompt: int, max_tokens: int | None) -> None:
+        wanted = prompt + (1 if max_tokens is None else max_tokens)
+        asked = f"{prompt} tokens of prompt" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
+        if wanted > self.max_model_len:
+            raise RequestError(
+                f"{asked} do not fit the context of {self.max_model_len} tokens with room for an output; "
+                f"shorten the prompt or lower max_tokens",
+                param="prompt_ids" if prompt >= self.max_model_len else "max_tokens",
+                code="context_length_exceeded",
+            )
+        if wanted - 1 > self.kv_capacity:
+            raise RequestError(
+                f"{asked} do not fit the KV cache of {self.kv_capacity} tokens; shorten the prompt, lower max_tokens "
+                f"or serve with a larger kv_cache_bytes",
+                param="prompt_ids" if prompt > self.kv_capacity else "max_tokens",
+                code="kv_capacity_exceeded",
+            )
+
+
+def _wrong_type(name: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"{name}={value!r} must be {wanted}", param=name, code="invalid_type")

@@ -1,0 +1,136 @@
+"""From tokens to text and to the end of a choice: a pure function of the tokens and the parameters.
+
+Nothing here depends on how tokens were batched into steps or on which process made them: a resumed choice pushes its
+published tokens again and is where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.params import SamplingParams
+from engine.request import FinishReason
+from engine.text.detokenizer import Detokenizer
+
+
+class StopMatcher:
+    """Finds the first stop string to be completed, and holds back text that may be the beginning of one.
+
+    Of several completed by the same character the longest counts. One Knuth-Morris-Pratt automaton for each string:
+    its state is how many characters of the string the text ends with, so each character costs constant time
+    (amortised) whatever the length of the strings.
+    """
+
+    __slots__ = ("_failures", "_first", "_held", "_states", "_stops")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._failures = [_failure(stop) for stop in stops]
+        self._states = [0] * len(stops)
+        self._first = frozenset(stop[0] for stop in stops)
+        self._held = ""
+
+    def push(self, text: str, armed: bool) -> tuple[str, str | None]:
+        """(text that is certain to stay, the stop string completed or None). Unless armed, nothing matches."""
+        if not self._held and self._first.isdisjoint(text):
+            return text, None
+        before = len(self._held)
+        buffer = self._held + text
+        for place, char in enumerate(text, start=before + 1):
+            match = self._advance(char)
+            if match is not None and armed:
+                self._held = ""
+                return buffer[: place - len(match)], match
+        certain = len(buffer) - max(self._states)
+        self._held = buffer[certain:]
+        return buffer[:certain], None
+
+    def flush(self) -> str:
+        """The text held back, now that no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        match = None
+        for index, stop in enumerate(self._stops):
+            failure = self._failures[index]
+            state = self._states[index]
+            while state and stop[state] != char:
+                state = failure[state - 1]
+            if stop[state] == char:
+                state += 1
+            if state == len(stop):
+                if match is None or len(stop) > len(match):
+                    match = stop
+                state = failure[state - 1]
+            self._states[index] = state
+        return match
+
+
+def _failure(stop: str) -> list[int]:
+    """For each beginning of `stop`, the length of its longest proper beginning that is also its end."""
+    table = [0] * len(stop)
+    length = 0
+    for place in range(1, len(stop)):
+        while length and stop[length] != stop[place]:
+            length = table[length - 1]
+        if stop[length] == stop[place]:
+            length += 1
+        table[place] = length
+    return table
+
+
+class OutputState:
+    """One choice's tokens as text, and when they end."""
+
+    __slots__ = ("_armed_from", "_detokenizer", "_ends", "_ends_listed", "_limit", "_stops", "count")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_token_ids: Iterable[int],
+        detokenizer: Detokenizer | None,
+        limit: int,
+    ) -> None:
+        """`limit` is the number of tokens at which the choice ends at the latest: max_tokens, or the context.
+
+        Without a detokenizer all text is "", and stop strings never match.
+        """
+        self.count = 0
+        self._limit = limit
+        self._armed_from = params.min_tokens
+        self._ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._ends = self._ends.union(eos_token_ids)
+        self._ends_listed = tuple(sorted(self._ends))
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(params.stop) if params.stop else None
+
+    def banned_now(self) -> tuple[int, ...]:
+        """Token ids that the next token may not be: those that end the output, while min_tokens is not reached."""
+        return self._ends_listed if self.count < self._armed_from else ()
+
+    def push(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
+        """Take the next token: (piece of text, finish reason or None, the stop string or token id or None).
+
+        The piece of the last token carries all the text that had been held back; a token that ends the output adds
+        none of its own.
+        """
+        ended = token_id in self._ends and self.count >= self._armed_from
+        self.count += 1
+        armed = self.count >= self._armed_from
+        last = ended or self.count >= self._limit
+        text = ""
+        if self._detokenizer is not None:
+            text = "" if ended else self._detokenizer.push(token_id)
+            if last:
+                text += self._detokenizer.flush()
+        if self._stops is not None:
+            text, match = self._stops.push(text, armed)
+            if match is not None:
+                return text, "stop", match
+            if last:
+                text += self._stops.flush()
+        if ended:
+            return text, "stop", token_id
+        return text, "length" if last else None, None

@@ -1,0 +1,207 @@
+"""Which tokens of which sequences the next step computes; who is let into the batch and who is put out of it.
+
+There are no prefill and decode phases: every sequence catches `computed` up to `len(tokens)`. Running and waiting
+sequences are gone through once, in the order of policy.py, the running before the waiting of each effective tier.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError
+from engine.group import Group
+from engine.kv import BlockTables, Claim
+from engine.plan import ScheduledSeq, StepPlan
+from engine.policy import TIERS, WaitingQueue, running_key
+from engine.request import Sequence, Status
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is being planned."""
+
+    now: float
+    budget: int
+    """Tokens left, of which `reserved` are for running decodes that have yet to be come to."""
+    reserved: int
+    plan: StepPlan = field(default_factory=StepPlan)
+    entered: set[int] = field(default_factory=set)
+    """Serials of the sequences admitted in it: their blocks hold nothing yet."""
+
+    def put(self, seq: Sequence) -> None:
+        """Plan as much of a sequence as the budget has left, which may be nothing."""
+        pending = len(seq.tokens) - seq.computed
+        count = min(pending, self.budget - self.reserved)
+        if count > 0:
+            self.budget -= count
+            self.plan.num_tokens += count
+            self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, count == pending))
+
+
+class Planner:
+    """Holds the sequences that wait and those that run, their rows and their blocks."""
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        groups: Mapping[str, Group],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        ageing_s: float,
+    ) -> None:
+        """`groups` are the unfinished requests by id, which the scheduler keeps."""
+        self._tables = tables
+        self._groups = groups
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        # Free blocks that an admission leaves to those who run, so that it does not put one of them out at once.
+        self._headroom = max(1, tables.pool.num_blocks // 100)
+        self.waiting = WaitingQueue(ageing_s)
+        self.running: list[Sequence] = []  # sorted by running_key
+        self._slots = list(range(max_num_seqs))  # a heap: low rows are used first, which keeps batches compact
+        self.preemptions = 0
+        self.cached_tokens = 0
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute."""
+        running = self.running
+        decodes = sum(len(seq.tokens) - seq.computed == 1 for seq in running)
+        step = _Step(now, self._max_num_batched_tokens, decodes)
+        place = 0
+        below = TIERS  # only requests of a tier better than this are still admitted
+        freely = True  # False: only in the place of others
+        head = self.waiting.first(now)
+        while True:
+            if place < len(running) and (head is None or running[place].effective_tier <= head[0]):
+                if self._advance(running[place], step):
+                    place += 1
+                else:
+                    freely = False
+            elif head is not None:
+                tier, seq = head
+                if step.budget - step.reserved < 1:
+                    below = 0
+                elif self._admit(seq, tier, step, freely):
+                    place += 1
+                else:
+                    # Whoever comes later may not take what this one waits for; but a request of a better tier,
+                    # which this one has reached by ageing alone, may still displace those whom it could not.
+                    below, freely = seq.request.tier, False
+                head = self.waiting.first(now, below)
+            else:
+                break
+        return step.plan if step.plan.rows else None
+
+    def _advance(self, seq: Sequence, step: _Step) -> bool:
+        """Plan a running sequence; False if one was put out for want of blocks, after which it is to be tried again.
+
+        The last in order goes, which may be the sequence itself, but never one that is already in the plan.
+        """
+        if not self._tables.grow(seq):
+            self._preempt_last(step)
+            return False
+        if len(seq.tokens) - seq.computed == 1:
+            step.reserved -= 1
+        step.put(seq)
+        return True
+
+    def _admit(self, seq: Sequence, tier: int, step: _Step, freely: bool) -> bool:
+        """Let a waiting sequence in, if need be in the place of running ones, of which none is in the plan yet:
+        only those whose effective tier is worse than its request's tier, and only if that makes room enough.
+        """
+        group = self._groups[seq.request.id]
+        claim = self._claim(group, seq, step)
+        if not (freely and self._fits(claim, tier)):
+            if not self._fits_displacing(seq, claim, tier):
+                return False
+            while not freely or not self._fits(claim, tier):
+                if not self._displaceable(seq):
+                    return False
+                self._preempt_last(step)
+                freely = True
+                claim = self._claim(group, seq, step)
+        self.waiting.remove(seq)
+        seq.waited += step.now - seq.queued_at
+        seq.preempted = False
+        seq.effective_tier = tier
+        seq.status = Status.RUNNING
+        seq.slot = heapq.heappop(self._slots)
+        insort(self.running, seq, key=running_key)
+        copy = self._tables.take(seq, claim)
+        if copy is not None:
+            step.plan.copies.append(copy)
+        if group.cached_tokens is None:
+            group.cached_tokens = min(claim.computed, seq.prompt_len)
+            self.cached_tokens += group.cached_tokens
+        step.entered.add(seq.serial)
+        step.put(seq)
+        return True
+
+    def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
+        return self._tables.claim(seq, group.root, group.donor(step.entered))
+
+    def _fits(self, claim: Claim, tier: int) -> bool:
+        return bool(self._slots) and claim.cost + self._headroom_for(tier) <= self._tables.pool.available
+
+    def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int) -> bool:
+        victims = [other for other in self.running if other.effective_tier > seq.request.tier]
+        pool = self._tables.pool
+        freed = pool.freed_by((victim.block_table for victim in victims), keep=claim.shared)
+        return bool(victims) and claim.cost + self._headroom_for(tier) <= pool.available + freed
+
+    def _displaceable(self, seq: Sequence) -> bool:
+        return bool(self.running) and self.running[-1].effective_tier > seq.request.tier
+
+    def _headroom_for(self, tier: int) -> int:
+        """None where only worse tiers run: alone, a sequence may have the whole pool."""
+        return self._headroom if self.running and self.running[0].effective_tier <= tier else 0
+
+    def _preempt_last(self, step: _Step) -> None:
+        """Put the last in order out of the batch. It keeps its tokens and computes them again, where the cache has
+        not kept them."""
+        seq = self.running.pop()
+        if len(seq.tokens) - seq.computed == 1:
+            step.reserved -= 1
+        self._leave(seq)
+        seq.status = Status.WAITING
+        seq.preempted = True
+        seq.queued_at = step.now
+        self.waiting.push(seq)
+        self.preemptions += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a running or waiting sequence out and free what it holds."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self._leave(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self._tables.free(seq)
+        heapq.heappush(self._slots, seq.slot)
+        seq.slot = -1
+
+    @property
+    def slots_used(self) -> int:
+        return self._max_num_seqs - len(self._slots)
+
+    def check_integrity(self) -> None:
+        """Raise EngineError if blocks, slots and queues do not agree. Takes time with the size of the pool."""
+        running = self.running
+        self._tables.pool.check_integrity(seq.block_table for seq in running)
+        if running != sorted(running, key=running_key):
+            raise EngineError("the running sequences are out of order")
+        if sorted([*self._slots, *(seq.slot for seq in running)]) != list(range(self._max_num_seqs)):
+            raise EngineError("the slots are not each free or held by one running sequence")
+        for seq in running:
+            room = len(seq.block_table) * self._tables.block_size
+            if seq.status is not Status.RUNNING or not 0 <= seq.computed < len(seq.tokens) or seq.computed > room:
+                raise EngineError(f"request {seq.request.id!r} runs with {seq.computed} of {len(seq.tokens)} tokens")
+        for seq in self.waiting:
+            if seq.status is not Status.WAITING or seq.block_table or seq.computed or seq.slot != -1:
+                raise EngineError(f"request {seq.request.id!r} waits, and yet is {seq.status.name} or holds blocks")
