@@ -6,7 +6,7 @@ generated (detokenizer), and a model is known to those who never load it by its 
 
 from engine.text.card import ModelCard
 from engine.text.detokenizer import Detokenizer
-from engine.text.template import ChatTemplate, TemplateError
+from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "ModelCard", "TemplateError", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "ModelCard", "Tokenizer"]

@@ -1,0 +1,128 @@
+"""A model's card: what those who never load the model have to know of it.
+
+Whoever publishes or serves a model writes its card into the store, where a gateway finds it at zero workers. The
+format is fixed, as one JSON object; a reader passes over keys that it does not know:
+
+    v                 1
+    name, version     how the model is addressed; see `model_version` for what a version is
+    architecture      config.json's first architecture
+    context_length    tokens of prompt and output together
+    vocab_size        rows of the embedding: token ids are below this
+    parameters        numbers in the checkpoint's tensors
+    capabilities      ["generate"], and "chat" where there is a chat template
+    eos_token_ids     list of token ids, may be empty
+    bos_token_id      token id or null
+    defaults          generation_config.json's temperature, top_k, top_p, where given
+    files             name -> SHA-256 in hex, of the tokenizer's and template's files
+    created           unix seconds
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError, RequestError
+from engine.params import SamplingParams
+from engine.text.checkpoint import count_parameters, model_version
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import Tokenizer, read_files, read_object
+
+_DEFAULTS = ("temperature", "top_k", "top_p")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    name: str
+    version: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    parameters: int
+    capabilities: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    defaults: dict[str, float]
+    files: dict[str, str]
+    created: int
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, name: str | None = None) -> ModelCard:
+        """Reads a model folder without loading the model; `name` is the folder's own where it is not given.
+
+        Raises ModelError naming the file or setting that is missing or broken.
+        """
+        root = Path(folder).resolve()
+        files = read_files(root)
+        config = read_object(files, "config.json")
+        architectures = config.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+            raise ModelError(f"{root / 'config.json'} names no architecture")
+        tokenizer = Tokenizer(files)
+        chat = ChatTemplate.from_bytes(files) is not None
+        return cls(
+            name=root.name if name is None else name,
+            version=model_version(root),
+            architecture=architectures[0],
+            context_length=_positive(config, "max_position_embeddings"),
+            vocab_size=_positive(config, "vocab_size"),
+            parameters=count_parameters(root),
+            capabilities=("generate", "chat") if chat else ("generate",),
+            eos_token_ids=tokenizer.eos_token_ids,
+            bos_token_id=tokenizer.bos_token_id,
+            defaults=_defaults(read_object(files, "generation_config.json")),
+            files={name: sha256(data).hexdigest() for name, data in sorted(files.items())},
+            created=int(time.time()),
+        )
+
+    @staticmethod
+    def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
+        """The contents of the card's `files`, by name: what Tokenizer.from_bytes and ChatTemplate.from_bytes take."""
+        return read_files(folder)
+
+    def to_json(self) -> str:
+        """In one line, keys in the order of the format."""
+        return json.dumps({"v": 1, **asdict(self)}, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ModelCard:
+        """Raises ModelError where the text is no card, is of another format, or lacks a key."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"the model card is not valid JSON: {error}") from error
+        if not isinstance(value, dict) or value.get("v") != 1:
+            raise ModelError("the model card is not a JSON object with v=1; it was made by another version of Penstock")
+        given: dict[str, Any] = {}
+        for entry in fields(cls):
+            if entry.name not in value:
+                raise ModelError(f"the model card lacks {entry.name!r}")
+            given[entry.name] = value[entry.name]
+        for listed in ("capabilities", "eos_token_ids"):
+            if not isinstance(given[listed], list):
+                raise ModelError(f"the model card has {listed}={given[listed]!r}, which is not a list")
+            given[listed] = tuple(given[listed])
+        return cls(**given)
+
+
+def _positive(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise ModelError(f"config.json has {key}={value!r}; it must be an integer above 0")
+    return value
+
+
+def _defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """Only what a request may ask for too: a default out of those bounds would fail every request that has none."""
+    defaults = {}
+    for name in _DEFAULTS:
+        if generation.get(name) is not None:
+            with suppress(RequestError):
+                SamplingParams(**{name: generation[name]})
+                defaults[name] = generation[name]
+    return defaults

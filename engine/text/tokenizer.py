@@ -1,0 +1,139 @@
+"""A model's tokenizer, read from its Hugging Face files: text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.errors import ModelError
+from engine.text.detokenizer import Detokenizer, detokenizer_factory
+
+#: The files that a tokenizer and chat template are made of; all but the first may be absent.
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+
+
+def read_files(folder: str | Path) -> dict[str, bytes]:
+    """Those of FILES that a model folder has. Raises ModelError where tokenizer.json is missing or one unreadable."""
+    files = {}
+    for name in FILES:
+        path = Path(folder) / name
+        try:
+            files[name] = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    if "tokenizer.json" not in files:
+        raise ModelError(f"{folder} has no tokenizer.json")
+    return files
+
+
+def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON object; {} where the file is absent. Raises ModelError naming a file that holds anything else."""
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class Tokenizer:
+    """Thread-safe: nothing of it changes after it was made.
+
+    `bos_token_id` and `eos_token_ids` are the model's, from generation_config.json, else config.json, else
+    tokenizer_config.json; `vocab_size` counts added tokens too.
+    """
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """Raises ModelError naming the file that is missing, broken or hostile."""
+        decoder = read_object(files, "tokenizer.json").get("decoder")
+        self._backend = _load(files)
+        try:
+            self._new_detokenizer = detokenizer_factory(self._backend, decoder)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"tokenizer.json has a decoder that cannot be used: {error!r}") from error
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id, self.eos_token_ids = self._special_ids(files)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        return cls(read_files(folder))
+
+    @classmethod
+    def from_bytes(cls, files: Mapping[str, bytes]) -> Tokenizer:
+        """`files` by name, as in FILES."""
+        return cls(files)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the BOS or EOS that the model's own post-processor adds, if asked to.
+
+        A rendered chat template has its special tokens already: encode it without.
+        """
+        # A lone surrogate, which JSON can carry, is no character and has no UTF-8.
+        valid = text.encode("utf-8", "replace").decode("utf-8")
+        ids: list[int] = self._backend.encode(valid, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of all these tokens together, without special tokens."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it, None where there is none."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    @property
+    def new_detokenizer(self) -> Callable[[], Detokenizer]:
+        """Makes an incremental detokenizer for one output."""
+        return self._new_detokenizer
+
+    def _special_ids(self, files: Mapping[str, bytes]) -> tuple[int | None, tuple[int, ...]]:
+        sources = [(name, read_object(files, name)) for name in ("generation_config.json", "config.json")]
+        named = read_object(files, "tokenizer_config.json")
+
+        def find(kind: str) -> tuple[int, ...]:
+            for name, source in sources:
+                value = source.get(f"{kind}_token_id")
+                if value is not None:
+                    return _token_ids(name, f"{kind}_token_id", value)
+            token = named.get(f"{kind}_token")
+            content = token.get("content") if isinstance(token, dict) else token
+            token_id = self._backend.token_to_id(content) if isinstance(content, str) else None
+            return () if token_id is None else (token_id,)
+
+        return next(iter(find("bos")), None), find("eos")
+
+
+def _token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int and 0 <= token_id < 1 << 31 for token_id in ids):
+        raise ModelError(f"{file} has {key}={value!r}, which is not a token id or a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
+    if "tokenizer.json" not in files:
+        raise ModelError("tokenizer.json is missing")
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+        # A prompt is never cut or filled up in silence, whatever the file says.
+        backend.no_truncation()
+        backend.no_padding()
+        # A file may load and yet panic at its first use.
+        backend.encode("a b")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001
+        # A panic in Rust comes as a BaseException that cannot be imported.
+        raise ModelError(f"tokenizer.json cannot be used: {error}") from error
+    return backend
