@@ -1,0 +1,53 @@
+"""What attention has to know about a step besides its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Sequences that have the same number of tokens in this step and similar contexts: one padded batch.
+
+    The group's token rows are `row .. row + len(kv_lens) * query_len`, sequence after sequence. Query j of
+    sequence i stands at position `kv_lens[i] - query_len + j` and sees every position up to its own.
+    """
+
+    row: int
+    query_len: int
+    kv_lens: tuple[int, ...]
+    """Tokens in cache of each sequence once this step's have been written. Known to the host, so that no kernel
+    has to ask the device for a length."""
+    block_tables: Tensor
+    """int64 [sequences, blocks of the longest]; padded with the block of zeros."""
+    mask: Tensor | None
+    """bool [sequences, 1, query_len, padded context], True where a query sees; None for `is_fresh` groups."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """No sequence has anything in cache but this step's tokens: attention is a plain lower triangle."""
+        return all(kv_len == self.query_len for kv_len in self.kv_lens)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + len(self.kv_lens) * self.query_len)
+
+
+def visibility(kv_lens: Tensor, query_len: int, padded: int) -> Tensor:
+    """bool [sequences, 1, query_len, padded]: which places each query of a group sees.
+
+    `kv_lens` is int64 [sequences] on the device, `padded` the places that the group's block tables span.
+    """
+    query = torch.arange(query_len, device=kv_lens.device)
+    last_seen = (kv_lens - query_len)[:, None] + query
+    return torch.arange(padded, device=kv_lens.device) <= last_seen[:, None, :, None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    slots: Tensor
+    """int64 [tokens]: where each token's K and V go, as block * block_size + offset."""
+    groups: tuple[AttentionGroup, ...]

@@ -1,0 +1,88 @@
+"""Every operation in the plainest torch there is, for any device: the oracle that the other sets are tested by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.groups import AttentionBatch
+
+#: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
+PreparedLinear = Callable[[Tensor], Tensor]
+
+
+class Reference:
+    """The operations that models are made of. A faster set is a subclass that replaces some of them.
+
+    An instance belongs to one model on one thread: sets may keep scratch memory between calls.
+    """
+
+    name = "reference"
+    #: Sequences share a padded attention batch while the longest context is at most ratio * shortest + tokens.
+    padding = (1.0, 0)
+
+    def __init__(self, compute_dtype: torch.dtype) -> None:
+        self.compute_dtype = compute_dtype
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        """`weight` is [outputs, inputs], `bias` [outputs]; the caller drops both, so a set may repack them."""
+
+        def linear(x: Tensor) -> Tensor:
+            return F.linear(x, weight, bias)
+
+        return linear
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual). Either input may be overwritten."""
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate `x` [tokens, heads, head_dim] by pairs (i, i + head_dim / 2) (arXiv 2104.09864, half-split).
+
+        `cos` and `sin` are [tokens, 1, head_dim]; the first half of `sin` carries the rotation's minus sign.
+        """
+        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of `gate_up` [tokens, 2 * width] -> [tokens, width] (SwiGLU, arXiv 2002.05202)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Put `key` and `value` [tokens, kv_heads, head_dim] at `slots` of one layer's `cache`.
+
+        `cache` is [2, blocks, block_size, kv_heads, head_dim].
+        """
+        flat = cache.view(2, -1, *cache.shape[3:])
+        flat[0].index_copy_(0, slots, key)
+        flat[1].index_copy_(0, slots, value)
+
+    def paged_attention(self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+        """Causal attention of `query` [tokens, heads, head_dim] over what `write_kv` put into `cache`.
+
+        Query head h reads KV head h // (heads / kv_heads). Returns [tokens, heads, head_dim].
+        """
+        out = torch.empty_like(query)
+        share = query.shape[1] // cache.shape[3]
+        for group in batch.groups:
+            for i, kv_len in enumerate(group.kv_lens):
+                row = group.row + i * group.query_len
+                rows = slice(row, row + group.query_len)
+                keys, values = cache[:, group.block_tables[i]].flatten(1, 2)[:, :kv_len].float()
+                q = query[rows].float()
+                scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(share, 1)) * scale
+                position = torch.arange(kv_len - group.query_len, kv_len, device=query.device)
+                future = torch.arange(kv_len, device=query.device)[None] > position[:, None]
+                weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+                out[rows] = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(share, 1)).to(out.dtype)
+        return out

@@ -1,0 +1,15 @@
+"""Parts that models are built from, over the operations of one kernel set.
+
+A layer makes its own tensors, empty, and says by `weights(prefix)` which tensor of a checkpoint goes where: views
+into its own, so that q, k and v land in one packed matrix. The loader fills them, `pack` then hands them to the
+kernel set, and calling the layer runs it on token rows [tokens, width].
+"""
+
+from engine.layers.attention import Attention
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.mlp import GatedMlp
+from engine.layers.norm import RmsNorm
+from engine.layers.rope import Llama3Scaling, Rope
+
+__all__ = ["Attention", "Embedding", "GatedMlp", "Linear", "Llama3Scaling", "RmsNorm", "Rope"]

@@ -1,0 +1,57 @@
+"""Executes step plans on one device: owns the KV cache and the permanent rows."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import BatchBuilder
+from engine.models import Model
+from engine.plan import Sampled, StepPlan
+from engine.request import Sequence
+from engine.sampling import SamplingRows, sample
+
+
+class Runner:
+    """Used by one thread. `num_blocks` blocks are the scheduler's; one more, always zero, pads block tables."""
+
+    def __init__(
+        self, model: Model, *, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._model = model
+        self._cache = torch.zeros(
+            (model.num_layers, 2, num_blocks + 1, block_size, model.kv_heads, model.head_dim),
+            dtype=model.kernels.compute_dtype,
+            device=model.device,
+        )
+        self._builder = BatchBuilder(
+            max_num_seqs, -(-max_model_len // block_size), block_size, num_blocks, model.kernels, model.device
+        )
+        self._sampling = SamplingRows(max_num_seqs, model.vocab_size, model.device)
+        self._owners: list[Sequence | None] = [None] * max_num_seqs
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Compute the plan's tokens into the cache; one result for each row that samples, in the plan's order.
+
+        May be called again with any part of a plan that failed half-way: all it writes is overwritten.
+        """
+        sampling = [row.seq for row in plan.rows if row.samples]
+        for sequence in sampling:
+            if self._owners[sequence.slot] is not sequence:
+                self._sampling.admit(sequence)
+                self._owners[sequence.slot] = sequence
+        batch = self._builder.build(plan)
+        how = self._sampling.gather(sampling) if sampling else None
+        if batch.copies is not None:
+            sources, destinations = batch.copies
+            self._cache[:, :, destinations] = self._cache[:, :, sources]
+        if batch.entered is not None:
+            self._cache.index_fill_(2, batch.entered, 0)
+        logits = self._model.forward(batch.tokens, batch.positions, batch.attention, self._cache, batch.wanted)
+        return [] if how is None else sample(logits, how)
+
+
+def block_bytes(model: Model, block_size: int) -> int:
+    """Memory that one KV block takes, over all layers."""
+    width = torch.empty(0, dtype=model.kernels.compute_dtype).element_size()
+    return model.num_layers * 2 * block_size * model.kv_heads * model.head_dim * width

@@ -1,0 +1,12 @@
+"""From logits to the next tokens, for all sequences of a step at once.
+
+rows.py keeps each running sequence's parameters in a permanent row and gathers a step's rows into a SamplingBatch;
+sampler.py masks banned tokens, takes the likeliest where the temperature is 0, and elsewhere adds noise to what
+filters.py (top-k, top-p) leaves and takes the largest. noise.py makes that noise from (seed, choice, position,
+token) alone, so that a token does not depend on the batch it was sampled in, nor on what happened in between.
+"""
+
+from engine.sampling.rows import SamplingBatch, SamplingRows
+from engine.sampling.sampler import sample
+
+__all__ = ["SamplingBatch", "SamplingRows", "sample"]

@@ -1,0 +1,66 @@
+"""Stateless Gumbel noise: argmax(logits + noise) is a sample of softmax(logits) (Gumbel-max trick).
+
+A hash in place of a generator's state: a sequence that is preempted, or resumed on another worker, samples what it
+would have sampled, whatever ran beside it. The integer part is exact and the same on every device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+#: Odd, and far from any small multiple of a power of two: spreads neighbouring token ids (2^32 / golden ratio).
+_SPREAD = 0x9E3779B1 - (1 << 32)
+# Multipliers of "lowbias32" by Chris Wellons (hash-prospector, public domain), as signed int32.
+_MIX_1 = 0x7FEB352D
+_MIX_2 = 0x846CA68B - (1 << 32)
+# 31 bits make u in (0, 1): (bits + 1/2) * 2^-31, shrunk by 2^-23 so that the largest still rounds below 1.
+_SCALE = 2.0**-31 * (1 - 2.0**-23)
+#: Noise lies in [-2.78, 22.3], so a logit this far below the largest can never win.
+REACH = 25.1
+
+
+def row_keys(
+    seeds: NDArray[np.uint64], choices: NDArray[np.uint64], positions: NDArray[np.uint64]
+) -> NDArray[np.int32]:
+    """[rows, 2] keys for `gumbel`. `positions` counts from the prompt's first token."""
+    state = _splitmix64(seeds)
+    state = _splitmix64(state ^ choices)
+    state = _splitmix64(state ^ positions)
+    return state.view(np.int32).reshape(-1, 2)
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """int32 hash of (key, token). `keys` int32 [..., 2], `tokens` int32, broadcast against keys[..., 0].
+
+    lowbias32 over the token, keyed before and in between. int32 products wrap, shifts are made logical by masks.
+    """
+    x = (tokens * _SPREAD) ^ keys[..., 0]
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MIX_1
+    x ^= (x >> 15) & 0x1FFFF
+    x += keys[..., 1]
+    x *= _MIX_2
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MIX_1
+    x ^= (x >> 15) & 0x1FFFF
+    return x
+
+
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """fp32 standard Gumbel noise, shaped like `bits(keys, tokens)`.
+
+    -log(-log1p(-u)): the large values that decide come from small u, where floating point resolves finely.
+    """
+    u = (bits(keys, tokens) & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_SCALE)
+    return u.neg_().log1p_().neg_().log_().neg_()

@@ -1,0 +1,117 @@
+"""Sampling parameters of the running sequences, in permanent rows, gathered for a step without a loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.request import Sequence
+from engine.sampling.noise import row_keys
+from engine.upload import upload
+
+#: Below this a temperature is taken as 0: dividing by it would only overflow.
+_COLDEST = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The rows of a step that are sampled at a temperature."""
+
+    rows: Tensor
+    """int64 [draws]: which rows of the logits."""
+    temperature: Tensor
+    """fp32 [draws, 1]."""
+    top_k: Tensor
+    """int64 [draws]; 0 keeps all."""
+    top_p: Tensor
+    """fp32 [draws]; 1 keeps all."""
+    keys: Tensor
+    """int32 [draws, 1, 2]: see noise.row_keys."""
+    largest_k: int
+    any_top_p: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How the rows of a step's logits become tokens. None stands for: no row wants it."""
+
+    draws: Draws | None
+    banned: tuple[Tensor, Tensor] | None
+    """int64 (row, token id) pairs that may not be sampled."""
+    logprob_rows: Tensor | None
+    """int64: the rows whose log probabilities are wanted."""
+    logprob_counts: dict[int, int]
+    """Row -> number of likeliest tokens wanted, for the host."""
+
+
+class SamplingRows:
+    """Row `slot` belongs to the running sequence with that slot."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._temperature = np.zeros(slots, np.float32)
+        self._top_k = np.zeros(slots, np.int64)
+        self._top_p = np.ones(slots, np.float32)
+        self._seed = np.zeros(slots, np.uint64)
+        self._choice = np.zeros(slots, np.uint64)
+        self._min_tokens = np.zeros(slots, np.int64)
+        self._logprobs = np.full(slots, -1, np.int64)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take over the row of the sequence's slot."""
+        slot, params = sequence.slot, sequence.request.params
+        self._temperature[slot] = params.temperature if params.temperature >= _COLDEST else 0.0
+        # All tokens kept is the same as no filter.
+        self._top_k[slot] = params.top_k if params.top_k < self._vocab_size else 0
+        self._top_p[slot] = params.top_p
+        self._seed[slot] = sequence.seed
+        self._choice[slot] = sequence.choice
+        self._min_tokens[slot] = params.min_tokens
+        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+
+    def gather(self, sequences: list[Sequence]) -> SamplingBatch:
+        """The batch of `sequences`, whose next tokens are sampled, in the order of the logits' rows."""
+        slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
+        banned = self._banned(sequences, slots)
+        wants_logprobs = (self._logprobs[slots] >= 0).nonzero()[0]
+        drawn = self._temperature[slots].nonzero()[0]
+        draws = self._draws(sequences, slots, drawn) if len(drawn) else None
+        return SamplingBatch(
+            draws=draws,
+            banned=None if banned is None else (banned[0], banned[1]),
+            logprob_rows=upload([wants_logprobs], self._device)[0] if len(wants_logprobs) else None,
+            logprob_counts={int(row): int(self._logprobs[slots[row]]) for row in wants_logprobs},
+        )
+
+    def _draws(self, sequences: list[Sequence], slots: NDArray[np.int64], drawn: NDArray[np.int64]) -> Draws:
+        own = slots[drawn]
+        positions = np.fromiter((len(sequences[i].tokens) for i in drawn), np.uint64, len(drawn))
+        keys = row_keys(self._seed[own], self._choice[own], positions)
+        top_k, top_p = self._top_k[own], self._top_p[own]
+        sent = upload([drawn, self._temperature[own][:, None], top_k, top_p, keys[:, None]], self._device)
+        return Draws(
+            rows=sent[0],
+            temperature=sent[1],
+            top_k=sent[2],
+            top_p=sent[3],
+            keys=sent[4],
+            largest_k=int(top_k.max()),
+            any_top_p=bool((top_p < 1).any()),
+        )
+
+    def _banned(self, sequences: list[Sequence], slots: NDArray[np.int64]) -> list[Tensor] | None:
+        pairs = [
+            (row, token)
+            for row in self._min_tokens[slots].nonzero()[0]
+            for token in sequences[row].output.banned_now()
+            if token < self._vocab_size
+        ]
+        if not pairs:
+            return None
+        rows, tokens = np.array(pairs, np.int64).T
+        return upload([np.ascontiguousarray(rows), np.ascontiguousarray(tokens)], self._device)

@@ -1,0 +1,78 @@
+"""Logits to tokens: masks, greedy choice, draws, log probabilities, and one copy back to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.plan import Sampled
+from engine.request import TokenLogprobs
+from engine.sampling.filters import thresholds
+from engine.sampling.noise import REACH, gumbel
+from engine.sampling.rows import Draws, SamplingBatch
+
+#: On a CPU, noise is made for the candidates alone when they are at most this part of all tokens.
+_SPARSE = 0.25
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+    """One result for each row of `logits` [rows, vocabulary].
+
+    A row whose logits are not all finite gets an error, alone. The only wait for the device is for the results.
+    """
+    logits = logits.float()
+    low, high = logits.aminmax(dim=-1)
+    finite = low.isfinite() & high.isfinite()
+    # Log probabilities are of what the model said: taken before anything is banned.
+    said = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
+    if batch.banned is not None:
+        logits = logits.index_put(batch.banned, logits.new_full((), float("-inf")))
+    tokens = logits.argmax(-1)
+    if batch.draws is not None:
+        tokens[batch.draws.rows] = draw(logits[batch.draws.rows], batch.draws)
+    ids, whole = torch.stack((tokens, finite.long())).tolist()
+    logprobs = {} if said is None else _logprobs(said, tokens, ids, batch)
+    return [
+        Sampled(token, logprobs.get(row))
+        if ok
+        else Sampled(token, error="the model's logits are not finite (NaN or infinity)")
+        for row, (token, ok) in enumerate(zip(ids, whole, strict=True))
+    ]
+
+
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    """int64 [draws]: a token for each row of `logits` fp32 [draws, vocabulary], by Gumbel-max."""
+    scaled = logits / draws.temperature
+    threshold = None
+    if draws.largest_k or draws.any_top_p:
+        threshold = thresholds(scaled, draws.top_k, draws.top_p, draws.largest_k, draws.any_top_p)
+    if scaled.device.type == "cpu":
+        # Also leave out what no noise could make the largest.
+        reach = scaled.amax(-1, keepdim=True) - REACH
+        kept = scaled >= (reach if threshold is None else torch.maximum(threshold, reach))
+        rows, tokens = kept.nonzero(as_tuple=True)
+        if len(rows) <= _SPARSE * scaled.numel():
+            noisy = scaled[rows, tokens] + gumbel(draws.keys[rows, 0], tokens.to(torch.int32))
+            return torch.full_like(scaled, float("-inf")).index_put_((rows, tokens), noisy).argmax(-1)
+    every = torch.arange(scaled.shape[-1], dtype=torch.int32, device=scaled.device)
+    noisy = gumbel(draws.keys, every).add_(scaled)
+    if threshold is not None:
+        noisy = noisy.masked_fill_(scaled < threshold, float("-inf"))
+    return noisy.argmax(-1)
+
+
+def _logprobs(said: Tensor, tokens: Tensor, ids: list[int], batch: SamplingBatch) -> dict[int, TokenLogprobs]:
+    """Row -> the chosen token's log probability and the likeliest tokens'.
+
+    `said` is [wanting rows, vocabulary]; `tokens` int64 [rows] the chosen ones, `ids` the same on the host.
+    """
+    chosen = said.gather(1, tokens[batch.logprob_rows][:, None])
+    most = min(max(batch.logprob_counts.values()), said.shape[-1])
+    values, likeliest = said.topk(most)
+    listed = torch.cat((chosen, values), 1).tolist()
+    listed_ids = likeliest.tolist()
+    found = {}
+    for i, (row, count) in enumerate(batch.logprob_counts.items()):
+        top = tuple(zip(listed_ids[i][:count], listed[i][1 : count + 1], strict=True))
+        found[row] = TokenLogprobs(ids[row], listed[i][0], top)
+    return found
