@@ -38,8 +38,11 @@ class SubmitFailed(PenstockError):
 class TaskFailed(PenstockError):
     """The task ended `failed` or `cancelled`. `code` and `param` are those of its error."""
 
-    def __init__(self, message: str, *, status: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, status: str = "failed", code: str = "failed", param: str | None = None) -> None:
+        super().__init__(message, status, code, param)
         self.status = status
         self.code = code
         self.param = param
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers import keys
 from producers.script import text
 
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
@@ -41,6 +42,10 @@ class Record:
     @classmethod
     def parse(cls, task_id: str, raw: Mapping[Any, Any]) -> Record:
         return cls(task_id, {text(k): text(v) for k, v in raw.items()})
+
+    @property
+    def key(self) -> str:
+        return keys.task(self.id)
 
     @property
     def status(self) -> str:

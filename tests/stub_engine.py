@@ -1,0 +1,197 @@
+"""An engine without a model: tokens are a pure function of (seed, choice, index), so that any interruption shows.
+
+Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
+STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from engine.errors import RequestError
+from engine.request import Event, Request
+
+VOCABULARY = 1000
+WORDS = [f" w{i}" for i in range(VOCABULARY)]
+
+
+def token(seed: int, choice: int, index: int) -> int:
+    """The one true token."""
+    digest = hashlib.blake2b(f"{seed}:{choice}:{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def text_of(seed: int, choice: int, count: int) -> str:
+    return "".join(WORDS[token(seed, choice, i)] for i in range(count))
+
+
+@dataclass
+class _Card:
+    name: str = "stub"
+    version: str = "v1"
+    files: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        import json
+
+        return json.dumps(
+            {
+                "v": 1,
+                "name": self.name,
+                "version": self.version,
+                "architecture": "Stub",
+                "context_length": 4096,
+                "vocab_size": VOCABULARY,
+                "parameters": 0,
+                "capabilities": ["generate"],
+                "eos_token_ids": [],
+                "bos_token_id": None,
+                "defaults": {},
+                "files": {},
+                "created": 0,
+            }
+        )
+
+
+class _Tokenizer:
+    def encode(self, text: str) -> list[int]:
+        return [1] * max(1, len(text) // 4)
+
+
+@dataclass
+class _Running:
+    request: Request
+    on_event: Any
+    done: list[int]
+    target: int
+
+
+class StubEngine:
+    on_step: Any = None
+    max_model_len = 4096
+    fingerprint = "stub"
+
+    def __init__(self, name: str = "stub") -> None:
+        self.card = _Card(name)
+        self.tokenizer = _Tokenizer()
+        self.max_num_seqs = int(os.environ.get("STUB_SEQS", "64"))
+        self.kv_tokens_total = int(os.environ.get("STUB_TOKENS", "1000000"))
+        self.step_s = float(os.environ.get("STUB_STEP_S", "0"))
+        self.faults = int(os.environ.get("STUB_FAULTS", "0"))
+        self._failed: dict[str, int] = {}
+        self._inbox: deque[tuple[Request, Any]] = deque()
+        self._aborts: deque[str] = deque()
+        self._wake = threading.Event()
+        self._running: dict[str, _Running] = {}
+        self._closed = False
+        self._generated = self._steps = self._aborted = 0
+        self._thread = threading.Thread(target=self._loop, name="stub-engine", daemon=True)
+        self._thread.start()
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return {}
+
+    def submit(self, request: Request, on_event: Any) -> None:
+        if len(request.prompt_ids) + (request.params.max_tokens or 1) > self.max_model_len:
+            raise RequestError("too long for the context", param="prompt", code="context_length_exceeded")
+        self._inbox.append((request, on_event))
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        self._aborts.append(request_id)
+        self._wake.set()
+
+    def preempted(self) -> list[tuple[str, float]]:
+        return []
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            running=len(self._running),
+            waiting=len(self._inbox),
+            kv_blocks_used=len(self._running),
+            kv_blocks_total=self.max_num_seqs,
+            steps=self._steps,
+            prompt_tokens=0,
+            cached_tokens=0,
+            generated_tokens=self._generated,
+            preemptions=0,
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+
+    def _loop(self) -> None:
+        while not self._closed:
+            while self._inbox:
+                request, on_event = self._inbox.popleft()
+                resume = request.resume or [[] for _ in range(request.params.n)]
+                for choice, tokens in enumerate(resume):
+                    expected = [token(request.params.seed or 0, choice, i) for i in range(len(tokens))]
+                    assert tokens == expected, "resumed from tokens that are not this task's"
+                self._running[request.id] = _Running(
+                    request, on_event, [len(r) for r in resume], request.params.max_tokens or 16
+                )
+            while self._aborts:
+                if self._running.pop(self._aborts.popleft(), None):
+                    self._aborted += 1
+            if not self._running:
+                self._wake.wait(1.0)
+                self._wake.clear()
+                continue
+            self._step()
+            if self.on_step:
+                self.on_step()
+            if self.step_s:
+                time.sleep(self.step_s)
+
+    def _step(self) -> None:
+        self._steps += 1
+        for key, running in list(self._running.items()):
+            request = running.request
+            seed = request.params.seed or 0
+            fault = self._failed.get(str(seed), 0) < self.faults
+            for choice in range(request.params.n):
+                index = running.done[choice]
+                finished = index >= running.target
+                if finished and any(done < running.target for done in running.done):
+                    continue
+                tokens = [] if finished else [token(seed, choice, index)]
+                running.done[choice] += len(tokens)
+                self._generated += len(tokens)
+                last = running.done[choice] >= running.target
+                done = all(d >= running.target for d in running.done)
+                half = fault and running.done[choice] > running.target // 2
+                running.on_event(
+                    Event(
+                        request_id=key,
+                        choice=choice,
+                        index=index,
+                        token_ids=tokens,
+                        texts=[WORDS[t] for t in tokens],
+                        logprobs=None,
+                        finish_reason="error" if half else "length" if last else None,
+                        stop_match=None,
+                        done=done or half,
+                        error="a fault of the stub" if half else None,
+                        prompt_tokens=len(request.prompt_ids),
+                        cached_tokens=0,
+                    )
+                )
+                if half:
+                    self._failed[str(seed)] = self._failed.get(str(seed), 0) + 1
+                if done or half:
+                    self._running.pop(key, None)
+                    break
+
+
+def load(model: str, options: dict[str, Any]) -> StubEngine:
+    """What `WorkerSettings.engine_factory` names."""
+    return StubEngine(model)

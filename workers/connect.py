@@ -1,0 +1,45 @@
+"""Connections to the broker and the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+#: What a lost or refused connection raises, besides OSError.
+LOST = (RedisError, OSError)
+
+
+class Refused(Exception):
+    """The server cannot serve as Penstock's broker or store; the message says why and what to use instead."""
+
+
+def connect(url: str, **options: Any) -> Redis:
+    """A client of its own. It does not retry by itself: each caller knows what a lost reply means."""
+    client: Redis = Redis.from_url(
+        url,
+        socket_timeout=options.pop("socket_timeout", 5.0),
+        socket_connect_timeout=2.0,
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
+        **options,
+    )
+    return client
+
+
+def check_server(url: str, role: str) -> None:
+    """Raises Refused when the server cannot be reached, or is a cluster: the scripts touch several keys at once."""
+    try:
+        client = connect(url)
+        enabled = client.info("cluster").get("cluster_enabled")
+        client.close()
+    except (ValueError, *LOST) as exc:
+        raise Refused(f"cannot reach the {role} at {url}: {exc}") from exc
+    if enabled:
+        raise Refused(
+            f"the {role} at {url} is a Redis Cluster, which Penstock cannot use: its scripts change several keys "
+            "at once. Use a single primary, with Sentinel for failover."
+        )

@@ -1,0 +1,179 @@
+"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK.
+
+A worker that dies in here leaves a task that is final but not settled: whoever gets its message runs the tracer from
+the record, never the engine. So links are sent at least once, and the output is made exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery import states
+
+from producers.errors import TaskFailed
+from producers.protocol import release, settle
+from producers.record import Record
+from producers.result import collect
+from producers.script import run_many
+from workers.connect import LOST, connect
+from workers.pool.delivery import Delivery
+from workers.pool.stream import read_stream
+from workers.task import OUTCOME, Fault
+
+if TYPE_CHECKING:
+    from workers.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+BATCH = 64
+RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Ending:
+    delivery: Delivery
+    status: str
+    error: str = "null"
+    traced: bool = False
+
+
+class Finisher(threading.Thread):
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="penstock-finisher", daemon=True)
+        self._runtime = runtime
+        self._redis = connect(runtime.settings.store)
+        self._queue: queue.SimpleQueue[_Ending | None] = queue.SimpleQueue()
+
+    def finish(self, delivery: Delivery, status: str, error: str = "null") -> None:
+        """The record is final with this status, and the claim is ours."""
+        self._queue.put(_Ending(delivery, status, error))
+
+    def may_retry(self, delivery: Delivery) -> bool:
+        """Has Celery a try left? Without a job (a condemned message) there is nothing to publish again."""
+        job = delivery.job
+        return job is not None and (job.headers.get("retries") or 0) < self._runtime.settings.max_retries
+
+    def retry(self, delivery: Delivery, message: str) -> None:
+        """The engine failed the task, whose record is not final: publish a copy, RELEASE, ACK."""
+        self._queue.put(_Ending(delivery, "retry", message))
+
+    def stop(self) -> None:
+        """Returns when everything that was said before is settled, or cannot be."""
+        self._queue.put(None)
+        self.join(timeout=10)
+
+    def run(self) -> None:
+        stopping = False
+        while not stopping:
+            batch = [self._queue.get()]
+            while len(batch) < BATCH and not self._queue.empty():
+                batch.append(self._queue.get())
+            stopping = None in batch
+            traced = [end for end in batch if end is not None and not end.delivery.put_down and self._trace(end)]
+            self._settle(traced, stopping)
+
+    # ---- the tracer ---------------------------------------------------------------------------------------------
+
+    def _trace(self, end: _Ending) -> bool:
+        """True when Celery's side is done; else it is tried again later."""
+        if end.traced:
+            return True
+        try:
+            end.traced = self._tell_celery(end)
+        except Exception:
+            logger.exception("Celery's tracer failed for task %s", end.delivery.task_id)
+        if not end.traced:
+            self._runtime.later(RETRY_S, lambda: self._queue.put(end))
+        return end.traced
+
+    def _tell_celery(self, end: _Ending) -> bool:
+        delivery, job = end.delivery, end.delivery.job
+        if delivery.revoked:
+            return True  # it has announced the revocation itself
+        backend = self._runtime.app.backend
+        if job is None:  # condemned: nobody may decode the message, but whoever waits for the result must hear
+            failure = self._failure(end)
+            backend.store_result(delivery.task_id, failure, states.FAILURE)
+            return True
+        if end.status == "cancelled":
+            request = job.request
+            backend.mark_as_revoked(
+                delivery.task_id, "cancelled", request=request._context, store_result=request.store_errors
+            )
+            return True
+        job.headers[OUTCOME] = self._outcome(end)
+        started = time.monotonic()
+        failed, value, _ = job.tracer(*job.args)
+        if failed and getattr(value, "internal", False):
+            return False  # the tracer itself failed, e.g. on a result backend that is away
+        job.on_done((failed, value, time.monotonic() - started))
+        return True
+
+    def _outcome(self, end: _Ending) -> Any:
+        """What the task's body is to return or raise."""
+        if end.status == "retry":
+            return Fault(end.error)
+        if end.status == "failed":
+            return self._failure(end)
+        delivery = end.delivery
+        assert delivery.record is not None
+        if delivery.job is not None and delivery.job.headers.get("ignore_result") and delivery.plain is None:
+            return {"id": delivery.task_id, "status": end.status}
+        record = Record.parse(delivery.task_id, self._redis.hgetall(delivery.record.key))
+        result = collect(record, read_stream(self._redis, delivery.task_id))
+        return {
+            "id": result.id,
+            "model": result.model,
+            "status": result.status,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "choices": [
+                {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.choices
+            ],
+            "usage": result.usage,
+        }
+
+    def _failure(self, end: _Ending) -> TaskFailed:
+        record = end.delivery.record
+        error = json.loads(end.error) or (record.json("error") if record else None) or {}
+        return TaskFailed(
+            error.get("message", "The task failed."), "failed", error.get("code", "failed"), error.get("param")
+        )
+
+    # ---- settle ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, ends: list[_Ending], stopping: bool) -> None:
+        calls = [
+            release(end.delivery.task_id, end.delivery.uuid) if end.status == "retry" else settle(end.delivery.task_id)
+            for end in ends
+        ]
+        while calls and not all(end.delivery.put_down for end in ends):
+            try:
+                answers = run_many(self._redis, calls)
+            except LOST as exc:
+                if stopping:
+                    logger.error("The store is away: %d final tasks will be settled by another worker", len(ends))
+                    return
+                logger.warning("Cannot settle %d tasks, trying again: %s", len(ends), exc)
+                time.sleep(RETRY_S)
+                continue
+            for end, answer in zip(ends, answers, strict=True):
+                if isinstance(answer, Exception):
+                    self._queue.put(end)
+                else:
+                    self._runtime.done(end.delivery, self._dead_letter(end))
+            return
+
+    def _dead_letter(self, end: _Ending) -> str:
+        """Why the message is kept, if it is: a task given up on is worth a look."""
+        record = end.delivery.record
+        error = record.json("error") if record else None
+        if isinstance(error, dict) and error.get("code") == "dead_lettered":
+            return str(error["message"])
+        return ""

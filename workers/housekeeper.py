@@ -1,0 +1,184 @@
+"""Keeps the worker's lease, and looks after what others left behind.
+
+A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
+lapse. On each round it renews the lease on store and broker, reaps incarnations whose lease is gone, gives back tasks
+that have been preempted for long, and runs what was asked for `later`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from producers import keys
+from producers.script import run, text
+from workers.connect import LOST, connect
+from workers.incarnation import Incarnation
+from workers.pool.delivery import Delivery
+from workers.publisher import EXPIRED
+from workers.transport import broker
+
+if TYPE_CHECKING:
+    from workers.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+
+class Housekeeper(threading.Thread):
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="penstock-housekeeper", daemon=True)
+        self._runtime = runtime
+        # A lease must be renewed several times before it lapses, also when one try hangs.
+        patience = min(5.0, runtime.settings.lease / 4)
+        self._store = connect(runtime.settings.store, socket_timeout=patience)
+        self._broker = connect(runtime.settings.broker, socket_timeout=patience)
+        self._control = connect(runtime.settings.store, socket_timeout=None)
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._clock_offset_ms = 0
+        self._renew_at = 0.0
+        self._reap_at = 0.0
+
+    # ---- lives ------------------------------------------------------------------------------------------------
+
+    def begin_life(self, life: Incarnation) -> None:
+        """Take the lease. Raises redis errors."""
+        ttl = int(self._runtime.settings.lease * 1000)
+        about = self._runtime.about()
+        seconds, micros = self._store.time()
+        self._clock_offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
+        self._store.set(keys.lease(life.id), about, px=ttl)
+        self._broker.set(keys.lease(life.id), about, px=ttl)
+        self._broker.hset(keys.INCARNATIONS, life.id, self._runtime.queue)
+        self._renew_at = time.monotonic() + self._runtime.settings.lease / 4
+        life.begun = True
+        threading.Thread(target=self._listen, args=(life,), name="penstock-control", daemon=True).start()
+
+    def end_life(self, life: Incarnation) -> None:
+        """Give the lease up, holding nothing any more: nobody has to wait for it to lapse."""
+        life.over = True
+        try:
+            self._broker.hdel(keys.INCARNATIONS, life.id)
+            self._broker.delete(keys.lease(life.id))
+            self._store.delete(keys.lease(life.id))
+        except LOST as exc:
+            logger.warning("The lease was not given up, it lapses by itself: %s", exc)
+
+    def _renew(self, life: Incarnation) -> None:
+        ttl = int(self._runtime.settings.lease * 1000)
+        about = self._runtime.about()
+        held = [bool(c.set(keys.lease(life.id), about, px=ttl, xx=True)) for c in (self._store, self._broker)]
+        if not all(held):
+            self._runtime.life_is_over(life)
+
+    def _reap(self, life: Incarnation) -> None:
+        for name in self._broker.hkeys(keys.INCARNATIONS):
+            other = text(name)
+            if other == life.id:
+                continue
+            if not self._broker.exists(keys.lease(other)):
+                count = run(self._broker, broker.reap(other))
+                if count > 0:
+                    logger.warning("Worker %s is gone: returned its %d deliveries to the queue", other, count)
+
+    def _listen(self, life: Incarnation) -> None:
+        """Words to this incarnation: a cancel should not wait for the task's next token."""
+        while not self._deaf(life):
+            try:
+                with self._control.pubsub(ignore_subscribe_messages=True) as channel:
+                    channel.subscribe(keys.control(life.id))
+                    while not self._deaf(life):
+                        message = channel.get_message(timeout=1.0)
+                        if message:
+                            self._heard(text(message["data"]))
+            except LOST as exc:
+                logger.warning("Lost the control channel, subscribing again: %s", exc)
+                time.sleep(TICK_S)
+
+    def _deaf(self, life: Incarnation) -> bool:
+        return life.over or self._stopping
+
+    def _heard(self, message: str) -> None:
+        word, _, task_id = message.partition(" ")
+        if word == "cancel":
+            for delivery in list(self._runtime.running.values()):
+                if delivery.task_id == task_id:
+                    self._runtime.publisher.conclude(delivery, "cancelled")
+
+    # ---- tasks ------------------------------------------------------------------------------------------------
+
+    def server_ms(self) -> int:
+        """The store's clock, in which deadlines are."""
+        return int(time.time() * 1000) + self._clock_offset_ms
+
+    def watch_deadline(self, delivery: Delivery) -> None:
+        deadline = delivery.record.time("deadline") if delivery.record else None
+        if deadline is not None:
+            delay = (deadline - self.server_ms()) / 1000
+            self.later(delay, lambda: self._runtime.publisher.conclude(delivery, "failed", EXPIRED))
+
+    def _release_preempted(self) -> None:
+        patience = self._runtime.settings.release_preempted
+        late = [uuid for uuid, waited in self._runtime.engine.preempted() if waited >= patience]
+        found = [d for uuid in late if (d := self._runtime.running.get(uuid)) is not None]
+        if found:
+            logger.info("Giving %d tasks back that were preempted for %.0f s", len(found), patience)
+            self._runtime.publisher.release(found)
+
+    # ---- the thread -------------------------------------------------------------------------------------------
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        """Run `action` on this thread after `delay` seconds; it must not block."""
+        with self._changed:
+            heapq.heappush(self._due, (time.monotonic() + delay, next(self._order), action))
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        while not self._stopping:
+            with self._changed:
+                next_due = self._due[0][0] if self._due else float("inf")
+                self._changed.wait(max(0.0, min(TICK_S, next_due - time.monotonic())))
+                now = time.monotonic()
+                ready = []
+                while self._due and self._due[0][0] <= now:
+                    ready.append(heapq.heappop(self._due)[2])
+            for action in ready:
+                self._guarded(action)
+            self._guarded(self._round)
+
+    def _round(self) -> None:
+        life, now = self._runtime.incarnation, time.monotonic()
+        if life.over:
+            return
+        if not life.begun:
+            self.begin_life(life)
+        elif now >= self._renew_at:
+            self._renew_at = now + self._runtime.settings.lease / 4
+            self._renew(life)
+        if now >= self._reap_at:
+            self._reap_at = now + self._runtime.settings.lease / 4
+            self._reap(life)
+        self._release_preempted()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except LOST as exc:
+            logger.warning("Housekeeping: the store or the broker is away, trying again: %s", exc)
+            self._renew_at = 0.0
+        except Exception:
+            logger.exception("Housekeeping failed, going on")

@@ -1,0 +1,199 @@
+"""Claims what Celery handed over, many at a time, and starts it in the engine.
+
+The last suspect runs alone: a task whose workers died as often as is allowed but once has company in every crash, and
+most of that company is innocent. It waits until the engine is empty, and nothing is fetched while it runs. So only a
+task that kills its worker by itself is ever given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from engine.request import Request
+from producers import keys
+from producers.events import Token
+from producers.protocol import Claimed, claim, read_claim
+from producers.script import Call, run_many
+from producers.task import Task
+from workers.connect import LOST, connect
+from workers.pool.delivery import Delivery
+from workers.pool.plain import error_json
+from workers.pool.stream import read_stream
+
+if TYPE_CHECKING:
+    from workers.runtime import Runtime
+    from workers.transport.intake import Arrival
+
+logger = logging.getLogger(__name__)
+
+BATCH = 64
+RETRY_S = 0.2
+
+
+class Claimer(threading.Thread):
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="penstock-claimer", daemon=True)
+        self._runtime = runtime
+        self._redis = connect(runtime.settings.store)
+        self._queue: queue.SimpleQueue[tuple[Delivery, Arrival | None] | None] = queue.SimpleQueue()
+        self._suspects: deque[Delivery] = deque()
+        self._stopping = False
+
+    def submit(self, delivery: Delivery, arrival: Arrival | None = None) -> None:
+        """With `arrival`, a condemned message: decoded only when its task may go on."""
+        self._queue.put((delivery, arrival))
+
+    def room(self) -> None:
+        """Something was put down: a suspect may have its turn."""
+        if self._suspects:
+            self._queue.put(None)
+
+    def forget_suspects(self) -> None:
+        self._suspects.clear()
+        self._runtime.ledger.freeze(False)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._queue.put(None)
+        self.join(timeout=10)
+
+    def run(self) -> None:
+        while not self._stopping:
+            batch = [self._queue.get()]
+            while len(batch) < BATCH and not self._queue.empty():
+                batch.append(self._queue.get())
+            todo = [item for item in batch if item is not None and not item[0].put_down]
+            try:
+                for (delivery, arrival), claimed in zip(todo, self._claim([d for d, _ in todo]), strict=True):
+                    self._take(delivery, arrival, claimed)
+                self._next_suspect()
+            except Exception:
+                logger.exception("Claiming failed: giving %d deliveries back", len(todo))
+                for delivery, _ in todo:
+                    if delivery.uuid not in self._runtime.running:
+                        self._runtime.give_back(delivery, self._runtime.settings.retry_after)
+
+    def _claim(self, deliveries: list[Delivery]) -> list[Claimed]:
+        """Until the store answers. A repeated CLAIM by the same delivery repeats its answer."""
+        while True:
+            try:
+                answers = run_many(self._redis, [self._call(delivery) for delivery in deliveries])
+                for answer in answers:
+                    if isinstance(answer, Exception):
+                        raise answer
+                return [read_claim(d.task_id, answer) for d, answer in zip(deliveries, answers, strict=True)]
+            except LOST as exc:
+                if self._stopping:
+                    return [Claimed("lost")] * len(deliveries)
+                logger.warning("Cannot claim %d tasks, trying again: %s", len(deliveries), exc)
+                time.sleep(RETRY_S)
+
+    def _call(self, delivery: Delivery) -> Call:
+        return claim(
+            delivery.task_id,
+            delivery.uuid,
+            delivery.incarnation.id,
+            plain=delivery.plain.fields if delivery.plain else None,
+            condemned=delivery.condemned,
+            max_deaths=self._runtime.settings.max_deaths,
+        )
+
+    def _take(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed) -> None:
+        runtime, record = self._runtime, claimed.record
+        if claimed.answer == "lost":
+            runtime.life_is_over(delivery.incarnation)
+        elif claimed.answer == "done":
+            runtime.done(delivery)
+        elif claimed.answer == "busy":
+            runtime.give_back(delivery, runtime.settings.retry_after)
+        elif claimed.answer == "settle":
+            assert record is not None
+            delivery.begin(record, record.nexts)
+            runtime.finisher.finish(delivery, record.status)
+        else:
+            assert record is not None
+            delivery.begin(record, record.nexts)
+            if arrival is not None:  # others claimed it and lived: it may be decoded, and comes back as a job
+                delivery.owned = False
+                runtime.intake.pass_on(arrival)
+            elif delivery.revoked:
+                runtime.publisher.conclude_revoked(delivery)
+            elif delivery.plain and delivery.plain.error:
+                runtime.publisher.conclude(delivery, "failed", delivery.plain.error)
+            elif record.deaths >= runtime.settings.max_deaths - 1 > 0:
+                logger.warning("Task %s was lost with its worker %d times: it runs alone", record.id, record.deaths)
+                self._suspects.append(delivery)
+                runtime.ledger.freeze(True)
+            else:
+                self._start(delivery)
+
+    def _next_suspect(self) -> None:
+        while self._suspects and self._suspects[0].put_down:
+            self._suspects.popleft()
+        if self._suspects and not self._runtime.running and not self._stopping:
+            self._start(self._suspects.popleft())
+        elif not self._suspects and not self._runtime.running:
+            self._runtime.ledger.freeze(False)
+
+    def _start(self, delivery: Delivery) -> None:
+        runtime = self._runtime
+        try:
+            request = self._request(delivery)
+            delivery.prompt_tokens = len(request.prompt_ids)
+            runtime.running[delivery.uuid] = delivery
+            runtime.engine.submit(request, runtime.publisher.on_event)
+        except RequestError as exc:
+            runtime.publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
+            return
+        runtime.housekeeper.watch_deadline(delivery)
+        if delivery.put_down:  # our life ended meanwhile
+            runtime.running.pop(delivery.uuid, None)
+            runtime.engine.abort(delivery.uuid)
+        elif delivery.revoked:
+            runtime.publisher.conclude_revoked(delivery)
+
+    def _request(self, delivery: Delivery) -> Request:
+        record = delivery.record
+        assert record is not None
+        task = Task.parse(record.task)
+        defaults = self._runtime.card.get("defaults", {})
+        prompt = task.prompt
+        return Request(
+            id=delivery.uuid,
+            prompt_ids=self._runtime.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            params=SamplingParams(
+                max_tokens=task.max_tokens,
+                min_tokens=task.min_tokens,
+                temperature=_first(task.temperature, defaults.get("temperature"), 1.0),
+                top_k=_first(task.top_k, defaults.get("top_k"), 0),
+                top_p=_first(task.top_p, defaults.get("top_p"), 1.0),
+                seed=task.seed,
+                stop=task.stop,
+                stop_token_ids=task.stop_token_ids,
+                ignore_eos=task.ignore_eos,
+                n=task.n,
+                logprobs=task.logprobs,
+            ),
+            tier=keys.TIERS[task.tier][0],
+            salt=task.tenant or "",
+            resume=self._published(delivery) if any(delivery.base) else [],
+        )
+
+    def _published(self, delivery: Delivery) -> list[list[int]]:
+        """The tokens that earlier workers published, per choice: this worker goes on from there."""
+        found: list[list[int]] = [[] for _ in delivery.base]
+        for event in read_stream(self._redis, delivery.task_id):
+            if isinstance(event, Token):
+                found[event.choice].append(event.token_id)
+        return found
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,77 @@
+"""A delivery: one message in this worker's hands, from FETCH until ACK or BACK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from producers.record import Record
+from workers.incarnation import Incarnation
+
+
+@dataclass(slots=True)
+class Job:
+    """Celery's side of a delivery: the stock tracer with its arguments, and whom to tell."""
+
+    tracer: Callable[..., Any]
+    args: tuple[Any, ...]
+    on_done: Callable[..., Any]
+    request: Any
+    """celery.worker.request.Request; it holds us by a weak reference only, we hold it by a strong one."""
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The message's headers, args and kwargs, as Celery keeps them for the tracer."""
+        headers: dict[str, Any] = self.args[2]
+        return headers
+
+
+@dataclass(slots=True)
+class Plain:
+    """What a plain Celery message asks for: the fields of a record to be made, and why it is no task, if so (JSON)."""
+
+    fields: dict[str, str | int]
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Delivery:
+    """The delivery's UUID is also the name of its claim, and of the engine's request."""
+
+    uuid: str
+    task_id: str
+    incarnation: Incarnation
+    condemned: bool = False
+    """Its workers died before they could claim it, too often."""
+    owned: bool = False
+    """The pool acknowledges it, not Celery."""
+    plain: Plain | None = None
+    job: Job | None = None
+    record: Record | None = None
+    base: list[int] = field(default_factory=list)
+    """Per choice, the index at which this worker took over."""
+    entries: list[list[str]] = field(default_factory=list)
+    """Per choice, the stream entries made here, from `base` on: a failover may ask for the last ones again."""
+    reasons: list[str | None] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    revoked: bool = False
+    """Celery revoked it, and has told the result backend."""
+    revoked_expired: bool = False
+    put_down: bool = False
+    """Settled, released, or its incarnation is over: whatever comes for it now is too late."""
+
+    def begin(self, record: Record, nexts: list[int]) -> None:
+        """The claim was granted: this worker appends from `nexts` on."""
+        self.record = record
+        self.base = nexts
+        self.entries = [[] for _ in nexts]
+        self.reasons = [None] * len(nexts)
+
+    def next_index(self, choice: int) -> int:
+        """Of the next token, as far as this worker knows."""
+        return self.base[choice] + len(self.entries[choice])
+
+    def terminate(self, signal: Any = None) -> None:
+        """celery.worker.request calls this on what `apply_async` returned; `terminate_job` has done the work."""

@@ -1,0 +1,102 @@
+"""EnginePool: a Celery pool whose slots are sequences of the running batch. No thread waits per task.
+
+The stock tracer (`celery.app.trace`) is a synchronous function around the task's body. It runs when the engine is done,
+with a body that returns or raises what the engine made: so the result backend, events, signals, retries, links and
+chords are all stock code. Tasks that are not the engine's run on a few threads beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from celery.concurrency.base import BasePool, apply_target
+from celery.worker.state import task_ready
+
+from workers.pool.delivery import Delivery, Job
+
+#: Threads for tasks that are not the engine's.
+SIDE_THREADS = 4
+
+
+class EnginePool(BasePool):
+    """Built by Celery; finds the worker's runtime as `app.penstock`."""
+
+    signal_safe = False
+    body_can_be_buffer = True
+    task_join_will_block = False
+
+    def on_start(self) -> None:
+        # ids that can never be a process': Celery hands them back to terminate_job
+        self._pids = itertools.count(1 << 40)
+        self._side = ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="penstock-side")
+
+    @property
+    def runtime(self) -> Any:
+        return self.app.penstock
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any = None,
+        callback: Callable[..., Any] | None = None,
+        accept_callback: Callable[..., Any] | None = None,
+        **_: Any,
+    ) -> Delivery | None:
+        assert callback is not None, "celery.worker.request passes it"
+        assert accept_callback is not None, "celery.worker.request passes it"
+        name, headers = args[0], args[2]
+        uuid = headers["properties"]["delivery_tag"]
+        request = accept_callback.__self__  # type: ignore[attr-defined]
+        if not getattr(self.app.tasks[name], "engine_task", False):
+            self._side.submit(self._run_beside, target, args, callback, accept_callback, request, uuid)
+            return None
+        delivery: Delivery | None = self.runtime.take_job(uuid, Job(target, args, callback, request))
+        # Active from here on, so that `inspect` shows it. A request terminated before it came here is revoked at once.
+        accept_callback(next(self._pids), time.monotonic())
+        if delivery is None:
+            task_ready(request)
+        else:
+            self.runtime.claimer.submit(delivery)
+        return delivery
+
+    def _run_beside(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        callback: Callable[..., Any],
+        accept_callback: Callable[..., Any],
+        request: Any,
+        uuid: str,
+    ) -> None:
+        apply_target(target, args, {}, callback, accept_callback)
+        if request.acknowledged:  # now: at shutdown, nobody runs the event loop that would carry it
+            self.runtime.celery_ack(uuid)
+
+    def terminate_job(self, pid: int, signal: Any = None) -> None:
+        """Nothing more: Celery announces the revocation next, and `EngineRequest` passes that on."""
+
+    def on_close(self) -> None:
+        self.runtime.stop_fetching()
+
+    def on_stop(self) -> None:
+        """SIGTERM: drain."""
+        self._side.shutdown(wait=True)
+        self.runtime.drain(self.runtime.settings.drain)
+
+    def on_terminate(self) -> None:
+        """SIGQUIT: hand everything back at once."""
+        self._side.shutdown(wait=False, cancel_futures=True)
+        self.runtime.drain(0.0)
+
+    @property
+    def num_processes(self) -> int:
+        capacity: int = self.runtime.engine.max_num_seqs
+        return capacity
+
+    def _get_info(self) -> dict[str, Any]:
+        return {**super()._get_info(), "max-concurrency": self.num_processes, "in-flight": len(self.runtime.deliveries)}

@@ -1,0 +1,77 @@
+"""Messages of plain Celery senders: `app.send_task("penstock.generate", kwargs={...})`.
+
+They have no record before they are claimed; its fields are made here from the message's keyword arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from producers import keys
+from producers.errors import InvalidTask
+from producers.task import Task
+from workers.pool.delivery import Plain
+
+if TYPE_CHECKING:
+    from workers.runtime import Runtime
+
+
+def error_json(code: str, message: str, param: str | None = None) -> str:
+    """A record's `error` field."""
+    return json.dumps({"code": code, "message": message, "param": param})
+
+
+def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str, Any] | None) -> Plain:
+    """`arguments` holds `args` and `kwargs`; None where they must not be decoded."""
+    fields: dict[str, str | int] = {
+        "model": runtime.model,
+        "queue": runtime.queue,
+        "tier": "default",
+        "n": 1,
+        "task": "{}",
+        "nonce": "",
+    }
+    if arguments is None:
+        return Plain(fields)
+    kwargs = arguments.get("kwargs") or {}
+    try:
+        if arguments.get("args"):
+            raise InvalidTask("penstock.generate takes keyword arguments only: model, prompt, max_tokens, ...")
+        task = Task.parse({"model": runtime.model, "tier": _tier(headers), **kwargs})
+        if task.model != runtime.model:
+            raise InvalidTask(f"this queue serves model {runtime.model!r}, not {task.model!r}", param="model")
+        task = task.resolved(runtime.card)
+    except InvalidTask as exc:
+        fields["task"] = json.dumps(kwargs, default=str)
+        return Plain(fields, error_json(exc.code, str(exc), exc.param))
+    fields |= {"task": task.model_dump_json(exclude_none=True), "tier": task.tier, "n": task.n}
+    if task.ttl is not None:
+        fields["ttl"] = task.ttl
+    deadline = _deadline_ms(runtime, headers, task)
+    if deadline is not None:
+        fields["deadline"] = deadline
+    return Plain(fields)
+
+
+def _tier(headers: dict[str, Any]) -> str:
+    """The tier whose list the message's Celery priority put it into."""
+    priority = (headers.get("delivery_info") or {}).get("priority") or 0
+    return next(tier for tier, (_, step) in keys.TIERS.items() if step == _step(priority))
+
+
+def _step(priority: int) -> int:
+    """kombu puts a priority into the list of the highest step that is not above it."""
+    return max(step for _, step in keys.TIERS.values() if step <= max(0, priority))
+
+
+def _deadline_ms(runtime: Runtime, headers: dict[str, Any], task: Task) -> int | None:
+    """The task's own timeout, from when it was claimed, or Celery's `expires`, whichever is first."""
+    found = []
+    if task.timeout is not None:
+        found.append(runtime.housekeeper.server_ms() + int(task.timeout * 1000))
+    expires = headers.get("expires")
+    if isinstance(expires, str):
+        found.append(int(datetime.fromisoformat(expires).timestamp() * 1000))
+    return min(found, default=None)

@@ -1,0 +1,264 @@
+"""Publishes tokens as they are made: once per engine step, one scripted call for all sequences.
+
+The engine's thread only appends to a list. This thread encodes, sends, and acts on the answers; whatever ends a running
+task passes through here, so that its last tokens are out before its FINISH.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.request import Event
+from producers.events import encode_token
+from producers.protocol import Append, append, finish, read_append, release
+from producers.script import run, run_many, text
+from workers.connect import LOST, connect
+from workers.pool.delivery import Delivery
+from workers.pool.plain import error_json
+
+if TYPE_CHECKING:
+    from workers.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+#: Entries in one call: after an outage there may be many, and a script blocks the store.
+MAX_ENTRIES = 2000
+
+EXPIRED = error_json("expired", "The deadline passed before the task was finished.")
+
+
+@dataclass(slots=True)
+class Conclusion:
+    """How a running task is to end. `retry`: by Celery's retry, where it has tries left."""
+
+    delivery: Delivery
+    status: str
+    error: str = "null"
+    retry: bool = False
+
+
+class Publisher(threading.Thread):
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="penstock-publisher", daemon=True)
+        self._runtime = runtime
+        self._redis = connect(runtime.settings.store)
+        self._news: deque[Event | Conclusion] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self.tokens = 0
+
+    # ---- called by others -----------------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """The engine's thread, for each choice with news; `on_step` follows."""
+        self._news.append(event)
+
+    def on_step(self) -> None:
+        self._wake.set()
+
+    def conclude(self, delivery: Delivery, status: str, error: str = "null") -> None:
+        """End it so, after what it has published. Any thread."""
+        self._news.append(Conclusion(delivery, status, error))
+        self._wake.set()
+
+    def conclude_revoked(self, delivery: Delivery) -> None:
+        if delivery.revoked_expired:
+            self.conclude(delivery, "failed", EXPIRED)
+        else:
+            self.conclude(delivery, "cancelled")
+
+    def stop(self) -> None:
+        """Returns when everything that was said before is published."""
+        self._stopping = True
+        self._wake.set()
+        self.join(timeout=10)
+
+    # ---- the thread -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                self._publish()
+            except Exception:
+                logger.exception("Publishing failed")
+            if self._stopping and not self._news:
+                return
+
+    def _publish(self) -> None:
+        batch: dict[tuple[str, int], Append] = {}
+        ends: dict[str, Conclusion] = {}
+        while self._news:
+            item = self._news.popleft()
+            if isinstance(item, Conclusion):
+                if not item.delivery.put_down:
+                    ends.setdefault(item.delivery.uuid, item)
+                continue
+            delivery = self._runtime.running.get(item.request_id)
+            if delivery is not None:
+                self._note(delivery, item, batch, ends)
+        self._append(list(batch.values()), ends)
+        self._finish(ends)
+
+    def _note(
+        self,
+        delivery: Delivery,
+        event: Event,
+        batch: dict[tuple[str, int], Append],
+        ends: dict[str, Conclusion],
+    ) -> None:
+        """Encode the event's tokens, and see whether it is the last one."""
+        choice = event.choice
+        if event.token_ids:
+            entries = _encode(event)
+            key = (delivery.uuid, choice)
+            if key not in batch:
+                batch[key] = Append(delivery.task_id, delivery.uuid, choice, event.index)
+            batch[key].entries += entries
+            delivery.entries[choice] += entries
+        delivery.cached_tokens = event.cached_tokens
+        if event.finish_reason is not None:
+            delivery.reasons[choice] = event.finish_reason
+        if event.error is not None:
+            ends[delivery.uuid] = Conclusion(delivery, "failed", error_json("engine_error", event.error), retry=True)
+        elif event.done:
+            ends.setdefault(delivery.uuid, Conclusion(delivery, "completed"))
+
+    def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
+        """Until the store has it all, or says that it is not ours to append."""
+        deliveries = self._runtime.deliveries
+        while batch:
+            part, rest = _part([a for a in batch if a.claim_id in deliveries])
+            if not part:
+                return
+            try:
+                answers = read_append(run(self._redis, append(part)))
+            except LOST as exc:
+                logger.warning("Cannot publish, trying again: %s", exc)
+                time.sleep(RETRY_S)
+                continue
+            again: list[Append] = []
+            for one, (answer, next_index) in zip(part, answers, strict=True):
+                self.tokens += len(one.entries)
+                delivery = deliveries.get(one.claim_id)
+                if delivery is None or answer == "ok":
+                    continue
+                if answer == "cancel":
+                    self._runtime.engine.abort(delivery.uuid)
+                    ends[delivery.uuid] = Conclusion(delivery, "cancelled")
+                elif answer != "resend" or not self._resend(delivery, one.choice, next_index, again):
+                    self._lost(delivery, answer)
+                    ends.pop(delivery.uuid, None)
+            batch = again + rest
+
+    def _resend(self, delivery: Delivery, choice: int, next_index: int, again: list[Append]) -> bool:
+        """A failover lost the end of the stream: say it again. False where it lost more than we have said."""
+        start = next_index - delivery.base[choice]
+        if start < 0:
+            return False
+        entries = delivery.entries[choice][start:]
+        again.append(Append(delivery.task_id, delivery.uuid, choice, next_index, entries))
+        return True
+
+    def _finish(self, ends: dict[str, Conclusion]) -> None:
+        """FINISH what ended here; what is to be retried goes to the finisher as it is."""
+        runtime = self._runtime
+        while ends:
+            for end in [e for e in ends.values() if e.retry and runtime.finisher.may_retry(e.delivery)]:
+                del ends[end.delivery.uuid]
+                if runtime.running.pop(end.delivery.uuid, None):
+                    runtime.finisher.retry(end.delivery, json.loads(end.error)["message"])
+            todo = [end for end in ends.values() if not end.delivery.put_down]
+            try:
+                answers = run_many(self._redis, [_finish_call(end) for end in todo])
+            except LOST as exc:
+                logger.warning("Cannot finish %d tasks, trying again: %s", len(todo), exc)
+                time.sleep(RETRY_S)
+                continue
+            again: list[Append] = []
+            ends = {}
+            for end, answer in zip(todo, answers, strict=True):
+                delivery = end.delivery
+                if isinstance(answer, Exception):
+                    logger.warning("Cannot finish task %s, trying again: %s", delivery.task_id, answer)
+                    ends[delivery.uuid] = end
+                elif text(answer[0]) == "won":
+                    if runtime.running.pop(delivery.uuid, None) and end.status != "completed":
+                        runtime.engine.abort(delivery.uuid)
+                    runtime.finisher.finish(delivery, text(answer[1]), end.error)
+                elif text(answer[0]) == "resend" and all(
+                    self._resend(delivery, choice, int(n), again) for choice, n in enumerate(answer[1:])
+                ):
+                    ends[delivery.uuid] = end
+                else:
+                    self._lost(delivery, text(answer[0]))
+            self._append(again, ends)
+
+    def _lost(self, delivery: Delivery, answer: str) -> None:
+        """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
+        logger.warning("Task %s is not ours any more (%s)", delivery.task_id, answer)
+        self._runtime.give_back(delivery, self._runtime.settings.retry_after)
+
+    # ---- drain ----------------------------------------------------------------------------------------------
+
+    def release(self, deliveries: list[Delivery]) -> None:
+        """RELEASE, then BACK: what the drain did not finish goes on elsewhere from its next token."""
+        calls = [release(delivery.task_id, delivery.uuid) for delivery in deliveries]
+        try:
+            run_many(self._redis, calls)
+        except LOST as exc:
+            logger.error("The store is away, tasks return when the lease lapses: %s", exc)
+            return
+        for delivery in deliveries:
+            self._runtime.give_back(delivery)
+
+
+def _encode(event: Event) -> list[str]:
+    """An event's tokens as stream entries; the finish reason stands on the choice's last token."""
+    last = len(event.token_ids) - 1
+    entries = []
+    for k, (token_id, piece) in enumerate(zip(event.token_ids, event.texts, strict=True)):
+        lp = event.logprobs[k] if event.logprobs else None
+        entries.append(
+            encode_token(
+                event.choice,
+                event.index + k,
+                token_id,
+                piece,
+                (lp.logprob, lp.top) if lp else None,
+                event.finish_reason if k == last else None,
+            )
+        )
+    return entries
+
+
+def _part(batch: list[Append]) -> tuple[list[Append], list[Append]]:
+    """As much of the batch as one call should carry, and the rest."""
+    size = 0
+    for k, one in enumerate(batch):
+        size += len(one.entries)
+        if size > MAX_ENTRIES and k:
+            return batch[:k], batch[k:]
+    return batch, []
+
+
+def _finish_call(end: Conclusion) -> Any:
+    d = end.delivery
+    return finish(
+        d.task_id,
+        d.uuid,
+        end.status,
+        reasons=json.dumps(d.reasons, separators=(",", ":")),
+        nexts=[d.next_index(choice) for choice in range(len(d.base))],
+        error=end.error,
+        prompt_tokens=d.prompt_tokens,
+        cached_tokens=d.cached_tokens,
+    )

@@ -1,0 +1,257 @@
+"""What one worker process holds, and who does what with it.
+
+    Intake -> (event loop: Celery's consumer) -> EnginePool -> Claimer -> engine -> Publisher -> Finisher -> Courier
+    FETCH                                                      CLAIM               APPEND,      tracer,     ACK, BACK
+                                                                                   FINISH       SETTLE
+
+Each arrow is a queue between two threads. A delivery is in exactly one place, and is put down exactly once: settled and
+acknowledged, released and given back, or dropped because its incarnation is over (then REAP returns it).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery.worker.state import task_ready
+
+from producers import keys
+from workers.finisher import Finisher
+from workers.housekeeper import Housekeeper
+from workers.incarnation import Incarnation
+from workers.pool.claimer import Claimer
+from workers.pool.delivery import Delivery, Job
+from workers.pool.ledger import Ledger
+from workers.pool.plain import plain_fields
+from workers.publisher import Publisher
+from workers.settings import WorkerSettings
+from workers.transport.courier import Courier
+from workers.transport.intake import Arrival, Intake
+
+logger = logging.getLogger(__name__)
+
+#: How long the last acknowledgements may take at shutdown, seconds.
+FLUSH_S = 5.0
+
+
+class Runtime:
+    """`engine` behaves like `engine.Engine`; `card` is its model's, `queue` the pool's own, `app` the Celery app."""
+
+    def __init__(self, settings: WorkerSettings, engine: Any, app: Any, card: dict[str, Any], queue: str) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.app = app
+        self.card = card
+        self.queue = queue
+        self.model: str = card["name"]
+        self.queues = [queue, keys.model_queue(self.model)]
+        self.incarnation = Incarnation(settings.name)
+        self.deliveries: dict[str, Delivery] = {}
+        self.running: dict[str, Delivery] = {}
+        self.draining = False
+        self._lock = threading.RLock()
+        self.ledger = Ledger((engine.max_num_seqs, engine.kv_tokens_total))
+        self.courier = Courier(settings.broker, queue)
+        self.intake = Intake(settings, self.queues, self.ledger, self.courier, self)
+        self.finisher = Finisher(self)
+        self.publisher = Publisher(self)
+        self.claimer = Claimer(self)
+        self.housekeeper = Housekeeper(self)
+        engine.on_step = self.publisher.on_step
+
+    def start(self) -> None:
+        """Raises redis errors when broker or store cannot be reached: a worker without a lease must not begin."""
+        self.housekeeper.begin_life(self.incarnation)
+        for thread in (self.courier, self.finisher, self.publisher, self.claimer, self.housekeeper, self.intake):
+            thread.start()
+
+    # ---- arrivals ---------------------------------------------------------------------------------------------
+
+    def arrived(self, arrival: Arrival) -> bool:
+        """Enter a fetched message into the books; False for one that must be claimed before it may be decoded."""
+        one = arrival.fetched
+        delivery = Delivery(one.uuid, arrival.payload["headers"]["id"], arrival.incarnation, condemned=one.condemned)
+        with self._lock:
+            if arrival.incarnation.over:
+                return False
+            self.deliveries[one.uuid] = delivery
+        if one.condemned and arrival.payload["headers"]["task"] == keys.TASK_NAME:
+            delivery.owned = True
+            delivery.plain = plain_fields(self, arrival.payload["headers"], None)
+            self.claimer.submit(delivery, arrival)
+            return False
+        if one.condemned:
+            self.put_down(delivery)
+            self.courier.ack(delivery.incarnation, delivery.uuid, "its workers died before they could run it")
+            return False
+        return True
+
+    def take_job(self, uuid: str, job: Job) -> Delivery | None:
+        """Celery has decoded the message and wants it run; None where the delivery is not ours any more."""
+        delivery = self.deliveries.get(uuid)
+        if delivery is None:
+            return None
+        delivery.job = job
+        delivery.owned = True
+        if "penstock" not in job.headers:
+            delivery.plain = plain_fields(self, job.headers, job.headers)
+        return delivery
+
+    # ---- what Celery says of a delivery ---------------------------------------------------------------------------
+
+    def celery_ack(self, uuid: str) -> None:
+        """Acknowledged by Celery: an engine task's message is kept until it is settled, any other goes now."""
+        delivery = self.deliveries.get(uuid)
+        if delivery is not None and not delivery.owned:
+            self.done(delivery)
+
+    def celery_reject(self, uuid: str, requeue: bool) -> None:
+        """Refused by Celery: unknown or undecodable (kept as a dead letter), or to be run elsewhere."""
+        delivery = self.deliveries.get(uuid)
+        if delivery is None or delivery.owned:
+            return
+        if requeue:
+            self.give_back(delivery)
+        else:
+            self.done(delivery, "rejected: unknown task, or arguments that cannot be decoded")
+
+    def celery_forgets(self, uuid: str) -> None:
+        """The consumer's channel closed: what it had not yet handed to the pool (an ETA, say) goes back."""
+        delivery = self.deliveries.get(uuid)
+        if delivery is not None and not delivery.owned:
+            self.give_back(delivery)
+
+    def revoke(self, request: Any, expired: bool) -> None:
+        """Celery revoked the task and told the result backend; the record and the engine must follow."""
+        delivery = self.deliveries.get(request.message.delivery_tag)
+        if delivery is None or delivery.put_down:
+            return
+        delivery.revoked = True
+        delivery.revoked_expired = expired
+        if not delivery.owned:  # before the pool had it: it has no job, and needs none
+            delivery.owned = True
+            if "penstock" not in request.request_dict:
+                delivery.plain = plain_fields(self, request.request_dict, request.request_dict)
+            self.claimer.submit(delivery)
+        elif delivery.uuid in self.running:
+            self.publisher.conclude_revoked(delivery)
+
+    # ---- putting down ---------------------------------------------------------------------------------------------
+
+    def put_down(self, delivery: Delivery) -> bool:
+        """Take it out of the books; False when that was done before."""
+        with self._lock:
+            if delivery.put_down:
+                return False
+            delivery.put_down = True
+            self.deliveries.pop(delivery.uuid, None)
+            self.running.pop(delivery.uuid, None)
+        self.ledger.release(delivery.uuid)
+        self.claimer.room()
+        return True
+
+    def done(self, delivery: Delivery, reason: str = "") -> None:
+        """ACK: settled or gone."""
+        if self.put_down(delivery):
+            self.courier.ack(delivery.incarnation, delivery.uuid, reason)
+            self._forget(delivery.job)
+
+    def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
+        """BACK: another worker's, or nobody's yet. The engine lets go of it."""
+        was_running = delivery.uuid in self.running
+        if self.put_down(delivery):
+            if was_running:
+                self.engine.abort(delivery.uuid)
+            self.courier.back(delivery.incarnation, delivery.uuid, delay)
+            self._forget(delivery.job)
+
+    def life_is_over(self, incarnation: Incarnation) -> None:
+        """Our lease is gone: drop everything at once (others may hold it by now) and begin anew."""
+        with self._lock:
+            if incarnation.over or incarnation is not self.incarnation:
+                return
+            incarnation.over = True
+            dropped = list(self.deliveries.values())
+            running = list(self.running)
+            for delivery in dropped:
+                delivery.put_down = True
+            self.deliveries.clear()
+            self.running.clear()
+        logger.warning("The lease of %s lapsed: dropping %d deliveries, beginning anew", incarnation.id, len(dropped))
+        for uuid in running:
+            self.engine.abort(uuid)
+        self.ledger.clear()
+        self.claimer.forget_suspects()
+        for delivery in dropped:
+            self._forget(delivery.job)
+        if not self.draining:
+            self.incarnation = Incarnation(self.settings.name)
+            self.later(0.0, self.intake.poke)  # the housekeeper takes the new lease on its next round
+
+    @staticmethod
+    def _forget(job: Job | None) -> None:
+        """Celery's books: the request is not active any more."""
+        if job is not None and not job.request.acknowledged:
+            task_ready(job.request)
+            job.request.acknowledge()
+
+    # ---- shutdown ---------------------------------------------------------------------------------------------
+
+    def stop_fetching(self) -> None:
+        self.draining = True
+        self.intake.stop()
+
+    def drain(self, seconds: float) -> None:
+        """Let what ends within `seconds` end; release the rest with its tokens, and hand it back."""
+        self.stop_fetching()
+        deadline = time.monotonic() + seconds
+        while self.deliveries and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = list(self.deliveries.values())
+        if left:
+            logger.warning("Drained for %.0f s: handing %d tasks back", seconds, len(left))
+        self.claimer.stop()
+        for delivery in left:
+            self.engine.abort(delivery.uuid)
+        self.publisher.stop()
+        self.finisher.stop()
+        self.publisher.release([delivery for delivery in left if not delivery.put_down])
+        if self.courier.flush(FLUSH_S):
+            self.housekeeper.end_life(self.incarnation)
+        else:
+            logger.error("The broker is away: what is in flight returns when the lease lapses")
+        self.courier.stop()
+        self.housekeeper.stop()
+        self.engine.close()
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        """Run `action` after a while on the housekeeper's thread."""
+        self.housekeeper.later(delay, action)
+
+    def about(self) -> str:
+        """What the lease says of this worker (JSON)."""
+        stats = self.engine.stats()
+        return json.dumps(
+            {
+                "worker": self.settings.name,
+                "queue": self.queue,
+                "model": self.model,
+                "version": self.card["version"],
+                "tasks": len(self.deliveries),
+                "draining": self.draining,
+                "capacity": self.engine.max_num_seqs,
+                "running": stats.running,
+                "waiting": stats.waiting,
+                "kv_blocks_used": stats.kv_blocks_used,
+                "kv_blocks_total": stats.kv_blocks_total,
+                "steps": stats.steps,
+                "prompt_tokens": stats.prompt_tokens,
+                "cached_tokens": stats.cached_tokens,
+                "generated_tokens": stats.generated_tokens,
+                "preemptions": stats.preemptions,
+            }
+        )

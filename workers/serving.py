@@ -1,0 +1,48 @@
+"""A model on its way to being served: found, loaded, and announced in the store so that clients know it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from producers import keys
+from workers.connect import Refused
+
+#: Models that come with Penstock.
+BUNDLED = Path(__file__).parent / "models"
+
+
+def find_model(name: str) -> Path:
+    """The folder of a model given by path, or by the name of a bundled one. Raises Refused."""
+    for path in (Path(name), BUNDLED / name):
+        if (path / "config.json").is_file():
+            return path
+    bundled = ", ".join(sorted(p.parent.name for p in BUNDLED.glob("*/config.json")))
+    raise Refused(f"no model {name!r}: give a folder that holds a config.json, or one of the bundled models: {bundled}")
+
+
+def load_engine(model: str, options: dict[str, Any]) -> Any:
+    """`engine.Engine` for the model. Raises Refused, engine.errors.ModelError, or RequestError for bad options."""
+    from engine import Engine, EngineConfig  # torch takes seconds to import
+
+    return Engine.load(find_model(model), EngineConfig(**options))
+
+
+def announce(store: Redis, engine: Any) -> tuple[dict[str, Any], str]:
+    """Write the model's card, tokenizer files and route into the store; return the card as served, and the queue.
+
+    The card outlives the worker, so that a gateway can check, tokenise and queue while no worker is up.
+    """
+    card = json.loads(engine.card.to_json())
+    card["context_length"] = min(card["context_length"], engine.max_model_len)
+    queue = keys.pool_queue(card["name"], card["version"], engine.fingerprint)
+    for name, data in engine.tokenizer_files().items():
+        store.set(keys.blob(card["files"][name]), data)
+    pool = {"model": card["name"], "version": card["version"], "fingerprint": engine.fingerprint}
+    store.hset(keys.POOLS, queue, json.dumps(pool))
+    store.hset(keys.MODELS, card["name"], json.dumps(card))
+    store.hset(keys.ROUTES, card["name"], queue)
+    return card, queue

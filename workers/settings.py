@@ -1,0 +1,41 @@
+"""What one worker process is told: where the queue and the store are, which model it serves, how patient it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from producers.protocol import MAX_DEATHS
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Settings of `penstock worker`. Times are seconds."""
+
+    broker: str
+    store: str
+    model: str
+    """A folder, or the name of a bundled model."""
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}.{os.getpid()}")
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `engine.EngineConfig`."""
+    engine_factory: str = "workers.serving:load_engine"
+    """`module:callable` that is given (model, engine settings) and returns what behaves like `engine.Engine`."""
+    lease: float = 10.0
+    """A worker that is not heard of for this long is dead, and its tasks go to others."""
+    drain: float = 30.0
+    """On SIGTERM, how long running tasks may go on before they are handed back with their tokens."""
+    ageing: float = 30.0
+    """A list whose head waits unserved for this long counts as one tier higher."""
+    release_preempted: float = 5.0
+    """A task preempted for this long goes back to the queue, where another worker may have room."""
+    retry_after: float = 1.0
+    """Delay of a message given back because another worker holds its task."""
+    max_deaths: int = MAX_DEATHS
+    """Workers that may die while holding a task before it is given up."""
+    max_redeliveries: int = 5
+    """Workers that may die between fetching a message and claiming its task before it is given up."""
+    max_retries: int = 3
+    """Times that a task is put back by Celery's retry after a fault of the engine."""

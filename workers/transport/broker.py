@@ -1,0 +1,113 @@
+"""The broker's side of the protocol: one function a script, each giving the `Call` to send and reading its answer.
+
+The preconditions and effects stand at the head of each `scripts/*.lua`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers import keys
+from producers.script import Call, script, text
+
+PACKAGE: Final = "workers.transport"
+
+#: What kombu puts between a queue's name and its priority unless it is told otherwise. Plain Celery senders do not
+#: know our separator, and what they send must not lie in a list that nobody reads.
+KOMBU_SEP: Final = "\x06\x16"
+
+
+def lists(queues: Sequence[str]) -> list[tuple[str, int]]:
+    """The lists of the queues, each with its tier's rank, best tier first."""
+    found: list[tuple[str, int]] = []
+    for rank, priority in sorted(keys.TIERS.values()):
+        for queue in queues:
+            names = [queue] if not priority else [f"{queue}{sep}{priority}" for sep in (keys.SEP, KOMBU_SEP)]
+            found += [(name, rank) for name in names]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Room for tasks, per tier (index is its rank): what is free, and what lower tiers hold."""
+
+    seqs: tuple[int, int, int, int]
+    tokens: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """One delivery as the broker gave it. `list_name` is the list it came from, `raw` the message (JSON)."""
+
+    uuid: str
+    list_name: str
+    raw: bytes
+    condemned: bool
+
+
+def fetch(
+    incarnation: str,
+    queues: Sequence[str],
+    uuids: Sequence[str],
+    credit: Credit,
+    *,
+    capacity: tuple[int, int],
+    plain_tokens: int,
+    ageing_ms: int,
+    max_redeliveries: int,
+) -> Call:
+    """`capacity` is (sequences, tokens) of the whole engine: a task that wants more is counted as that much."""
+    named = lists(queues)
+    return Call(
+        script(PACKAGE, "fetch"),
+        (
+            keys.lease(incarnation),
+            keys.inflight(incarnation),
+            keys.delayed(queues[0]),
+            keys.DEAD,
+            keys.REAPED,
+            keys.UNSERVED,
+            *(name for name, _ in named),
+        ),
+        (
+            ageing_ms,
+            max_redeliveries,
+            *capacity,
+            plain_tokens,
+            *credit.seqs,
+            *credit.tokens,
+            *(rank for _, rank in named),
+            *uuids,
+        ),
+    )
+
+
+def read_fetch(answer: Sequence[Any]) -> list[Fetched] | None:
+    """None where the incarnation's lease is gone."""
+    if len(answer) == 1:
+        return None
+    return [
+        Fetched(text(answer[i]), text(answer[i + 1]), answer[i + 2], text(answer[i + 3]) == "condemned")
+        for i in range(0, len(answer), 4)
+    ]
+
+
+def ack(incarnation: str, uuid: str, reason: str = "") -> Call:
+    """With a reason, the message is kept on the dead-letter list. Answers 1, or 0 where there is no such delivery."""
+    return Call(script(PACKAGE, "ack"), (keys.inflight(incarnation), keys.REAPED, keys.DEAD), (uuid, reason))
+
+
+def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
+    """Return a delivery to the front of its list. Answers 1, or 0 where there is no such delivery."""
+    return Call(script(PACKAGE, "back"), (keys.inflight(incarnation), keys.delayed(queue)), (uuid, delay_ms))
+
+
+def reap(incarnation: str) -> Call:
+    """Answers how many deliveries of a dead incarnation went back to their lists; -1 while it lives."""
+    return Call(
+        script(PACKAGE, "reap"),
+        (keys.lease(incarnation), keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED),
+        (incarnation,),
+    )

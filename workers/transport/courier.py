@@ -1,0 +1,95 @@
+"""Takes ACK and BACK to the broker, on a thread and a connection of its own, again and again until they are answered.
+
+Both name the delivery's UUID, so that saying one twice does nothing; what belongs to an incarnation that is over is
+dropped, because its deliveries went back by REAP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from producers.script import Call, run_many
+from workers.connect import LOST, connect
+from workers.incarnation import Incarnation
+from workers.transport import broker
+
+logger = logging.getLogger(__name__)
+
+BATCH = 256
+RETRY_S = 0.2
+
+
+@dataclass(slots=True)
+class _Errand:
+    incarnation: Incarnation
+    call: Call
+
+
+class Courier(threading.Thread):
+    def __init__(self, url: str, queue: str) -> None:
+        super().__init__(name="penstock-courier", daemon=True)
+        self._redis = connect(url)
+        self._queue = queue
+        self._errands: deque[_Errand] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+
+    def ack(self, incarnation: Incarnation, uuid: str, reason: str = "") -> None:
+        """The delivery is done with; with a reason, its message goes to the dead-letter list."""
+        self._add(incarnation, broker.ack(incarnation.id, uuid, reason))
+
+    def back(self, incarnation: Incarnation, uuid: str, delay: float = 0.0) -> None:
+        """The message goes back to the front of its list, after `delay` seconds."""
+        self._add(incarnation, broker.back(incarnation.id, self._queue, uuid, int(delay * 1000)))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything was taken; False when the broker did not answer in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._errands, timeout)
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def _add(self, incarnation: Incarnation, call: Call) -> None:
+        with self._changed:
+            self._errands.append(_Errand(incarnation, call))
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._errands or self._stopping)
+                if self._stopping and not self._errands:
+                    return
+                batch = [self._errands[i] for i in range(min(BATCH, len(self._errands)))]
+            done = self._take(batch)
+            with self._changed:
+                for _ in batch:
+                    self._errands.popleft()
+                self._errands.extendleft(reversed([errand for errand in batch if id(errand) not in done]))
+                self._changed.notify_all()
+                if len(done) < len(batch):
+                    if self._stopping:
+                        return
+                    self._changed.wait(RETRY_S)
+
+    def _take(self, batch: list[_Errand]) -> set[int]:
+        """The ids of the errands that need no second try."""
+        live = [errand for errand in batch if not errand.incarnation.over]
+        done = {id(errand) for errand in batch if errand.incarnation.over}
+        try:
+            answers = run_many(self._redis, [errand.call for errand in live])
+        except LOST as exc:
+            logger.warning("The broker did not take %d answers, trying again: %s", len(live), exc)
+            return done
+        for errand, answer in zip(live, answers, strict=True):
+            if isinstance(answer, Exception):
+                logger.warning("The broker refused an answer, trying again: %s", answer)
+            else:
+                done.add(id(errand))
+        return done

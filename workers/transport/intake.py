@@ -1,0 +1,215 @@
+"""Pulls from the queue exactly what fits, and hands it to Celery's consumer.
+
+    wake -> credit -> FETCH -> hold in the ledger -> (pipe) -> event loop -> kombu's callbacks -> Request -> pool
+
+FETCH runs on a thread and a connection of its own, so that neither a slow broker nor a reconnecting consumer stalls the
+other. When a reply is lost, the same UUIDs are asked for again, and the broker repeats itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from producers import keys
+from producers.script import run
+from workers.connect import LOST, connect
+from workers.incarnation import Incarnation
+from workers.pool.ledger import Ledger, Size
+from workers.settings import WorkerSettings
+from workers.transport import broker
+from workers.transport.courier import Courier
+from workers.transport.waker import Waker
+
+logger = logging.getLogger(__name__)
+
+BATCH = 32
+#: Looks at least this often: for what comes due after a delay, and in case a wake-up was missed.
+IDLE_S = 1.0
+RECONNECT_S = 0.2
+#: KV tokens that a plain Celery message, which does not say its size, is taken to need.
+PLAIN_TOKENS = 512
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A fetched message on its way to the event loop."""
+
+    incarnation: Incarnation
+    fetched: broker.Fetched
+    payload: dict[str, Any]
+    queue: str
+
+
+class Holder(Protocol):
+    """Who owns the deliveries; see `workers.runtime`."""
+
+    incarnation: Incarnation
+
+    def arrived(self, arrival: Arrival) -> bool:
+        """Take it into the books; False where it was dealt with otherwise."""
+
+    def life_is_over(self, incarnation: Incarnation) -> None: ...
+
+
+class Intake(threading.Thread):
+    def __init__(
+        self, settings: WorkerSettings, queues: Sequence[str], ledger: Ledger, courier: Courier, holder: Holder
+    ) -> None:
+        super().__init__(name="penstock-intake", daemon=True)
+        self.queues = list(queues)
+        self._settings = settings
+        self._ledger = ledger
+        self._courier = courier
+        self._holder = holder
+        self._redis = connect(settings.broker)
+        self._waker = Waker(settings.broker, queues, self.poke)
+        self._by_list = {name: (queue, rank) for queue in queues for name, rank in broker.lists([queue])}
+        self._ranks = dict(broker.lists(queues))
+        self._wake = threading.Event()
+        self._arrivals: deque[Arrival] = deque()
+        self._attached = False
+        self._stopped = False
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[0], False)
+        os.set_blocking(self._pipe[1], False)
+        ledger.on_room = self.poke
+
+    def poke(self) -> None:
+        """Something may fit, or may have come: look again."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Fetch no more. What has arrived and was not yet handed over goes back."""
+        self._stopped = True
+        self.poke()
+        self._waker.stop()
+        self.detach()
+
+    # ---- the event loop's side ------------------------------------------------------------------------------
+
+    @property
+    def fd(self) -> int:
+        """Readable while messages wait to be handed over."""
+        return self._pipe[0]
+
+    def attach(self) -> None:
+        """The consumer is there: begin to fetch."""
+        self._attached = True
+        self.poke()
+
+    def detach(self) -> None:
+        """The consumer is gone (reconnecting, or shutting down)."""
+        self._attached = False
+        while self._arrivals:
+            arrival = self._arrivals.popleft()
+            self._ledger.release(arrival.fetched.uuid)
+            self._courier.back(arrival.incarnation, arrival.fetched.uuid)
+
+    def hand_over(self, deliver: Callable[[dict[str, Any], str], None]) -> None:
+        """Give everything that arrived to kombu's callbacks; runs in the event loop."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe[0], 4096)
+        while self._arrivals:
+            arrival = self._arrivals.popleft()
+            if arrival.incarnation.over:
+                continue
+            try:
+                deliver(arrival.payload, arrival.queue)
+            except Exception as exc:
+                logger.exception("A message could not be decoded: dead-lettered")
+                self.refuse(arrival, f"{type(exc).__name__}: {exc}")
+
+    def refuse(self, arrival: Arrival, reason: str) -> None:
+        """Dead-letter it."""
+        self._ledger.release(arrival.fetched.uuid)
+        self._courier.ack(arrival.incarnation, arrival.fetched.uuid, reason)
+
+    # ---- the fetching side ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._waker.start()
+        names = _fresh(BATCH)
+        life = self._holder.incarnation
+        while not self._stopped:
+            self._wake.clear()
+            if life is not self._holder.incarnation:
+                life, names = self._holder.incarnation, _fresh(BATCH)
+            if not self._attached or not life.begun:
+                self._wake.wait(IDLE_S)
+                continue
+            try:
+                fetched = broker.read_fetch(run(self._redis, self._call(life, names)))
+            except LOST as exc:
+                logger.warning("Cannot fetch from the broker, trying again: %s", exc)
+                self._wake.wait(RECONNECT_S)
+                continue
+            if fetched is None:
+                self._holder.life_is_over(life)
+            elif fetched:
+                names = names[len(fetched) :] + _fresh(len(fetched))
+                for one in fetched:
+                    self._take(life, one)
+            else:
+                self._wake.wait(IDLE_S)
+
+    def _call(self, life: Incarnation, names: Sequence[str]) -> Any:
+        return broker.fetch(
+            life.id,
+            self.queues,
+            names,
+            self._ledger.credit(),
+            capacity=self._ledger.capacity,
+            plain_tokens=min(PLAIN_TOKENS, self._ledger.capacity[1]),
+            ageing_ms=int(self._settings.ageing * 1000),
+            max_redeliveries=self._settings.max_redeliveries,
+        )
+
+    def _take(self, life: Incarnation, one: broker.Fetched) -> None:
+        queue, rank = self._by_list[one.list_name]
+        try:
+            payload = json.loads(one.raw)
+        except ValueError as exc:
+            self._courier.ack(life, one.uuid, f"not JSON in UTF-8: {exc}")
+            return
+        payload["properties"]["delivery_tag"] = one.uuid
+        self._ledger.hold(one.uuid, self._size(payload["headers"], rank))
+        arrival = Arrival(life, one, payload, queue)
+        if self._holder.arrived(arrival):
+            self.pass_on(arrival)
+
+    def pass_on(self, arrival: Arrival) -> None:
+        """Queue it for the event loop."""
+        self._arrivals.append(arrival)
+        with contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
+            os.write(self._pipe[1], b"!")
+        if not self._attached:
+            self.detach()
+
+    def _size(self, headers: dict[str, Any], rank: int) -> Size:
+        """As FETCH reckons it."""
+        if headers["task"] != keys.TASK_NAME:
+            return Size(rank, 0, 0)
+        said = headers.get("penstock")
+        said = said if isinstance(said, dict) else {}
+        seqs, tokens = self._ledger.capacity
+        return Size(rank, _bounded(said.get("n"), 1, seqs), _bounded(said.get("tokens"), PLAIN_TOKENS, tokens))
+
+
+def _bounded(value: Any, default: int, cap: int) -> int:
+    """A size from a header: sane, or the default."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
+        value = default
+    return int(min(value, cap))
+
+
+def _fresh(count: int) -> list[str]:
+    return [uuid.uuid4().hex for _ in range(count)]

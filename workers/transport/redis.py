@@ -1,0 +1,87 @@
+"""kombu's Redis transport with our own way of taking task messages.
+
+Publishing, and the broadcast channels of remote control, are kombu's. Task queues are not: no BRPOP, no `unacked`
+hash, no visibility timeout. They are fetched by `Intake`, tied to the worker's incarnation and not to a connection: a
+channel that closes, or a broker that restarts, neither returns nor loses what is being worked on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kombu.transport import TRANSPORT_ALIASES, virtual
+from kombu.transport import redis as stock
+
+from producers import keys
+
+#: The scheme under which kombu finds this transport, and the transport option that carries the worker's runtime.
+SCHEME = "penstock"
+RUNTIME = "penstock_runtime"
+
+
+class QoS(stock.QoS):
+    """Acknowledges through the runtime, which knows whose delivery it is."""
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        virtual.QoS.append(self, message, delivery_tag)  # FETCH has entered it in flight
+
+    def ack(self, delivery_tag: str) -> None:
+        self.channel.runtime.celery_ack(delivery_tag)
+        virtual.QoS.ack(self, delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        self.channel.runtime.celery_reject(delivery_tag, requeue)
+        virtual.QoS.ack(self, delivery_tag)
+
+    def restore_visible(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: leases and REAP bring back what a dead worker held."""
+
+    def restore_unacked(self, client: Any = None) -> None:
+        """The channel closes: what no pool has taken up goes back to the front of its list."""
+        self._flush()
+        for tag in list(self._delivered):
+            self.channel.runtime.celery_forgets(tag)
+        self._delivered.clear()
+
+    def restore_unacked_once(self, stderr: Any = None) -> None:
+        # kombu 5.7.0's own dies with an AttributeError when the connection was lost before the channel is closed
+        self._on_collect.cancel()
+        if not getattr(self._delivered, "restored", False):
+            self.restore_unacked()
+            self._delivered.restored = True
+
+
+class Channel(stock.Channel):
+    """Task queues go to the intake; whatever is bound to a fanout exchange stays kombu's."""
+
+    QoS = QoS
+    sep = keys.SEP
+    priority_steps = sorted(priority for _, priority in keys.TIERS.values())
+
+    @property
+    def runtime(self) -> Any:
+        return self.connection.client.transport_options[RUNTIME]
+
+    def basic_consume(
+        self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        answer = super().basic_consume(queue, no_ack, callback, consumer_tag, *args, **kwargs)
+        if queue in self.runtime.intake.queues:
+            self._active_queues.remove(queue)  # or the poller would send a BRPOP for it
+            self._reset_cycle()
+            self.runtime.intake.attach()
+        return answer
+
+
+class Transport(stock.Transport):
+    """`penstock://...`: only inside a worker, which passes its runtime as a transport option."""
+
+    Channel = Channel
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        super().register_with_event_loop(connection, loop)
+        intake = self.client.transport_options[RUNTIME].intake
+        loop.add_reader(intake.fd, intake.hand_over, self._deliver)
+
+
+TRANSPORT_ALIASES[SCHEME] = f"{__name__}:Transport"

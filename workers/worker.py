@@ -1,0 +1,57 @@
+"""`penstock worker`: load the model, announce it, and let Celery's worker run until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib import import_module
+from typing import Any
+
+from celery.exceptions import SecurityWarning
+
+from producers import keys
+from workers.app import attach, make_app
+from workers.connect import check_server, connect
+from workers.runtime import Runtime
+from workers.serving import announce
+from workers.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
+    """Serve until SIGTERM or SIGINT (drains) or SIGQUIT (hands everything back at once); return the exit code.
+
+    Raises workers.connect.Refused where broker, store or model cannot be used.
+    """
+    logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
+    for name in ("celery.app.trace", "celery.worker.strategy"):  # a line or two for every task
+        logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
+    check_server(settings.broker, "broker")
+    check_server(settings.store, "store")
+    engine = _factory(settings.engine_factory)(settings.model, settings.engine)
+    with connect(settings.store) as store:
+        card, queue = announce(store, engine)
+    app = make_app(settings, [queue, keys.model_queue(card["name"])])
+    runtime = Runtime(settings, engine, app, card, queue)
+    attach(app, runtime)
+    runtime.start()
+    worker = app.Worker(
+        hostname=f"penstock@{settings.name}",
+        loglevel=loglevel,
+        concurrency=engine.max_num_seqs,
+        without_mingle=True,
+        without_gossip=True,
+        without_heartbeat=True,
+        quiet=True,
+    )
+    logger.info("Serving %s from %s", card["name"], queue)
+    worker.start()
+    return int(worker.exitcode or 0)
+
+
+def _factory(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
