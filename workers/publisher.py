@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.request import Event
-from producers.events import encode_token
+from producers.events import encode_token, quote
 from producers.protocol import Append, append, finish, read_append, release
 from producers.script import run, run_many, text
 from workers.connect import LOST, connect
@@ -119,14 +119,15 @@ class Publisher(threading.Thread):
         choice = event.choice
         if event.token_ids:
             entries = _encode(event)
-            key = (delivery.uuid, choice)
-            if key not in batch:
-                batch[key] = Append(delivery.task_id, delivery.uuid, choice, event.index)
-            batch[key].entries += entries
+            append = batch.get((delivery.uuid, choice))
+            if append is None:
+                append = batch[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, event.index)
+            append.entries += entries
             delivery.entries[choice] += entries
+        if event.finish_reason is None and not event.done:
+            return
         delivery.cached_tokens = event.cached_tokens
-        if event.finish_reason is not None:
-            delivery.reasons[choice] = event.finish_reason
+        delivery.reasons[choice] = event.finish_reason
         if event.error is not None:
             ends[delivery.uuid] = Conclusion(delivery, "failed", error_json("engine_error", event.error), retry=True)
         elif event.done:
@@ -223,9 +224,12 @@ class Publisher(threading.Thread):
 
 def _encode(event: Event) -> list[str]:
     """An event's tokens as stream entries; the finish reason stands on the choice's last token."""
-    last = len(event.token_ids) - 1
+    token_ids, finish_reason = event.token_ids, event.finish_reason
+    if finish_reason is None and event.logprobs is None and len(token_ids) == 1:  # nearly every event
+        return [f"[{event.choice},{event.index},{token_ids[0]},{quote(event.texts[0])}]"]
+    last = len(token_ids) - 1
     entries = []
-    for k, (token_id, piece) in enumerate(zip(event.token_ids, event.texts, strict=True)):
+    for k, (token_id, piece) in enumerate(zip(token_ids, event.texts, strict=True)):
         lp = event.logprobs[k] if event.logprobs else None
         entries.append(
             encode_token(
@@ -234,7 +238,7 @@ def _encode(event: Event) -> list[str]:
                 token_id,
                 piece,
                 (lp.logprob, lp.top) if lp else None,
-                event.finish_reason if k == last else None,
+                finish_reason if k == last else None,
             )
         )
     return entries

