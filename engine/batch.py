@@ -30,8 +30,6 @@ class StepBatch:
     Attention pads with the rest of a sequence's last block, and masks it; but 0 x NaN is NaN, so what an earlier
     owner whose numbers overflowed left there would harm the next.
     """
-    copies: tuple[Tensor, Tensor] | None
-    """int64 (sources, destinations): whole blocks to be copied before the forward pass."""
 
 
 class BatchBuilder:
@@ -73,7 +71,6 @@ class BatchBuilder:
         bounds = self._group(rows)
         groups = self._tables_of(bounds, slots, starts + counts)
         entered = self._entered(slots, starts, starts + counts)
-        copies = np.array(plan.copies, np.int64).reshape(-1, 2)
         sent = upload(
             [
                 np.array(tokens, np.int64),
@@ -81,8 +78,6 @@ class BatchBuilder:
                 blocks * self._block_size + positions % self._block_size,
                 wanted,
                 entered,
-                np.ascontiguousarray(copies[:, 0]),
-                np.ascontiguousarray(copies[:, 1]),
                 *(array for pair in groups for array in pair),
             ],
             self._device,
@@ -90,10 +85,9 @@ class BatchBuilder:
         return StepBatch(
             tokens=sent[0],
             positions=sent[1],
-            attention=AttentionBatch(sent[2], self._attention_groups(rows, bounds, sent[7:])),
+            attention=AttentionBatch(sent[2], self._attention_groups(rows, bounds, sent[5:])),
             wanted=sent[3],
             entered=sent[4] if len(entered) else None,
-            copies=(sent[5], sent[6]) if len(copies) else None,
         )
 
     def _write_table(self, sequence: Sequence) -> None:

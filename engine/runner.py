@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.batch import BatchBuilder
@@ -9,6 +10,7 @@ from engine.models import Model
 from engine.plan import Sampled, StepPlan
 from engine.request import Sequence
 from engine.sampling import SamplingRows, sample
+from engine.upload import upload
 
 
 class Runner:
@@ -33,8 +35,10 @@ class Runner:
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Compute the plan's tokens into the cache; one result for each row that samples, in the plan's order.
 
-        May be called again with any part of a plan that failed half-way: all it writes is overwritten.
+        After an exception the plan's rows may be executed again, also one by one (then after `copy_blocks` and
+        without the plan's copies): whatever was written is written again.
         """
+        self.copy_blocks(plan.copies)
         sampling = [row.seq for row in plan.rows if row.samples]
         for sequence in sampling:
             if self._owners[sequence.slot] is not sequence:
@@ -42,13 +46,18 @@ class Runner:
                 self._owners[sequence.slot] = sequence
         batch = self._builder.build(plan)
         how = self._sampling.gather(sampling) if sampling else None
-        if batch.copies is not None:
-            sources, destinations = batch.copies
-            self._cache[:, :, destinations] = self._cache[:, :, sources]
         if batch.entered is not None:
             self._cache.index_fill_(2, batch.entered, 0)
         logits = self._model.forward(batch.tokens, batch.positions, batch.attention, self._cache, batch.wanted)
         return [] if how is None else sample(logits, how)
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks: (source, destination) pairs of a plan."""
+        if copies:
+            columns = [np.array(column, np.int64) for column in zip(*copies, strict=True)]
+            sources, destinations = upload(columns, self._model.device)
+            self._cache[:, :, destinations] = self._cache[:, :, sources]
 
 
 def block_bytes(model: Model, block_size: int) -> int:

@@ -1,0 +1,297 @@
+"""The engine as a caller sees it: load, generate or submit, abort, stats, close."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, RequestError
+from engine.loop import StepLoop
+from engine.memory import kv_blocks
+from engine.models import Model, load_model
+from engine.models.registry import read_settings
+from engine.params import SamplingParams
+from engine.request import Choice, Event, Output, Request
+from engine.runner import Runner, block_bytes
+from engine.scheduler import Scheduler
+from engine.text import ModelCard, Tokenizer
+from engine.text.checkpoint import model_version
+
+#: Tokens of a step where the configuration leaves it open: enough for full use of the device, few enough that
+#: those who decode beside a long prompt go on smoothly.
+_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges of this moment and counters since the start."""
+
+    running: int
+    waiting: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_tokens_total: int
+    steps: int
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    aborted: int
+    last_step_ms: float
+    dtype: str
+    """Of the weights."""
+    compute_dtype: str
+    """In which they are held and computed: wider than `dtype` on a CPU that only emulates it."""
+    device: str
+    kernels: str
+
+
+class Engine:
+    """Thread-safe. Made by `Engine.load`; also a context manager that closes itself."""
+
+    def __init__(self, model: Model, config: EngineConfig, *, folder: Path, version: str) -> None:
+        self.card: ModelCard | None = None
+        self.tokenizer: Tokenizer | None = None
+        # A folder without a tokenizer still serves token ids.
+        if (folder / "tokenizer.json").is_file():
+            self.card = ModelCard.from_folder(folder)
+            self.tokenizer = Tokenizer.from_folder(folder)
+        self._model = model
+        self.max_num_seqs = config.max_num_seqs
+        self.max_model_len = _model_len(config.max_model_len, model.context_length)
+        blocks = kv_blocks(
+            config.kv_cache_bytes,
+            block_bytes(model, config.block_size),
+            config.block_size,
+            config.max_num_seqs,
+            self.max_model_len,
+            model.device,
+        )
+        self.kv_tokens_total = blocks * config.block_size
+        self.fingerprint = _fingerprint(model)
+        batched = config.max_num_batched_tokens
+        if batched is None:
+            batched = max(_BATCHED_TOKENS[model.device.type], config.max_num_seqs)
+        runner = Runner(
+            model,
+            num_blocks=blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        scheduler = Scheduler(
+            num_blocks=blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=batched,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.tokenizer.eos_token_ids if self.tokenizer else _eos(read_settings(folder)),
+            ageing_s=config.ageing_s,
+            enable_prefix_caching=config.enable_prefix_caching,
+            version=version,
+            new_detokenizer=self.tokenizer.new_detokenizer if self.tokenizer else lambda: None,
+            vocab_size=model.vocab_size,
+            seed=config.seed,
+        )
+        self._ids = itertools.count()
+        self._loop = StepLoop(scheduler, runner, lambda: _use_threads(config.threads))
+
+    @classmethod
+    def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
+        """Load the Hugging Face folder at `path`. Raises ModelError about the folder, EngineError about the rest."""
+        config = config or EngineConfig()
+        _use_threads(config.threads)
+        folder = Path(path)
+        model = load_model(folder, config.dtype, _device(config.device))
+        return cls(model, config, folder=folder, version=model_version(folder.resolve()))
+
+    # ---- requests
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
+        """Queue `request` and return at once; `on_event` is called on the engine's thread, until `Event.done`.
+
+        Raises RequestError, in the caller's thread, for what could never run (over-long, id in use, ...), and
+        EngineError when the engine is closed. What `on_event` raises is logged and changes nothing.
+        """
+        self._loop.submit(request, on_event)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without further events (one may be on its way); False if there is none by that id."""
+        return self._loop.abort(request_id)
+
+    def generate(
+        self, prompts: Seq[str | list[int]], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Generate for every prompt, a text or token ids, and wait. `params` is one for all, or one each.
+
+        Texts get the special tokens that the tokenizer adds by itself. Raises RequestError before anything runs;
+        a request that fails on the way has finish_reason "error".
+        """
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one text; pass a list of texts or of token-id lists", param="prompts")
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts and {len(each)} params; give one for all or one each")
+        collectors = [
+            _Collector(Request(f"generate-{next(self._ids)}", self._token_ids(prompt), one))
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
+        try:
+            for collector in collectors:
+                self._loop.submit(collector.request, collector.take)
+            for collector in collectors:
+                collector.finished.wait()
+        except BaseException:
+            for collector in collectors:
+                self._loop.abort(collector.request.id)
+            raise
+        return [collector.output() for collector in collectors]
+
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer.json: prompts must be token ids", param="prompts")
+        return self.tokenizer.encode(prompt)
+
+    # ---- looking in
+
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """Called on the engine's thread after all events of a step have been delivered."""
+        return self._loop.on_step
+
+    @on_step.setter
+    def on_step(self, call: Callable[[], None] | None) -> None:
+        self._loop.on_step = call
+
+    def stats(self) -> EngineStats:
+        found = self._loop.stats()
+        return EngineStats(
+            running=found.running,
+            waiting=found.waiting,
+            kv_blocks_total=found.kv_blocks_total,
+            kv_blocks_used=found.kv_blocks_used,
+            kv_tokens_total=self.kv_tokens_total,
+            steps=found.steps,
+            generated_tokens=found.generated_tokens,
+            prompt_tokens=found.prompt_tokens,
+            cached_tokens=found.cached_tokens,
+            preemptions=found.preemptions,
+            aborted=found.aborted,
+            last_step_ms=self._loop.last_step_s * 1e3,
+            dtype=_name(self._model.dtype),
+            compute_dtype=_name(self._model.kernels.compute_dtype),
+            device=str(self._model.device),
+            kernels=self._model.kernels.name,
+        )
+
+    def preempted(self) -> list[tuple[str, float]]:
+        """(request id, seconds) of requests that were put out of the batch and have no choice running."""
+        return self._loop.preempted()
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Stop after the running step; requests still in get a last event with finish_reason "abort"."""
+        self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Collector:
+    """Gathers one request's events into an Output."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.finished = threading.Event()
+        self._choices = [Choice() for _ in range(request.params.n)]
+        self._pieces: list[list[str]] = [[] for _ in self._choices]
+        self._prompt_tokens = len(request.prompt_ids)
+        self._cached_tokens = 0
+
+    def take(self, event: Event) -> None:
+        choice = self._choices[event.choice]
+        choice.token_ids += event.token_ids
+        self._pieces[event.choice] += event.texts
+        if event.logprobs is not None:
+            choice.logprobs = (choice.logprobs or []) + event.logprobs
+        choice.finish_reason = event.finish_reason
+        self._cached_tokens = event.cached_tokens
+        if event.done:
+            self.finished.set()
+
+    def output(self) -> Output:
+        for choice, pieces in zip(self._choices, self._pieces, strict=True):
+            choice.text = "".join(pieces)
+        first = self._choices[0]
+        return Output(
+            token_ids=first.token_ids,
+            text=first.text,
+            finish_reason=first.finish_reason,
+            logprobs=first.logprobs,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            choices=self._choices,
+        )
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device='cuda', but torch finds no CUDA device; use 'cpu' or 'auto'")
+    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _model_len(asked: int | None, context: int) -> int:
+    if asked is not None and asked > context:
+        raise EngineError(f"max_model_len={asked} is more than the model's context of {context} tokens")
+    return context if asked is None else asked
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _eos(settings: dict[str, Any]) -> list[int]:
+    value = settings.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return [token_id for token_id in ids if isinstance(token_id, int)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fingerprint(model: Model) -> str:
+    """8 hex digits that differ where the same model and seed may give other tokens."""
+    if model.device.type == "cuda":
+        capability = ".".join(map(str, torch.cuda.get_device_capability(model.device)))
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+    kernels = model.kernels
+    traits = (
+        _name(model.dtype),
+        _name(kernels.compute_dtype),
+        model.device.type,
+        kernels.name,
+        torch.__version__,
+        capability,
+    )
+    return hashlib.sha256("|".join(traits).encode()).hexdigest()[:8]
