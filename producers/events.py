@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from json.encoder import encode_basestring as quote
-from typing import Any
+from json.encoder import encode_basestring
+from typing import Any, Final
+
+#: A string as JSON, not escaped beyond need.
+quote: Final = encode_basestring
 
 #: A token's logprob, then the alternatives: (logprob, ((token id, logprob), ...)).
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]

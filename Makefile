@@ -1,0 +1,37 @@
+# Two commands do all: `make run` and `make test`. Each sets up what it needs first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+JOBS ?= 2
+
+.PHONY: run test lint .venv clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this help
+	@grep -E '^[a-z.]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+run: .venv  ## Start the whole system, submit a mixed load, show the tokens stream, stop everything
+	$(BIN)/penstock demo
+
+test: .venv  ## Run every test: the fast ones first, then the slow ones
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist worksteal
+
+lint: .venv  ## Formatting, lint, types, and the floors between the packages
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.venv: .venv/.installed  ## Only install
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
+		|| { echo "Could not make .venv. On Debian and Ubuntu: apt install python3-venv"; rm -rf .venv; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gateway,worker,dev]"
+	@touch $@
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
