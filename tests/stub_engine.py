@@ -95,9 +95,6 @@ class StubEngine:
         self._thread = threading.Thread(target=self._loop, name="stub-engine", daemon=True)
         self._thread.start()
 
-    def tokenizer_files(self) -> dict[str, bytes]:
-        return {}
-
     def submit(self, request: Request, on_event: Any) -> None:
         if len(request.prompt_ids) + (request.params.max_tokens or 1) > self.max_model_len:
             raise RequestError("too long for the context", param="prompt", code="context_length_exceeded")
@@ -192,6 +189,6 @@ class StubEngine:
                     break
 
 
-def load(model: str, options: dict[str, Any]) -> StubEngine:
+def load(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
     """What `WorkerSettings.engine_factory` names."""
-    return StubEngine(model)
+    return StubEngine(model), {}

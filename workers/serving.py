@@ -24,14 +24,22 @@ def find_model(name: str) -> Path:
     raise Refused(f"no model {name!r}: give a folder that holds a config.json, or one of the bundled models: {bundled}")
 
 
-def load_engine(model: str, options: dict[str, Any]) -> Any:
-    """`engine.Engine` for the model. Raises Refused, engine.errors.ModelError, or RequestError for bad options."""
-    from engine import Engine, EngineConfig  # torch takes seconds to import
+def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
+    """`engine.Engine` for the model, and its tokenizer's files by name. Raises Refused."""
+    from engine import Engine, EngineConfig, EngineError  # torch takes seconds to import
+    from engine.text import ModelCard
 
-    return Engine.load(find_model(model), EngineConfig(**options))
+    folder = find_model(model)
+    try:
+        engine = Engine.load(folder, EngineConfig(**options))
+    except EngineError as exc:
+        raise Refused(f"cannot serve {folder}: {exc}") from exc
+    if engine.card is None:
+        raise Refused(f"cannot serve {folder}: it has no tokenizer.json")
+    return engine, ModelCard.tokenizer_files(folder)
 
 
-def announce(store: Redis, engine: Any) -> tuple[dict[str, Any], str]:
+def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], str]:
     """Write the model's card, tokenizer files and route into the store; return the card as served, and the queue.
 
     The card outlives the worker, so that a gateway can check, tokenise and queue while no worker is up.
@@ -39,7 +47,7 @@ def announce(store: Redis, engine: Any) -> tuple[dict[str, Any], str]:
     card = json.loads(engine.card.to_json())
     card["context_length"] = min(card["context_length"], engine.max_model_len)
     queue = keys.pool_queue(card["name"], card["version"], engine.fingerprint)
-    for name, data in engine.tokenizer_files().items():
+    for name, data in files.items():
         store.set(keys.blob(card["files"][name]), data)
     pool = {"model": card["name"], "version": card["version"], "fingerprint": engine.fingerprint}
     store.hset(keys.POOLS, queue, json.dumps(pool))

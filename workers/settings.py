@@ -22,7 +22,8 @@ class WorkerSettings:
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `engine.EngineConfig`."""
     engine_factory: str = "workers.serving:load_engine"
-    """`module:callable` that is given (model, engine settings) and returns what behaves like `engine.Engine`."""
+    """`module:callable` that is given (model, engine settings) and returns what behaves like `engine.Engine`, and the
+    model's tokenizer files by name."""
     lease: float = 10.0
     """A worker that is not heard of for this long is dead, and its tasks go to others."""
     drain: float = 30.0

@@ -31,9 +31,9 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
         logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
     check_server(settings.broker, "broker")
     check_server(settings.store, "store")
-    engine = _factory(settings.engine_factory)(settings.model, settings.engine)
+    engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     with connect(settings.store) as store:
-        card, queue = announce(store, engine)
+        card, queue = announce(store, engine, files)
     app = make_app(settings, [queue, keys.model_queue(card["name"])])
     runtime = Runtime(settings, engine, app, card, queue)
     attach(app, runtime)
