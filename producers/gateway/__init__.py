@@ -1,0 +1,15 @@
+"""The HTTP door: FastAPI in front of `producers.AsyncClient`. It checks and tokenises, and never generates.
+
+    POST /v1/tasks -> edge (id, count) -> body (limits) -> Task -> prompts (token ids) -> AsyncClient.submit -> 202
+    GET  /v1/tasks/{id}         -> the record, and the outputs once it is final
+    GET  /v1/tasks/{id}/events  -> sse: the stream from any position, then live
+    /v1/models, /livez, /readyz, /metrics: what the store and the broker say
+
+Needs the extra `penstock[gateway]`.
+"""
+
+from producers.gateway.app import create_app
+from producers.gateway.server import serve
+from producers.gateway.settings import GatewaySettings
+
+__all__ = ["GatewaySettings", "create_app", "serve"]

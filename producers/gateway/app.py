@@ -1,0 +1,58 @@
+"""The application: its parts, made and closed with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from producers import sweeper
+from producers.aio import AsyncClient
+from producers.gateway import errors, health, metrics, models, tasks
+from producers.gateway.context import Gateway
+from producers.gateway.edge import Edge
+from producers.gateway.metrics import Metrics
+from producers.gateway.prompts import Prompts
+from producers.gateway.settings import GatewaySettings
+from producers.gateway.sse import Streams
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """The gateway as an ASGI application. Nothing connects before it is started."""
+    streams = Streams()
+    figures = Metrics(streams.__len__)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        async with AsyncClient(settings.broker, settings.store, patience=settings.patience) as client:
+            prompts = Prompts(client.store)
+            app.state.gateway = Gateway(settings, client, prompts, figures, streams)
+            sweeping = asyncio.create_task(sweeper.run(client)) if settings.sweep else None
+            try:
+                yield
+            finally:
+                prompts.close()
+                if sweeping is not None:
+                    sweeping.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await sweeping
+
+    app = FastAPI(
+        title="Penstock",
+        version=version("penstock"),
+        lifespan=lifespan,
+        default_response_class=JSONResponse,
+        # Those pages load their scripts from elsewhere; /openapi.json is there for tools.
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.streams = streams
+    app.add_middleware(Edge, metrics=figures)
+    errors.install(app)
+    for part in (tasks, models, health, metrics):
+        app.include_router(part.router)
+    return app

@@ -1,0 +1,29 @@
+"""What all routes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from producers.aio import AsyncClient
+from producers.gateway.metrics import Metrics
+from producers.gateway.prompts import Prompts
+from producers.gateway.settings import GatewaySettings
+from producers.gateway.sse import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """One gateway's parts, made when its application starts."""
+
+    settings: GatewaySettings
+    client: AsyncClient
+    prompts: Prompts
+    metrics: Metrics
+    streams: Streams
+
+
+def gateway_of(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway

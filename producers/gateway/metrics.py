@@ -1,0 +1,125 @@
+"""`/metrics`, in Prometheus' text format: this gateway's own figures, and those of all pools.
+
+Labels are bounded: routes by their template, models and pools by what is deployed, workers by who is alive. Every
+gateway tells the same of the pools; take `max by (pool)` over gateways, not the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from producers.gateway.pools import Fleet, read_fleet
+from producers.steps import FAILURES
+
+#: Seconds; fine where an interactive caller would notice.
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+#: Name, help, key in the lease, whether it only grows.
+WORKER_FIGURES: Final = (
+    ("running", "Sequences that a worker is generating.", "running", False),
+    ("waiting", "Sequences that a worker has taken and not yet begun.", "waiting", False),
+    ("capacity", "Sequences that a worker can generate at once.", "capacity", False),
+    ("kv_blocks_used", "Blocks of a worker's KV cache that sequences hold.", "kv_blocks_used", False),
+    ("kv_blocks", "Blocks of a worker's KV cache.", "kv_blocks_total", False),
+    ("prompt_tokens", "Prompt tokens that a worker has taken in.", "prompt_tokens", True),
+    ("cached_tokens", "Prompt tokens that a worker found in its prefix cache.", "cached_tokens", True),
+    ("generated_tokens", "Tokens that a worker has generated.", "generated_tokens", True),
+    ("preemptions", "Sequences that a worker has put off for others.", "preemptions", True),
+)
+
+
+class Metrics:
+    """One gateway's figures. `open_streams` tells how many there are now."""
+
+    def __init__(self, open_streams: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        self.fleet: Fleet | None = None
+        ProcessCollector(registry=self.registry)
+        self._requests = Counter(
+            "penstock_gateway_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
+        )
+        self._latency = Histogram(
+            "penstock_gateway_request_seconds",
+            "From a request's arrival to the first byte of its answer.",
+            ("route",),
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self._submitted = Counter(
+            "penstock_gateway_tasks_submitted", "Tasks queued.", ("model", "tier"), registry=self.registry
+        )
+        streams = Gauge("penstock_gateway_open_streams", "Streams being read.", registry=self.registry)
+        streams.set_function(open_streams)
+        self.registry.register(_FleetCollector(self))
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """An answer has begun. `route` is its template, never its URL."""
+        self._requests.labels(method, route, status).inc()
+        self._latency.labels(route).observe(seconds)
+
+    def submitted(self, model: str, tier: str) -> None:
+        self._submitted.labels(model, tier).inc()
+
+
+class _FleetCollector(Collector):
+    """Tells what was read last; nothing of the pools where they could not be read."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        fleet = self._metrics.fleet
+        up = GaugeMetricFamily("penstock_up", "Whether the store and the broker could be read.")
+        up.add_metric((), fleet is not None)
+        yield up
+        if fleet is not None:
+            yield from _describe(fleet)
+
+
+def _describe(fleet: Fleet) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "penstock_tasks_submitting", "Tasks recorded and not yet confirmed by the broker.", fleet.submitting
+    )
+    yield GaugeMetricFamily("penstock_dead_letters", "Messages that no worker could use.", fleet.dead_letters)
+    queued = GaugeMetricFamily("penstock_queued", "Tasks waiting for a worker.", labels=("model", "pool", "tier"))
+    delayed = GaugeMetricFamily("penstock_delayed", "Tasks to be offered again later.", labels=("model", "pool"))
+    in_flight = GaugeMetricFamily("penstock_in_flight", "Tasks that workers have taken.", labels=("model", "pool"))
+    workers = GaugeMetricFamily("penstock_workers", "Workers with a live lease.", labels=("model", "pool"))
+    for pool in fleet.pools:
+        for tier, waiting in pool.queued.items():
+            queued.add_metric((pool.model, pool.name, tier), waiting)
+        delayed.add_metric((pool.model, pool.name), pool.delayed)
+        in_flight.add_metric((pool.model, pool.name), pool.in_flight)
+        workers.add_metric((pool.model, pool.name), len(pool.workers))
+    yield from (queued, delayed, in_flight, workers)
+    for name, text, key, grows in WORKER_FIGURES:
+        family = CounterMetricFamily if grows else GaugeMetricFamily
+        figures = family(f"penstock_worker_{name}", text, labels=("model", "pool", "worker"))
+        for pool in fleet.pools:
+            for worker in pool.workers:
+                figures.add_metric((pool.model, pool.name, worker["worker"]), worker[key])
+        yield figures
+
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """For Prometheus. Answers also while the store or the broker is away: `penstock_up` says so."""
+    gateway = request.app.state.gateway
+    try:
+        gateway.metrics.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
+    except FAILURES:
+        gateway.metrics.fleet = None
+    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,22 @@
+"""`/v1/models`: what is in the store, also while no worker is up."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from producers.gateway.context import gateway_of
+from producers.gateway.views import ErrorView, ModelList, ModelView
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+@router.get("", response_model=ModelList)
+async def listed(request: Request) -> ModelList:
+    """All models."""
+    return ModelList(data=[ModelView.of(card) for card in await gateway_of(request).client.models()])
+
+
+@router.get("/{name:path}", response_model=ModelView, responses={404: {"model": ErrorView}})
+async def one(request: Request, name: str) -> ModelView:
+    """One model. Its name may have slashes."""
+    return ModelView.of(await gateway_of(request).client.card(name))

@@ -1,0 +1,92 @@
+"""The state of all pools, as broker and store have it: what is queued, in flight, and what the workers say.
+
+Read by whoever asks for /metrics, so the figures are there at zero workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers import keys
+from producers.script import text
+
+QUEUE_PREFIX: Final = keys.model_queue("")
+#: Between a queue's name and its priority, as stock kombu has it: where plain Celery senders put theirs.
+KOMBU_SEP: Final = "\x06\x16"
+
+
+@dataclass(slots=True)
+class Pool:
+    """A queue and those who serve it. `name`: `model@version.fingerprint`, or the bare model's name for the queue of
+    plain Celery senders, which all pools of the model take from."""
+
+    name: str
+    model: str
+    queued: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
+    delayed: int = 0
+    in_flight: int = 0
+    #: What each live worker says of itself in its lease (see `workers.runtime`).
+    workers: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All pools, and what no pool's worker will ever take."""
+
+    pools: list[Pool]
+    submitting: int
+    dead_letters: int
+
+
+async def read_fleet(store: Redis, broker: Redis) -> Fleet:
+    """In three round trips, whatever their number. Raises redis.exceptions.RedisError or OSError."""
+    models, about, submitting = await _ask(
+        store, ("HKEYS", keys.MODELS), ("HGETALL", keys.POOLS), ("ZCARD", keys.SUBMITTING)
+    )
+    served = {keys.model_queue(text(model)): text(model) for model in models}
+    served |= {text(queue): json.loads(pool)["model"] for queue, pool in about.items()}
+    lists = [(queue, tier, name) for queue in served for tier in keys.TIERS for name in lists_of(queue, tier)]
+    alive, dead_letters, *counts = await _ask(
+        broker,
+        ("HGETALL", keys.INCARNATIONS),
+        ("LLEN", keys.DEAD),
+        *(("LLEN", name) for _, _, name in lists),
+        *(("ZCARD", keys.delayed(queue)) for queue in served),
+    )
+    pools = {
+        queue: Pool(queue.removeprefix(QUEUE_PREFIX), model, delayed=delayed)
+        for (queue, model), delayed in zip(served.items(), counts[len(lists) :], strict=True)
+    }
+    for (queue, tier, _), waiting in zip(lists, counts[: len(lists)], strict=True):
+        pools[queue].queued[tier] += waiting
+    taking = [(text(name), pools[text(queue)]) for name, queue in alive.items() if text(queue) in pools]
+    in_flight, leases = await asyncio.gather(
+        _ask(broker, *(("HLEN", keys.inflight(name)) for name, _ in taking)),
+        _ask(store, *(("GET", keys.lease(name)) for name, _ in taking)),
+    )
+    for (_, pool), held, lease in zip(taking, in_flight, leases, strict=True):
+        pool.in_flight += held
+        if lease is not None:
+            pool.workers.append(json.loads(lease))
+    return Fleet(list(pools.values()), submitting, dead_letters)
+
+
+def lists_of(queue: str, tier: str) -> list[str]:
+    """Where messages of a tier wait: our list, and kombu's where it names it otherwise."""
+    priority = keys.TIERS[tier][1]
+    return [keys.tier_list(queue, tier), *([f"{queue}{KOMBU_SEP}{priority}"] if priority else [])]
+
+
+async def _ask(server: Redis, *commands: tuple[str, ...]) -> list[Any]:
+    if not commands:
+        return []
+    async with server.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        answers: list[Any] = await pipe.execute()
+        return answers

@@ -1,0 +1,75 @@
+"""Runs the application on a socket, and stops it without cutting anyone off who can be finished."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+
+from producers.gateway.app import create_app
+from producers.gateway.settings import GatewaySettings
+from producers.gateway.sse import Streams
+
+
+class _Server(uvicorn.Server):
+    """The first signal stops listening and lets open streams go on for `drain` seconds; the second ends them."""
+
+    def __init__(self, config: uvicorn.Config, streams: Streams, drain: float) -> None:
+        super().__init__(config)
+        self._streams = streams
+        self._drain = drain
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_later(self._drain, self._streams.end)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._streams.end)
+        super().handle_exit(sig, frame)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any that is free. Raises OSError where that is not to be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(settings: GatewaySettings, listener: socket.socket, log_level: str = "info") -> None:
+    """Serve until SIGTERM or SIGINT. The socket is closed then."""
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_level=log_level.lower(),
+        access_log=False,
+        server_header=False,
+        # Longer than common load balancers keep theirs, so that it is never us who close a connection just being used.
+        timeout_keep_alive=75,
+        # Streams are ended before that; this is for whatever else would not come to an end.
+        timeout_graceful_shutdown=round(settings.drain) + 5,
+    )
+    server = _Server(config, app.state.streams, settings.drain)
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, _stopped)  # uvicorn raises a signal again when it is done; that would be our exit status
+    server.run([listener])
+
+
+def _stopped(sig: int, frame: FrameType | None) -> None:
+    """The server has stopped as it was told to."""

@@ -1,0 +1,27 @@
+"""What a gateway is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of `penstock gateway`. Times are seconds, sizes bytes."""
+
+    broker: str
+    store: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body: int = 4 << 20
+    """A larger request body is refused with 413."""
+    patience: float = 4.0
+    """How long a failing connection to store or broker is tried again before the caller is told 503."""
+    heartbeat: float = 10.0
+    """A stream with no news for this long is sent a comment, so that proxies and clients see that it lives."""
+    stall: float = 60.0
+    """A reader that takes nothing for this long is dropped; it may come back to its position."""
+    drain: float = 30.0
+    """On SIGTERM, how long requests and streams that are open may go on."""
+    sweep: bool = True
+    """Whether this process also re-sends tasks that were recorded and never sent."""

@@ -1,0 +1,131 @@
+"""`/v1/tasks`: submit, look, follow, cancel."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from producers.events import Event
+from producers.gateway.body import read_task
+from producers.gateway.context import gateway_of
+from producers.gateway.errors import Problem
+from producers.gateway.sse import EventStream
+from producers.gateway.views import Cancelled, ErrorView, TaskView
+from producers.task import Task
+
+router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
+
+NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {404: {"model": ErrorView}}
+#: Positions are 64-bit in the store.
+MAX_POSITION: Final = (1 << 63) - 2
+
+
+@router.post(
+    "",
+    status_code=202,
+    response_model=TaskView,
+    response_model_exclude_unset=True,
+    responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 503)},
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}}
+    },
+)
+async def submit(request: Request, response: Response) -> TaskView:
+    """Queue a task. It is durable when this answers."""
+    gateway = gateway_of(request)
+    task = await read_task(request, gateway.settings.max_body)
+    card = await gateway.client.card(task.model)
+    if isinstance(task.prompt, str):
+        task.check(card)
+        task = task.model_copy(update={"prompt": await gateway.prompts.encode(card, task.prompt)})
+    handle = await gateway.client.submit(task)
+    gateway.metrics.submitted(task.model, task.tier)
+    response.headers["location"] = f"/v1/tasks/{handle.id}"
+    return TaskView(
+        id=handle.id,
+        object="task",
+        status="queued",
+        model=task.model,
+        tier=task.tier,
+        n=task.n,
+        # By this machine's clock: asking the store for its own would be one more thing to fail after the fact.
+        created_at=round(time.time(), 3),
+        metadata=task.metadata,
+    )
+
+
+@router.get("/{task_id}", response_model=TaskView, responses=NOT_FOUND)
+async def look(request: Request, task_id: str) -> TaskView:
+    """A task's state; with its outputs once it is final."""
+    handle = gateway_of(request).client.get(task_id)
+    record = await handle.status()
+    return TaskView.of(record, await handle.result(raise_for_status=False) if record.final else None)
+
+
+@router.get(
+    "/{task_id}/events",
+    response_class=EventStream,
+    responses={
+        200: {"description": "Server-sent events: `token` for each token, then one `end`."},
+        204: {"description": "The stream ended before the position asked for: do not come back."},
+        400: {"model": ErrorView},
+        **NOT_FOUND,
+    },
+    openapi_extra={
+        "parameters": [
+            {
+                "name": "from",
+                "in": "query",
+                "description": "the first position to send; the header Last-Event-ID, one less, goes before it",
+                "schema": {"type": "integer", "minimum": 0, "default": 0},
+            }
+        ]
+    },
+)
+async def follow(request: Request, task_id: str) -> Response:
+    """A task's stream, from any position on, for as long as it lasts."""
+    gateway = gateway_of(request)
+    start = _start(request)
+    handle = gateway.client.get(task_id)
+    record = await handle.status()
+    batches = handle.batches(start)
+    first: list[Event] = []
+    if record.final:
+        # An EventSource comes back whenever a response ends, until it is told 204.
+        first = await anext(batches, [])
+        if not first:
+            return Response(status_code=204)
+    settings = gateway.settings
+    return EventStream(batches, gateway.streams, first=first, heartbeat=settings.heartbeat, stall=settings.stall)
+
+
+@router.post("/{task_id}/cancel", response_model=Cancelled, responses=NOT_FOUND)
+async def cancel(request: Request, task_id: str) -> Cancelled:
+    """Ask for a task's end. Once accepted, it will end `cancelled`."""
+    handle = gateway_of(request).client.get(task_id)
+    accepted = await handle.cancel()
+    return Cancelled(id=task_id, accepted=accepted, status=(await handle.status()).status)
+
+
+def _start(request: Request) -> int:
+    """The position asked for. A browser that reconnects repeats the URL and adds the header, which therefore wins."""
+    last = request.headers.get("last-event-id")
+    if last:
+        return _position(last, "Last-Event-ID") + 1
+    asked = request.query_params.get("from")
+    return 0 if asked is None else _position(asked, "from")
+
+
+def _position(text: str, name: str) -> int:
+    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_POSITION:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise Problem(
+            400,
+            f"{name} is {shown!r}; it must be a position in the stream, from 0 up.",
+            code="invalid_value",
+            param=name,
+        )
+    return int(text)

@@ -1,0 +1,138 @@
+"""What callers are shown. Times are unix seconds by the store's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self, cast
+
+from pydantic import BaseModel, Field
+
+from producers.gateway.sse import logprobs_view
+from producers.record import Record
+from producers.result import Choice, Result
+
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
+
+
+class TopLogprob(BaseModel):
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(BaseModel):
+    """Of one token: natural logarithms, at temperature 1 and before any filter."""
+
+    logprob: float
+    top: list[TopLogprob] = Field(description="the most likely tokens at this place, as many as were asked for")
+
+
+class ChoiceView(BaseModel):
+    """One of a task's `n` outputs."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = Field(description="stop, length, or null where the task ended before the output did")
+    logprobs: list[TokenLogprobs | None] | None = Field(None, description="one entry a token, where asked for")
+
+    @classmethod
+    def of(cls, choice: Choice) -> Self:
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = [None if one is None else TokenLogprobs(**logprobs_view(one)) for one in choice.logprobs]
+        return cls(
+            index=choice.index,
+            text=choice.text,
+            token_ids=list(choice.token_ids),
+            finish_reason=choice.finish_reason,
+            logprobs=logprobs,
+        )
+
+
+class TaskView(BaseModel):
+    """A task. `choices`, `usage` and `error` are there once it is final."""
+
+    id: str
+    object: Literal["task"] = "task"
+    status: Status
+    model: str
+    tier: str
+    n: int
+    created_at: float
+    queued_at: float | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    metadata: dict[str, str] = {}
+    usage: dict[str, int] | None = None
+    error: dict[str, Any] | None = None
+    choices: list[ChoiceView] | None = None
+
+    @classmethod
+    def of(cls, record: Record, result: Result | None = None) -> Self:
+        """A record, and the outputs that belong to it."""
+
+        def at(name: str) -> float | None:
+            time = record.time(name)
+            return None if time is None else time / 1000
+
+        return cls(
+            id=record.id,
+            status=cast(Status, record.status),
+            model=record.model,
+            tier=record.tier,
+            n=record.n,
+            created_at=at("created") or 0.0,
+            queued_at=at("queued"),
+            started_at=at("started"),
+            first_token_at=at("first"),
+            finished_at=at("finished"),
+            metadata=record.task.get("metadata", {}) if "task" in record.fields else {},
+            usage=record.json("usage"),
+            error=record.json("error"),
+            choices=None if result is None else [ChoiceView.of(choice) for choice in result.choices],
+        )
+
+
+class Cancelled(BaseModel):
+    """The answer to a cancel. Not accepted: the task was final before."""
+
+    id: str
+    accepted: bool
+    status: str
+
+
+class ModelView(BaseModel):
+    """A model, as OpenAI lists it, and what its card adds to that."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["penstock"] = "penstock"
+    version: str
+    context_length: int
+    vocab_size: int
+    capabilities: list[str]
+
+    @classmethod
+    def of(cls, card: Mapping[str, Any]) -> Self:
+        same = ("created", "version", "context_length", "vocab_size", "capabilities")
+        return cls(id=card["name"], **{name: card[name] for name in same})
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelView]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorView(BaseModel):
+    """Every error."""
+
+    error: ErrorBody
