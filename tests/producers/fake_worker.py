@@ -1,0 +1,107 @@
+"""A worker without transport and engine: takes messages off lists and drives the protocol's scripts, call by call."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+
+from redis import Redis
+
+from producers import keys, protocol
+from producers.events import Logprobs, encode_token
+from producers.protocol import Append, Claimed
+from producers.script import run, text
+
+
+class FakeWorker:
+    """One incarnation with a lease that does not lapse until `die`. Claims are kept by task."""
+
+    def __init__(self, redis: Redis, incarnation: str = "fake") -> None:
+        self.redis = redis
+        self.incarnation = incarnation
+        self.claims: dict[str, str] = {}
+        redis.set(keys.lease(incarnation), "{}")
+
+    def die(self) -> None:
+        """The lease is gone, the claims stay."""
+        self.redis.delete(keys.lease(self.incarnation))
+
+    def take(self, queue: str) -> str | None:
+        """The id of the next message of a queue, best tier first; the message is gone."""
+        for tier in sorted(keys.TIERS, key=lambda tier: keys.TIERS[tier][0]):
+            message = self.redis.rpop(keys.tier_list(queue, tier))
+            if message is not None:
+                task_id: str = json.loads(message)["headers"]["id"]
+                return task_id
+        return None
+
+    def claim(self, task_id: str) -> Claimed:
+        claim = uuid.uuid4().hex
+        answer = protocol.read_claim(task_id, run(self.redis, protocol.claim(task_id, claim, self.incarnation)))
+        if answer.record is not None:
+            self.claims[task_id] = claim
+        return answer
+
+    def append(
+        self,
+        task_id: str,
+        index: int,
+        texts: Sequence[str],
+        *,
+        choice: int = 0,
+        logprobs: Sequence[Logprobs | None] | None = None,
+        finish_reason: str | None = None,
+    ) -> tuple[str, int]:
+        """Tokens `index`, `index` + 1, ... of a choice in one step; a token's id is its index + 1000 * its choice."""
+        last = len(texts) - 1
+        entries = [
+            encode_token(
+                choice,
+                index + k,
+                index + k + 1000 * choice,
+                piece,
+                logprobs[k] if logprobs else None,
+                finish_reason if k == last else None,
+            )
+            for k, piece in enumerate(texts)
+        ]
+        batch = [Append(task_id, self.claims[task_id], choice, index, entries)]
+        return protocol.read_append(run(self.redis, protocol.append(batch)))[0]
+
+    def finish(
+        self,
+        task_id: str,
+        nexts: Sequence[int],
+        *,
+        status: str = "completed",
+        reasons: Sequence[str] | None = None,
+        error: dict[str, str] | None = None,
+        prompt_tokens: int = 3,
+    ) -> list[str]:
+        answer = run(
+            self.redis,
+            protocol.finish(
+                task_id,
+                self.claims[task_id],
+                status,
+                reasons=json.dumps(reasons if reasons is not None else ["stop"] * len(nexts)),
+                nexts=nexts,
+                error=json.dumps(error),
+                prompt_tokens=prompt_tokens,
+            ),
+        )
+        return [text(part) for part in answer]
+
+    def settle(self, task_id: str) -> None:
+        run(self.redis, protocol.settle(task_id))
+        self.claims.pop(task_id)
+
+    def serve(self, task_id: str, pieces: Iterable[str] = ("Hello", ",", " world")) -> None:
+        """A whole life: claim, a step a token, finish, settle."""
+        assert self.claim(task_id).answer == "go"
+        count = 0
+        for count, piece in enumerate(pieces, 1):
+            assert self.append(task_id, count - 1, [piece]) == ("ok", count)
+        assert self.finish(task_id, [count])[0] == "won"
+        self.settle(task_id)

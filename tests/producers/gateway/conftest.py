@@ -1,0 +1,110 @@
+"""A gateway on a real socket over the test's Valkey, with the bundled model published and a fake worker for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from redis import Redis
+
+from engine.text import ModelCard
+from producers import keys
+from producers.gateway import GatewaySettings, create_app
+from producers.gateway.server import listen
+from tests.producers.fake_worker import FakeWorker
+
+TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
+CARD = ModelCard.from_folder(TINY)
+QUEUE = keys.pool_queue(CARD.name, CARD.version, "test")
+
+
+class Door:
+    """A running gateway."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        listener = listen("127.0.0.1", 0)
+        self.port: int = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.app: FastAPI = create_app(settings)
+        config = uvicorn.Config(self.app, loop="uvloop", http="httptools", log_level="warning", access_log=False)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+        self._thread.start()
+        until(lambda: self._server.started)
+
+    def close(self) -> None:
+        self.app.state.streams.end()
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the gateway did not stop"
+
+
+def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
+    """Wait for a true answer, and give it."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.005)
+    return answer
+
+
+@pytest.fixture
+def model(valkey: Redis) -> str:
+    """`tiny` as a worker announces it, its tokenizer in the store."""
+    for name, data in ModelCard.tokenizer_files(TINY).items():
+        valkey.set(keys.blob(CARD.files[name]), data)
+    valkey.hset(keys.MODELS, CARD.name, CARD.to_json())
+    valkey.hset(keys.ROUTES, CARD.name, QUEUE)
+    return CARD.name
+
+
+@pytest.fixture
+def worker(valkey: Redis) -> FakeWorker:
+    return FakeWorker(valkey)
+
+
+@pytest.fixture
+def open_door(valkey_url: str) -> Iterator[Callable[..., Door]]:
+    """Starts gateways; settings by name."""
+    doors: list[Door] = []
+
+    def start(**settings: Any) -> Door:
+        usual = GatewaySettings(valkey_url, valkey_url, sweep=False)
+        doors.append(Door(replace(usual, **settings)))
+        return doors[-1]
+
+    yield start
+    for door in doors:
+        door.close()
+
+
+@pytest.fixture
+def door(open_door: Callable[..., Door], model: str) -> Door:
+    return open_door()
+
+
+@pytest.fixture
+def http(door: Door) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=door.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def submit(http: httpx.Client, model: str) -> Callable[..., str]:
+    """Submits a task and gives its id."""
+
+    def send(**fields: Any) -> str:
+        answer = http.post("/v1/tasks", json={"model": model, "prompt": "def f", **fields})
+        assert answer.status_code == 202, answer.text
+        task_id: str = answer.json()["id"]
+        return task_id
+
+    return send

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from kombu import Connection
+from redis import Redis
+
+from producers import Client, keys
+from producers.message import Message
+from producers.record import Record
+from tests.producers.conftest import QUEUE
+from tests.producers.faces import Face
+
+
+def parsed(raw: bytes | str) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(raw)
+    message["body"] = json.loads(base64.b64decode(message["body"]))
+    return message
+
+
+@pytest.mark.parametrize("tier", keys.TIERS)
+def test_our_envelope_is_the_one_that_send_task_writes(valkey: Redis, valkey_url: str, tier: str) -> None:
+    message = Message("task-1", QUEUE, tier, n=2, tokens=77)
+    with Client(valkey_url) as client:
+        client._send(message)
+    assert valkey.keys() == [message.list.encode()]  # and it is where we would put it, with nothing beside it
+    theirs, ours = parsed(valkey.lpop(message.list)), parsed(message.envelope())
+
+    # Uuids that are made for each sender or delivery: both have one.
+    for name in ("delivery_tag", "reply_to"):
+        assert len(theirs["properties"].pop(name)) == len(ours["properties"].pop(name)) == 36
+    assert theirs["headers"].pop("origin").startswith("gen")
+    assert ours["headers"].pop("origin").startswith("gen")
+
+    assert list(theirs) == list(ours)
+    for part in theirs:
+        assert theirs[part] == ours[part], part
+        if isinstance(theirs[part], dict):
+            assert theirs[part].keys() == ours[part].keys()
+    assert ours["headers"]["id"] == ours["properties"]["correlation_id"] == "task-1"
+    assert ours["headers"]["penstock"] == {"v": 1, "n": 2, "tokens": 77}
+    assert ours["body"] == [[], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+
+
+@pytest.mark.parametrize("tier", keys.TIERS)
+def test_a_tiers_list_is_named_as_kombu_names_it(valkey_url: str, tier: str) -> None:
+    options = {"sep": keys.SEP, "priority_steps": [0, 3, 6, 9]}
+    with Connection(valkey_url, transport_options=options) as connection, connection.channel() as channel:
+        assert keys.tier_list(QUEUE, tier) == channel._q_for_pri(QUEUE, keys.TIERS[tier][1])
+
+
+def test_tiers_land_in_their_lists(client: Face, valkey: Redis) -> None:
+    handles = {tier: client.submit(model="tiny", prompt="x", tier=tier) for tier in keys.TIERS}
+    for tier, handle in handles.items():
+        (raw,) = valkey.lrange(keys.tier_list(QUEUE, tier), 0, -1)
+        assert json.loads(raw)["headers"]["id"] == handle.id
+
+
+def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey: Redis, valkey_url: str) -> None:
+    # kombu's own consumer tells a list's queue by cutting at the last separator: no colon in this one's name.
+    valkey.hset(keys.ROUTES, "tiny", "stock")
+    app = Celery("stock", broker=valkey_url, set_as_current=False)
+    app.conf.broker_transport_options = {"sep": keys.SEP, "priority_steps": [0, 3, 6, 9]}
+    app.conf.task_default_queue = "stock"
+    app.conf.worker_hijack_root_logger = False
+    seen: dict[str, Any] = {}
+    every = threading.Event()
+
+    @app.task(name=keys.TASK_NAME, bind=True, shared=False)
+    def generate(task: Any, *args: Any, **kwargs: Any) -> None:
+        seen[task.request.id] = (args, kwargs, task.request.penstock, task.request.delivery_info["priority"])
+        if len(seen) == len(keys.TIERS):
+            every.set()
+
+    expected = {}
+    for tier, (_, priority) in keys.TIERS.items():
+        handle = client.submit(model="tiny", prompt=[1, 2, 3], max_tokens=5, tier=tier, n=2)
+        expected[handle.id] = ((), {}, {"v": 1, "n": 2, "tokens": 13}, priority)
+    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=30):
+        assert every.wait(30)
+    assert seen == expected
+
+
+def test_a_record_gives_its_message_again() -> None:
+    message = Message("t", QUEUE, "flex", 3, 40)
+    fields = {"queue": QUEUE, "tier": "flex", "n": "3", "tokens": "40"}
+    assert Message.of(Record("t", fields)) == message
+    with pytest.raises(KeyError):
+        Message.of(Record("t", {"tier": "flex"}))

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from producers import InvalidTask, Task
+from producers.task import ASSUMED_OUTPUT, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, MAX_SEED
+from tests.producers.conftest import CARD
+
+#: (fields, the field that is named, code)
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": ""}, "model", "invalid_value"),
+    ({"model": "m" * 201}, "model", "invalid_value"),
+    ({"model": None}, "model", "invalid_type"),
+    ({"model": "\ud800"}, "model", "invalid_value"),
+    ({"prompt": ""}, "prompt", "empty_prompt"),
+    ({"prompt": []}, "prompt", "empty_prompt"),
+    ({"prompt": None}, "prompt", "invalid_type"),
+    ({"prompt": b"bytes"}, "prompt", "invalid_type"),
+    ({"prompt": {"text": "x"}}, "prompt", "invalid_type"),
+    ({"prompt": "a lone \udc80 surrogate"}, "prompt", "invalid_value"),
+    ({"prompt": "é" * (MAX_PROMPT_BYTES // 2 + 1)}, "prompt", "invalid_value"),
+    ({"prompt": [1] * (MAX_PROMPT_TOKENS + 1)}, "prompt", "invalid_value"),
+    ({"prompt": [1, -1]}, "prompt", "invalid_value"),
+    ({"prompt": [1, 2.0]}, "prompt", "invalid_value"),
+    ({"prompt": [True]}, "prompt", "invalid_value"),
+    ({"prompt": ["a"]}, "prompt", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": -5}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
+    ({"max_tokens": True}, "max_tokens", "invalid_type"),
+    ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
+    ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": math.nan}, "temperature", "invalid_value"),
+    ({"temperature": math.inf}, "temperature", "invalid_value"),
+    ({"temperature": 10**5000}, "temperature", "invalid_type"),
+    ({"temperature": True}, "temperature", "invalid_type"),
+    ({"temperature": "1"}, "temperature", "invalid_type"),
+    ({"top_k": -1}, "top_k", "invalid_value"),
+    ({"top_k": 1.0}, "top_k", "invalid_type"),
+    ({"top_p": 0.0}, "top_p", "invalid_value"),
+    ({"top_p": 1.01}, "top_p", "invalid_value"),
+    ({"top_p": math.nan}, "top_p", "invalid_value"),
+    ({"seed": -1}, "seed", "invalid_value"),
+    ({"seed": MAX_SEED + 1}, "seed", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["ok", ""]}, "stop", "invalid_value"),
+    ({"stop": ["x"] * 17}, "stop", "invalid_value"),
+    ({"stop": ["x" * 257]}, "stop", "invalid_value"),
+    ({"stop": [1]}, "stop", "invalid_type"),
+    ({"stop": ["\ud800"]}, "stop", "invalid_value"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "invalid_type"),
+    ({"ignore_eos": 1}, "ignore_eos", "invalid_type"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 65}, "n", "invalid_value"),
+    ({"logprobs": 21}, "logprobs", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_type"),
+    ({"tier": "fast"}, "tier", "invalid_value"),
+    ({"timeout": 0}, "timeout", "invalid_value"),
+    ({"timeout": 8 * 24 * 3600}, "timeout", "invalid_value"),
+    ({"tenant": ""}, "tenant", "invalid_value"),
+    ({"metadata": {"k": 1}}, "metadata", "invalid_type"),
+    ({"metadata": {"": "v"}}, "metadata", "invalid_value"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "invalid_value"),
+    ({"metadata": {"k": "v" * 513}}, "metadata", "invalid_value"),
+    ({"metadata": {str(k): "v" for k in range(17)}}, "metadata", "invalid_value"),
+    ({"ttl": 59}, "ttl", "invalid_value"),
+    ({"ttl": 31 * 24 * 3600}, "ttl", "invalid_value"),
+    ({"temprature": 1.0}, "temprature", "unknown_parameter"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), BAD, ids=[f"{k}-{b[1]}" for k, b in enumerate(BAD)])
+def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(InvalidTask, match=param) as refused:
+        Task(**{"model": "tiny", "prompt": "hello", **fields})
+    assert (refused.value.param, refused.value.code) == (param, code)
+    assert len(str(refused.value)) < 400
+    str(refused.value).encode()  # it can be sent: a bad value's surrogates are escaped
+
+
+def test_the_message_gives_value_and_limits() -> None:
+    with pytest.raises(InvalidTask, match=r"top_p is 1\.5; top_p must be a number above 0, up to 1"):
+        Task(model="tiny", prompt="x", top_p=1.5)
+    with pytest.raises(InvalidTask, match=r"prompt\[1\] is -7; a token id is an integer from 0 up"):
+        Task(model="tiny", prompt=(1, -7))
+    with pytest.raises(InvalidTask, match="did you mean 'temperature'"):
+        Task.parse({"model": "tiny", "prompt": "x", "temprature": 1})
+    with pytest.raises(InvalidTask, match="prompt is missing"):
+        Task.parse({"model": "tiny"})
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"\xff\xfe", "invalid_utf8"),
+        (b"{", "invalid_json"),
+        (b"", "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"n":' + b"9" * 5000 + b"}", "invalid_json"),
+        (b"[]", "invalid_type"),
+        (b"null", "invalid_type"),
+        (b'{"model":"m","prompt":"x","temperature":NaN}', "invalid_value"),
+        (b'{"model":"m","prompt":"\\ud800"}', "invalid_value"),
+    ],
+)
+def test_a_body_that_is_no_task_is_refused(body: bytes, code: str) -> None:
+    with pytest.raises(InvalidTask) as refused:
+        Task.parse_json(body)
+    assert refused.value.code == code
+
+
+def test_what_people_write_is_taken() -> None:
+    task = Task.parse_json(
+        '{"model":"m","prompt":[1,2],"stop":"\\n","tier":"auto","temperature":1,"stop_token_ids":[7]}'
+    )
+    assert (task.prompt, task.stop, task.tier, task.temperature, task.stop_token_ids) == (
+        (1, 2),
+        ("\n",),
+        "default",
+        1.0,
+        (7,),
+    )
+    assert Task.parse_json(task.model_dump_json()) == task
+    assert Task(model="m", prompt="é" * (MAX_PROMPT_BYTES // 2)).prompt_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": [999, 1000]}, "prompt", "invalid_value"),
+        ({"stop_token_ids": [1000]}, "stop_token_ids", "invalid_value"),
+        ({"prompt": [1] * 512}, "prompt", "context_length_exceeded"),
+        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
+        ({"prompt": [1] * 500, "min_tokens": 13}, "max_tokens", "context_length_exceeded"),
+        ({"prompt": "text", "max_tokens": 512}, "max_tokens", "context_length_exceeded"),
+    ],
+)
+def test_what_the_model_cannot_run_is_refused(fields: dict[str, Any], param: str, code: str) -> None:
+    task = Task(**{"model": "tiny", "prompt": "x", **fields})
+    with pytest.raises(InvalidTask, match=r"tiny") as refused:
+        task.check(CARD)
+    assert (refused.value.param, refused.value.code) == (param, code)
+
+
+def test_a_model_that_generates_nothing_is_refused() -> None:
+    with pytest.raises(InvalidTask, match="generates no text"):
+        Task(model="tiny", prompt="x").check(CARD | {"capabilities": ["embed"]})
+
+
+def test_the_context_may_be_filled_to_the_last_token() -> None:
+    Task(model="tiny", prompt=[1] * 500, max_tokens=12).check(CARD)
+    Task(model="tiny", prompt=[1] * 511).check(CARD)
+    Task(model="tiny", prompt="text", max_tokens=511).check(CARD)
+
+
+def test_the_worker_is_told_everything() -> None:
+    task = Task(model="tiny", prompt="x", top_p=0.5).resolved(CARD)
+    assert (task.temperature, task.top_k, task.top_p) == (0.6, 0, 0.5)  # the card's, ours, the caller's
+    assert task.seed is not None
+    assert Task(model="tiny", prompt="x", seed=5, temperature=0).resolved(CARD).seed == 5
+    assert Task(model="tiny", prompt="x", temperature=0).resolved(CARD).temperature == 0
+    seeds = {Task(model="tiny", prompt="x").resolved(CARD).seed for _ in range(20)}
+    assert len(seeds) == 20
+
+
+def test_kv_tokens_count_the_prompt_once_and_the_output_for_each_choice() -> None:
+    assert Task(model="m", prompt=[1] * 10, max_tokens=5, n=3).kv_tokens(512) == 25
+    assert Task(model="m", prompt="ééé!", max_tokens=5).kv_tokens(512) == 3 + 5  # 7 bytes
+    assert Task(model="m", prompt=[1]).kv_tokens(512) == 1 + ASSUMED_OUTPUT
+    assert Task(model="m", prompt=[1], max_tokens=500, n=2).kv_tokens(100) == 200
