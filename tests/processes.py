@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -111,3 +112,11 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
         pipe.lpush(message.list, message.envelope())
     pipe.execute()
     return ids
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH = 64
+#: Endings that are no final status: published again by Celery's retry; handed back.
+RETRY, BACK = "retry", "back"
 RETRY_S = 1.0
 
 
@@ -40,6 +42,8 @@ class _Ending:
     delivery: Delivery
     status: str
     error: str = "null"
+    delay: float = 0.0
+    """Before the message is fetched again, where it goes back, seconds."""
     traced: bool = False
 
 
@@ -61,7 +65,11 @@ class Finisher(threading.Thread):
 
     def retry(self, delivery: Delivery, message: str) -> None:
         """The engine failed the task, whose record is not final: publish a copy, RELEASE, ACK."""
-        self._queue.put(_Ending(delivery, "retry", message))
+        self._queue.put(_Ending(delivery, RETRY, message))
+
+    def release(self, delivery: Delivery, delay: float = 0.0) -> None:
+        """Not finished here: RELEASE, then BACK; whoever claims it next goes on from its next token."""
+        self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True))
 
     def stop(self) -> None:
         """Returns when everything that was said before is settled, or cannot be."""
@@ -117,7 +125,7 @@ class Finisher(threading.Thread):
 
     def _outcome(self, end: _Ending) -> Any:
         """What the task's body is to return or raise."""
-        if end.status == "retry":
+        if end.status == RETRY:
             return Fault(end.error)
         if end.status == "failed":
             return self._failure(end)
@@ -150,7 +158,9 @@ class Finisher(threading.Thread):
 
     def _settle(self, ends: list[_Ending], stopping: bool) -> None:
         calls = [
-            release(end.delivery.task_id, end.delivery.uuid) if end.status == "retry" else settle(end.delivery.task_id)
+            release(end.delivery.task_id, end.delivery.uuid)
+            if end.status in (RETRY, BACK)
+            else settle(end.delivery.task_id)
             for end in ends
         ]
         while calls and not all(end.delivery.put_down for end in ends):
@@ -166,6 +176,8 @@ class Finisher(threading.Thread):
             for end, answer in zip(ends, answers, strict=True):
                 if isinstance(answer, Exception):
                     self._queue.put(end)
+                elif end.status == BACK:
+                    self._runtime.give_back(end.delivery, end.delay)
                 else:
                     self._runtime.done(end.delivery, self._dead_letter(end))
             return

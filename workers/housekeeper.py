@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import logging
 import threading
 import time
@@ -73,6 +74,11 @@ class Housekeeper(threading.Thread):
         except LOST as exc:
             logger.warning("The lease was not given up, it lapses by itself: %s", exc)
 
+    def abandon_life(self, life: Incarnation) -> None:
+        """One of its leases lapsed and all it held was dropped: the other one must not make it look alive."""
+        self._store.delete(keys.lease(life.id))
+        self._broker.delete(keys.lease(life.id))
+
     def _renew(self, life: Incarnation) -> None:
         ttl = int(self._runtime.settings.lease * 1000)
         about = self._runtime.about()
@@ -89,6 +95,22 @@ class Housekeeper(threading.Thread):
                 count = run(self._broker, broker.reap(other))
                 if count > 0:
                     logger.warning("Worker %s is gone: returned its %d deliveries to the queue", other, count)
+
+    def _adopt(self) -> None:
+        """Take over the queues of pools that served this model version with another engine and have no worker left.
+
+        An upgrade of torch, another dtype or machine makes another pool; what was queued before must not wait for ever.
+        """
+        served = set(self._broker.hvals(keys.INCARNATIONS))
+        for name, about in self._store.hgetall(keys.POOLS).items():
+            pool = json.loads(about)
+            if name not in served and (pool["model"], pool["version"]) == (
+                self._runtime.model,
+                self._runtime.card["version"],
+            ):
+                count = run(self._broker, broker.adopt(text(name), self._runtime.queue))
+                if count > 0:
+                    logger.warning("Pool %s has no worker: took over its %d queued tasks", text(name), count)
 
     def _listen(self, life: Incarnation) -> None:
         """Words to this incarnation: a cancel should not wait for the task's next token."""
@@ -132,7 +154,8 @@ class Housekeeper(threading.Thread):
         found = [d for uuid in late if (d := self._runtime.running.get(uuid)) is not None]
         if found:
             logger.info("Giving %d tasks back that were preempted for %.0f s", len(found), patience)
-            self._runtime.publisher.release(found)
+            for delivery in found:
+                self._runtime.let_go(delivery)
 
     # ---- the thread -------------------------------------------------------------------------------------------
 
@@ -172,6 +195,7 @@ class Housekeeper(threading.Thread):
         if now >= self._reap_at:
             self._reap_at = now + self._runtime.settings.lease / 4
             self._reap(life)
+            self._adopt()
         self._release_preempted()
 
     def _guarded(self, action: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.request import Event
 from producers.events import encode_token, quote
-from producers.protocol import Append, append, finish, read_append, release
+from producers.protocol import Append, append, finish, read_append
 from producers.script import run, run_many, text
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
@@ -206,20 +206,7 @@ class Publisher(threading.Thread):
     def _lost(self, delivery: Delivery, answer: str) -> None:
         """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
         logger.warning("Task %s is not ours any more (%s)", delivery.task_id, answer)
-        self._runtime.give_back(delivery, self._runtime.settings.retry_after)
-
-    # ---- drain ----------------------------------------------------------------------------------------------
-
-    def release(self, deliveries: list[Delivery]) -> None:
-        """RELEASE, then BACK: what the drain did not finish goes on elsewhere from its next token."""
-        calls = [release(delivery.task_id, delivery.uuid) for delivery in deliveries]
-        try:
-            run_many(self._redis, calls)
-        except LOST as exc:
-            logger.error("The store is away, tasks return when the lease lapses: %s", exc)
-            return
-        for delivery in deliveries:
-            self._runtime.give_back(delivery)
+        self._runtime.let_go(delivery, self._runtime.settings.retry_after)
 
 
 def _encode(event: Event) -> list[str]:

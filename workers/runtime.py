@@ -25,7 +25,7 @@ from workers.housekeeper import Housekeeper
 from workers.incarnation import Incarnation
 from workers.pool.claimer import Claimer
 from workers.pool.delivery import Delivery, Job
-from workers.pool.ledger import Ledger
+from workers.pool.ledger import Ledger, Size
 from workers.pool.plain import plain_fields
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings
@@ -71,17 +71,19 @@ class Runtime:
 
     # ---- arrivals ---------------------------------------------------------------------------------------------
 
-    def arrived(self, arrival: Arrival) -> bool:
+    def arrived(self, arrival: Arrival, size: Size) -> bool:
         """Enter a fetched message into the books; False for one that must be claimed before it may be decoded."""
-        one = arrival.fetched
-        delivery = Delivery(one.uuid, arrival.payload["headers"]["id"], arrival.incarnation, condemned=one.condemned)
+        one, headers = arrival.fetched, arrival.payload["headers"]
+        delivery = Delivery(one.uuid, headers["id"], arrival.incarnation, condemned=one.condemned)
         with self._lock:
             if arrival.incarnation.over:
                 return False
+            self.ledger.hold(one.uuid, size)
             self.deliveries[one.uuid] = delivery
-        if one.condemned and arrival.payload["headers"]["task"] == keys.TASK_NAME:
+        if one.condemned and headers["task"] == keys.TASK_NAME:
             delivery.owned = True
-            delivery.plain = plain_fields(self, arrival.payload["headers"], None)
+            if "penstock" not in headers:
+                delivery.plain = plain_fields(self, headers, None)
             self.claimer.submit(delivery, arrival)
             return False
         if one.condemned:
@@ -119,11 +121,17 @@ class Runtime:
         else:
             self.done(delivery, "rejected: unknown task, or arguments that cannot be decoded")
 
+    def refused(self, uuid: str, reason: str) -> None:
+        """The message cannot be decoded: it is kept as a dead letter."""
+        delivery = self.deliveries.get(uuid)
+        if delivery is not None:
+            self.done(delivery, reason)
+
     def celery_forgets(self, uuid: str) -> None:
         """The consumer's channel closed: what it had not yet handed to the pool (an ETA, say) goes back."""
         delivery = self.deliveries.get(uuid)
         if delivery is not None and not delivery.owned:
-            self.give_back(delivery)
+            self.let_go(delivery)
 
     def revoke(self, request: Any, expired: bool) -> None:
         """Celery revoked the task and told the result backend; the record and the engine must follow."""
@@ -161,13 +169,19 @@ class Runtime:
             self._forget(delivery.job)
 
     def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
-        """BACK: another worker's, or nobody's yet. The engine lets go of it."""
-        was_running = delivery.uuid in self.running
+        """BACK: another worker's, or nobody's yet. What was claimed must be released first (`let_go`)."""
         if self.put_down(delivery):
-            if was_running:
-                self.engine.abort(delivery.uuid)
             self.courier.back(delivery.incarnation, delivery.uuid, delay)
             self._forget(delivery.job)
+
+    def let_go(self, delivery: Delivery, delay: float = 0.0) -> None:
+        """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
+        if self.running.pop(delivery.uuid, None):
+            self.engine.abort(delivery.uuid)
+        if delivery.record is None:
+            self.give_back(delivery, delay)
+        else:
+            self.finisher.release(delivery, delay)
 
     def life_is_over(self, incarnation: Incarnation) -> None:
         """Our lease is gone: drop everything at once (others may hold it by now) and begin anew."""
@@ -181,13 +195,14 @@ class Runtime:
                 delivery.put_down = True
             self.deliveries.clear()
             self.running.clear()
+            self.ledger.clear()
         logger.warning("The lease of %s lapsed: dropping %d deliveries, beginning anew", incarnation.id, len(dropped))
         for uuid in running:
             self.engine.abort(uuid)
-        self.ledger.clear()
         self.claimer.forget_suspects()
         for delivery in dropped:
             self._forget(delivery.job)
+        self.later(0.0, lambda: self.housekeeper.abandon_life(incarnation))
         if not self.draining:
             self.incarnation = Incarnation(self.settings.name)
             self.later(0.0, self.intake.poke)  # the housekeeper takes the new lease on its next round
@@ -215,11 +230,10 @@ class Runtime:
         if left:
             logger.warning("Drained for %.0f s: handing %d tasks back", seconds, len(left))
         self.claimer.stop()
-        for delivery in left:
-            self.engine.abort(delivery.uuid)
         self.publisher.stop()
+        for delivery in left:
+            self.let_go(delivery)
         self.finisher.stop()
-        self.publisher.release([delivery for delivery in left if not delivery.put_down])
         if self.courier.flush(FLUSH_S):
             self.housekeeper.end_life(self.incarnation)
         else:

@@ -18,6 +18,7 @@ from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.request import Request
 from producers import keys
+from producers.errors import InvalidTask
 from producers.events import Token
 from producers.protocol import Claimed, claim, read_claim
 from producers.script import Call, run_many
@@ -77,8 +78,7 @@ class Claimer(threading.Thread):
             except Exception:
                 logger.exception("Claiming failed: giving %d deliveries back", len(todo))
                 for delivery, _ in todo:
-                    if delivery.uuid not in self._runtime.running:
-                        self._runtime.give_back(delivery, self._runtime.settings.retry_after)
+                    self._runtime.let_go(delivery, self._runtime.settings.retry_after)
 
     def _claim(self, deliveries: list[Delivery]) -> list[Claimed]:
         """Until the store answers. A repeated CLAIM by the same delivery repeats its answer."""
@@ -149,7 +149,7 @@ class Claimer(threading.Thread):
             delivery.prompt_tokens = len(request.prompt_ids)
             runtime.running[delivery.uuid] = delivery
             runtime.engine.submit(request, runtime.publisher.on_event)
-        except RequestError as exc:
+        except (RequestError, InvalidTask) as exc:
             runtime.publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
             return
         runtime.housekeeper.watch_deadline(delivery)

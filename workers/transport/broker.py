@@ -104,6 +104,12 @@ def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
     return Call(script(PACKAGE, "back"), (keys.inflight(incarnation), keys.delayed(queue)), (uuid, delay_ms))
 
 
+def adopt(source: str, target: str) -> Call:
+    """Move what waits in a queue without workers to the front of another's lists. Answers how many messages."""
+    names = [name for pair in zip(lists([source]), lists([target]), strict=True) for name, _ in pair]
+    return Call(script(PACKAGE, "adopt"), (keys.delayed(source), keys.delayed(target), *names), ())
+
+
 def reap(incarnation: str) -> Call:
     """Answers how many deliveries of a dead incarnation went back to their lists; -1 while it lives."""
     return Call(

@@ -54,10 +54,17 @@ class Holder(Protocol):
 
     incarnation: Incarnation
 
-    def arrived(self, arrival: Arrival) -> bool:
-        """Take it into the books; False where it was dealt with otherwise."""
+    def arrived(self, arrival: Arrival, size: Size) -> bool:
+        """Take it into the books; False where it is dealt with otherwise."""
 
-    def life_is_over(self, incarnation: Incarnation) -> None: ...
+    def refused(self, uuid: str, reason: str) -> None:
+        """It cannot be decoded: dead-letter it."""
+
+    def celery_forgets(self, uuid: str) -> None:
+        """It was not handed over: give it back."""
+
+    def life_is_over(self, incarnation: Incarnation) -> None:
+        """The lease is gone."""
 
 
 class Intake(threading.Thread):
@@ -110,9 +117,7 @@ class Intake(threading.Thread):
         """The consumer is gone (reconnecting, or shutting down)."""
         self._attached = False
         while self._arrivals:
-            arrival = self._arrivals.popleft()
-            self._ledger.release(arrival.fetched.uuid)
-            self._courier.back(arrival.incarnation, arrival.fetched.uuid)
+            self._holder.celery_forgets(self._arrivals.popleft().fetched.uuid)
 
     def hand_over(self, deliver: Callable[[dict[str, Any], str], None]) -> None:
         """Give everything that arrived to kombu's callbacks; runs in the event loop."""
@@ -126,12 +131,7 @@ class Intake(threading.Thread):
                 deliver(arrival.payload, arrival.queue)
             except Exception as exc:
                 logger.exception("A message could not be decoded: dead-lettered")
-                self.refuse(arrival, f"{type(exc).__name__}: {exc}")
-
-    def refuse(self, arrival: Arrival, reason: str) -> None:
-        """Dead-letter it."""
-        self._ledger.release(arrival.fetched.uuid)
-        self._courier.ack(arrival.incarnation, arrival.fetched.uuid, reason)
+                self._holder.refused(arrival.fetched.uuid, f"{type(exc).__name__}: {exc}")
 
     # ---- the fetching side ----------------------------------------------------------------------------------
 
@@ -181,9 +181,8 @@ class Intake(threading.Thread):
             self._courier.ack(life, one.uuid, f"not JSON in UTF-8: {exc}")
             return
         payload["properties"]["delivery_tag"] = one.uuid
-        self._ledger.hold(one.uuid, self._size(payload["headers"], rank))
         arrival = Arrival(life, one, payload, queue)
-        if self._holder.arrived(arrival):
+        if self._holder.arrived(arrival, self._size(payload["headers"], rank)):
             self.pass_on(arrival)
 
     def pass_on(self, arrival: Arrival) -> None:

@@ -1,0 +1,16 @@
+-- ADOPT | a pool without workers: its waiting messages go to the front of another pool's lists, in their order; what it
+-- holds back for later is held back there.
+-- KEYS: delayed of the source, delayed of the target, then source list, target list, ...
+-- Answers: how many messages were moved
+local moved = 0
+for k = 3, #KEYS, 2 do
+  while redis.call('LMOVE', KEYS[k], KEYS[k + 1], 'LEFT', 'RIGHT') do
+    moved = moved + 1
+  end
+end
+for _, packed in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  redis.call('ZADD', KEYS[2], redis.call('ZSCORE', KEYS[1], packed), packed)
+  moved = moved + 1
+end
+redis.call('DEL', KEYS[1])
+return moved
