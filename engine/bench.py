@@ -1,0 +1,203 @@
+"""Throughput and latency of the engine on fixed workloads.
+
+    python -m engine.bench --model DIR --workload W1,W8,W32,W64mix --dtype bfloat16 --threads 2 --json OUT
+
+W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted at once. W64mix: 64 requests of 16 to
+512 prompt and 16 to 256 output tokens. Greedy, EOS ignored, fresh token ids in every repeat, so that no prefix cache
+helps; a short warm-up goes first. With `--peer transformers-cb`, transformers' continuous batching then runs the same
+requests in a process of its own, and the ratio of the best repeats is given (for development: needs transformers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Engine, EngineConfig, Event, Request, SamplingParams
+
+#: (prompt token ids, output tokens)
+Job = tuple[list[int], int]
+
+WORKLOADS = ("W1", "W8", "W32", "W64mix")
+
+
+def workload(name: str, vocab_size: int, seed: int, repeat: int) -> list[Job]:
+    """The jobs of a workload. Lengths depend on the seed alone, token ids on seed and repeat."""
+    lengths = random.Random(f"{seed}:{name}:len")  # noqa: S311  # data, not secrets
+    ids = random.Random(f"{seed}:{name}:ids:{repeat}")  # noqa: S311
+    if name == "W64mix":
+        shapes = [(lengths.randint(16, 512), lengths.randint(16, 256)) for _ in range(64)]
+    else:
+        shapes = [(128, 128)] * int(name[1:])
+    highest = min(vocab_size, 49152) - 1
+    return [([ids.randint(100, highest) for _ in range(prompt)], output) for prompt, output in shapes]
+
+
+def warm_up(name: str, vocab_size: int, seed: int) -> list[Job]:
+    return [(prompt[:32], 8) for prompt, _ in workload(name, vocab_size, seed, repeat=999)]
+
+
+def measure(began: float, jobs: list[Job], times: list[list[float]]) -> dict[str, float]:
+    """Figures of one run, from the time at which each token of each job was delivered."""
+    wrong = [i for i, (job, at) in enumerate(zip(jobs, times, strict=True)) if len(at) != job[1]]
+    if wrong:
+        raise RuntimeError(f"jobs {wrong[:5]} ended with another number of tokens than was asked for")
+    wall = max(at[-1] for at in times) - began
+    output = sum(job[1] for job in jobs)
+    first = sorted(at[0] - began for at in times)
+    gaps = [(at[-1] - at[0]) / (len(at) - 1) for at in times if len(at) > 1]
+    return {
+        "wall_s": wall,
+        "prompt_tokens": sum(len(job[0]) for job in jobs),
+        "output_tokens": output,
+        "output_tokens_per_s": output / wall,
+        "ttft_p50_s": statistics.median(first),
+        "ttft_max_s": first[-1],
+        "tpot_mean_ms": 1e3 * statistics.fmean(gaps) if gaps else 0.0,
+    }
+
+
+def run_jobs(engine: Engine, jobs: list[Job]) -> dict[str, float]:
+    times: list[list[float]] = [[] for _ in jobs]
+    done = threading.Semaphore(0)
+    errors: list[str] = []
+
+    def listener(i: int) -> Any:
+        def on_event(event: Event) -> None:
+            now = time.perf_counter()
+            times[i] += [now] * len(event.token_ids)
+            if event.error is not None:
+                errors.append(event.error)
+            if event.done:
+                done.release()
+
+        return on_event
+
+    began = time.perf_counter()
+    for i, (prompt, output) in enumerate(jobs):
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        engine.submit(Request(f"job-{i}", prompt, params), listener(i))
+    for _ in jobs:
+        done.acquire()
+    if errors:
+        raise RuntimeError(errors[0])
+    return measure(began, jobs, times)
+
+
+def bench_engine(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    plans = {
+        name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
+        for name in args.workload
+    }
+    every = [jobs for repeats in plans.values() for jobs in repeats]
+    config = EngineConfig(
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+        max_num_seqs=max(map(len, every)),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=max(len(prompt) + output for jobs in every for prompt, output in jobs),
+    )
+    began = time.perf_counter()
+    with Engine.load(args.model, config) as engine:
+        load_s = time.perf_counter() - began
+        results = {}
+        for name, repeats in plans.items():
+            run_jobs(engine, warm_up(name, vocab_size, args.seed))
+            results[name] = summary(name, "penstock", [run_jobs(engine, jobs) for jobs in repeats])
+        stats = engine.stats()
+        return {
+            "load_s": load_s,
+            "dtype": stats.dtype,
+            "compute_dtype": stats.compute_dtype,
+            "device": stats.device,
+            "kernels": stats.kernels,
+            "fingerprint": engine.fingerprint,
+            "kv_tokens_total": stats.kv_tokens_total,
+            "preemptions": stats.preemptions,
+            "results": results,
+        }
+
+
+def summary(name: str, who: str, runs: list[dict[str, float]]) -> dict[str, Any]:
+    best = max(runs, key=lambda run: run["output_tokens_per_s"])
+    print(
+        f"{name:7} {who:16} {best['output_tokens_per_s']:9.1f} output tokens/s   "
+        f"TTFT p50 {best['ttft_p50_s']:.3f} s   TPOT {best['tpot_mean_ms']:.1f} ms",
+        flush=True,
+    )
+    return {"best_output_tokens_per_s": best["output_tokens_per_s"], "runs": runs}
+
+
+def bench_peer(args: argparse.Namespace) -> dict[str, Any]:
+    """The same workloads on transformers, in a process of its own, so that neither has the other's threads about."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "peer.json"
+        command = [sys.executable, "-m", "engine.bench_peer", "--model", args.model, "--json", str(out)]
+        command += ["--workload", ",".join(args.workload), "--dtype", args.peer_dtype or args.dtype]
+        command += ["--repeats", str(args.repeats), "--seed", str(args.seed), "--device", args.device]
+        if args.threads is not None:
+            command += ["--threads", str(args.threads)]
+        subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What this bench and its peer have in common."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--workload", type=_names, default="W1,W8,W32,W64mix", help="one or several, by commas")
+    parser.add_argument("--dtype", default="bfloat16", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each workload; the best counts")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--json", default=None, help="write all figures here")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not a workload; there are {', '.join(WORKLOADS)}")
+    return names
+
+
+def main() -> None:
+    parser = arguments()
+    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    parser.add_argument("--peer", choices=["transformers-cb"], default=None)
+    parser.add_argument("--peer-dtype", choices=["float32", "bfloat16", "float16"], default=None)
+    args = parser.parse_args()
+    vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    report: dict[str, Any] = {"torch": torch.__version__, "seed": args.seed, "threads": args.threads}
+    report["load_average_before"] = os.getloadavg()
+    report["penstock"] = bench_engine(args, vocab_size)
+    if args.peer is not None:
+        report[args.peer] = bench_peer(args)
+        report["ratio"] = {}
+        for name in args.workload:
+            ours, theirs = (report[who]["results"][name]["best_output_tokens_per_s"] for who in ("penstock", args.peer))
+            report["ratio"][name] = ours / theirs
+            print(f"{name:7} {ours / theirs:.2f} times {args.peer}")
+    report["load_average_after"] = os.getloadavg()
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
