@@ -1,8 +1,8 @@
 """What queue and HTTP add to the time to first token: `python -m tests.bench.ttft`.
 
-The same prompts, one at a time on an idle system: to the engine directly, and through POST /v1/tasks and its event stream
-(gateway process, Valkey, worker process). Both engines run the bundled model with one thread; the two are measured in
-turn, so that what else the machine does hits both.
+The same prompts, one at a time on an idle system: to the engine directly, and through POST /v1/tasks and its event
+stream (gateway process, Valkey, worker process). Both engines run the bundled model with one thread; the two are
+measured in turn, so that what else the machine does hits both.
 """
 
 from __future__ import annotations
