@@ -1,0 +1,25 @@
+"""Executable specification of Penstock's task protocol, and an exhaustive checker of it.
+
+`scripts` are the atomic steps on a task's record; `world` holds broker, leases and workers and lists every step that
+may come next (`worker`, `outside`, `reader` are its parts); `checks` says what must never be seen and what the good end
+is; `search` visits every state within a scenario's budget of faults (`scenarios`), with all `rules` or without some.
+`python -m tests.protocol.model --help` runs it.
+
+  S1 a token is appended only on top of what its author saw; indexes are contiguous, each once (fence, no mixing)
+  S2 one FINISH wins; a final record never changes, is never made again     S3 an accepted cancel ends `cancelled`
+  S4 links go out at most once unless the owner was lost before SETTLE; and, with S5,
+  S5 from EVERY reachable state the quiet, good end (final, settled, links sent, no message or delivery left, nothing
+     for the sweeper, reader served) can be reached by fair steps alone, no fault helping; by strong fairness it is
+  S6 a reader gets what the stream holds, each index once, the terminal entry last
+  S7 deaths <= faults that happened; a message that kills its workers kills no more than its scenario allows
+  S8 whoever is told that a task was accepted finds the task that it asked for
+  S9 a message that kills its workers harms no other task: none but itself is given up
+
+Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity.
+"""
+
+from tests.protocol.model.rules import ALL, RULES
+from tests.protocol.model.scenarios import SCENARIOS
+from tests.protocol.model.search import Verdict, explore
+
+__all__ = ["ALL", "RULES", "SCENARIOS", "Verdict", "explore"]

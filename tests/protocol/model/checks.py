@@ -1,0 +1,77 @@
+"""What must never be seen (`wrong`), and the quiet, good end that every state must be able to reach (`good`)."""
+
+from __future__ import annotations
+
+from tests.protocol.model.scripts import FINAL, Rec
+from tests.protocol.model.state import FAULTS, IDLE, Cfg, Ghost, State
+
+
+def wrong(s: State, cfg: Cfg) -> str:
+    """The invariant that this state breaks, in words; empty where none is."""
+    used = dict(zip(FAULTS, (had - left for had, left in zip(cfg.budget, s.budget, strict=True)), strict=True))
+    deaths = used["crash"] + used["expire"] + s.kills
+    for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
+        if g.bad:
+            return g.bad
+        if said := _links(r, g):
+            return said
+        if r is not None and (said := _record(t, r, g, deaths, cfg)):
+            return said
+    if cfg.killer and s.kills > cfg.killer:
+        return f"S7 a message killed more than {cfg.killer} workers"
+    if s.reader and s.recs[0] is not None:
+        seen, stream = s.reader[2], s.recs[0].stream
+        if (seen != stream[: len(seen)] and stream != seen[: len(stream)]) or (s.reader[3] and seen != stream):
+            return "S6 reader got another text"
+    return ""
+
+
+def _links(r: Rec | None, g: Ghost) -> str:
+    if g.links > 1 and not g.excused:
+        return "S4 links sent twice, and no owner was lost before SETTLE"
+    if g.links and not g.final:
+        return "S2 links sent for a task that is not final"
+    if g.cancelled and g.final not in (None, "cancelled"):
+        return "S3 an accepted cancel did not win"
+    if r is None and g.final and not g.links:
+        return "S4 the record expired before its links were sent"
+    return ""
+
+
+def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
+    if g.final and r.status != g.final:
+        return f"S2 final {g.final} became {r.status}"
+    if r.status == "completed" and len(r.stream) != cfg.length:
+        return "S1 completed with a wrong text"
+    if not cfg.differ and r.stream != tuple(range(len(r.stream))):
+        return "S1 stream not contiguous"
+    if r.status in FINAL and r.end != r.status:
+        return "S6 the terminal entry contradicts the final status"
+    if r.deaths > deaths:
+        return "S7 a death was counted that did not happen"
+    if cfg.killer and t and r.why == "dead":
+        return "S9 a task was given up for deaths that another task caused"
+    return ""
+
+
+def good(s: State, cfg: Cfg) -> bool:
+    """Quiet, and everything that was accepted is final, settled, its links sent, its dead letter kept."""
+    if s.queue or s.infl or s.sweep or any(p != IDLE for p in s.slots) or any(p != "done" for p in s.prods):
+        return False
+    for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
+        if g.accepted and not (g.final and g.links and (r is None or (r.settled and not r.listed))):
+            return False
+        if r and r.why == "dead" and not (t in s.dead or g.unlisted or cfg.sqs):
+            return False
+    return not (s.reader and s.ghosts[0].accepted and not s.reader[3])
+
+
+def describe(s: State) -> str:
+    records = [
+        r and f"{r.status}{'+settled' if r.settled else ''}{' claim' if r.claim else ''}{' listed' if r.listed else ''}"
+        for r in s.recs
+    ]
+    inflight = sorted((e[0], f"inc{e[1]}") for e in s.infl)
+    return (
+        f"=> queue {[m[0] for m in s.queue]}, in flight {inflight}, records {records}, slots {[p.pc for p in s.slots]}"
+    )

@@ -1,0 +1,88 @@
+"""Everything around the workers: producers, the sweeper, clients that cancel, clocks, and the store's faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.protocol.model import scripts
+from tests.protocol.model.scripts import FINAL, Rules
+from tests.protocol.model.state import Cfg, State, enqueue, message, put, spend
+from tests.protocol.model.worker import haunt, store
+
+Step = tuple[str, bool, State]  # label, fair?, the world after it
+
+
+def producer_steps(s: State, p: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """Producer p: ADMIT, send, QUEUED; a plain Celery sender only sends."""
+    pc, t, lost = s.prods[p], p % cfg.tasks, spend(s, "lost")
+    if pc == "admit":
+        answer, r = scripts.admit(s.recs[t], p, False, rules)
+        s2, to = store(s, t, r), "done"
+        if answer != "exists":
+            s2, to = haunt(s2, t, accepted=True), "send"
+            if r and r.nonce != p:
+                s2 = haunt(s2, t, bad="S8 a request was accepted, and another's task stands in its place")
+        yield f"producer {p} ADMIT {t} -> {answer}", True, s2._replace(prods=put(s.prods, p, to))
+        if lost:
+            yield f"producer {p} ADMIT {t}, reply lost", False, s2._replace(budget=lost)
+    elif pc == "send":
+        s2 = haunt(s._replace(queue=enqueue(s.queue, message(s, cfg, t))), t, accepted=True)
+        yield f"producer {p} sends {t}", True, s2._replace(prods=put(s.prods, p, "done" if cfg.plain else "mark"))
+        if lost:
+            yield f"producer {p} sends {t}, reply lost", False, s2._replace(budget=lost)
+    elif pc == "mark":
+        s2 = store(s, t, scripts.queued(s.recs[t], rules)[1])
+        yield f"producer {p} QUEUED {t}", True, s2._replace(prods=put(s.prods, p, "done"))
+    if pc in ("send", "mark") and not cfg.plain and (b := spend(s, "pcrash")):
+        yield f"producer {p} crashes", False, s._replace(prods=put(s.prods, p, "done"), budget=b)
+
+
+def sweeper_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """It reads its index, re-sends what is still `submitting`, and marks it."""
+    if s.sweep is None:
+        for t, r in enumerate(s.recs):
+            if r and r.listed and r.status == "submitting" and "sweeper" in rules:
+                yield f"sweeper sees task {t}", True, s._replace(sweep=("send", t))
+        return
+    what, t = s.sweep
+    if what == "send":
+        yield "sweeper sends", True, s._replace(queue=enqueue(s.queue, message(s, cfg, t)), sweep=("mark", t))
+    else:
+        yield "sweeper QUEUED", True, store(s, t, scripts.queued(s.recs[t], rules)[1])._replace(sweep=None)
+    if b := spend(s, "pcrash"):
+        yield "sweeper crashes", False, s._replace(sweep=None, budget=b)
+
+
+def client_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
+    r, b = s.recs[t], spend(s, "cancel")
+    if b and r and r.status not in FINAL:
+        accepted, status, r2 = scripts.cancel(r, s.ls, rules)
+        s2 = store(s, t, r2)
+        yield f"CANCEL {t} -> {status}", False, haunt(s2, t, cancelled=accepted)._replace(budget=b)
+
+
+def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """Clock, TTL, duplicates, and a failover that drops a stream's tail (with the counter: one script, one write)."""
+    r = s.recs[t]
+    if (b := spend(s, "deadline")) and r and not r.expired and r.status not in FINAL:
+        yield f"deadline of {t} passes", False, store(s, t, r._replace(expired=True))._replace(budget=b)
+    if (b := spend(s, "ttl")) and r and _may_expire(s, t, cfg, rules):
+        yield f"record {t} expires", False, store(s, t, None)._replace(budget=b)
+    if (b := spend(s, "dup")) and any(m[0] == t for m in s.queue):
+        yield f"message {t} is duplicated", False, s._replace(queue=enqueue(s.queue, message(s, cfg, t)), budget=b)
+    if (b := spend(s, "tail")) and r and r.stream and r.status not in FINAL:
+        cut = r._replace(stream=r.stream[:-1], next=(len(r.stream) - 1,))
+        yield f"failover drops the last token of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)
+
+
+def _may_expire(s: State, t: int, cfg: Cfg, rules: Rules) -> bool:
+    r = s.recs[t]
+    if not r or not (r.settled or ("ttl_settled" not in rules and r.status in FINAL)):
+        return False
+    if s.reader and not s.reader[3]:
+        return False
+    if "submit_window" in rules:  # whoever still submits does so long before any TTL has run
+        early = ("admit", "send") if cfg.plain else ("admit",)
+        if any(pc in early for p, pc in enumerate(s.prods) if p % cfg.tasks == t):
+            return False
+    return not (cfg.plain and any(m[0] == t for m in (*s.queue, *(e[2] for e in s.infl))))

@@ -1,0 +1,71 @@
+"""Every rule of the protocol, each of which can be dropped to see what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`scenario` shows what breaks without it; `behind`: rules that hide it, and are dropped with it to show it."""
+
+    scenario: str
+    says: str
+    behind: tuple[str, ...] = ()
+
+
+RULES: dict[str, Rule] = {
+    # the record
+    "admit_absent": Rule("producer", "ADMIT writes only where there is no record"),
+    "admit_nonce": Rule(
+        "rival", "ADMIT tells a request sent again (mine) from another's request for the same id (exists)"
+    ),
+    "submit_window": Rule("producer", "a producer stops retrying long before sweeper age and record TTL"),
+    "mark_cas": Rule("producer", "QUEUED changes the status only from submitting"),
+    "sweeper": Rule("producer", "a sweeper re-sends records stuck in submitting"),
+    "index_left": Rule("producer", "whatever takes a record out of submitting takes it out of the sweeper's index"),
+    "claim_lease": Rule("lapse", "CLAIM refuses a caller whose own lease is gone"),
+    "claim_live": Rule("split", "CLAIM answers busy while the owner's incarnation is live"),
+    "claim_idem": Rule("lost", "CLAIM called again with the stored claim repeats its answer"),
+    "gone_drop": Rule("producer", "CLAIM makes a record only for plain messages; a client's without record is acked"),
+    "owner_first": Rule("cancel", "CLAIM looks for a live owner before it finalises a cancelled or expired task"),
+    "append_claim": Rule("crash", "APPEND compares the claim"),
+    "append_index": Rule("lost", "APPEND compares the index with the choice's next"),
+    "append_final": Rule("cancel", "APPEND refuses a final record", behind=("owner_first",)),
+    "finish_fence": Rule("crash", "FINISH compares the claim and refuses a final record"),
+    "finish_idem": Rule("lost", "FINISH called again by the winning claim answers won"),
+    "finish_next": Rule("tail", "FINISH compares the caller's next index (a failover may have lost the tail)"),
+    "finish_cancel": Rule("cancel", "FINISH never writes another status over an accepted cancel"),
+    "cancel_wins": Rule("cancel", "FINISH under an accepted cancel itself writes cancelled and answers won"),
+    "cancel_submitting": Rule(
+        "eager-producer",
+        "CANCEL finalises a task nobody live owns at once, but only flags one that is still submitting",
+    ),
+    "end_in_script": Rule("cancel", "whatever makes a record final appends the terminal entry in the same script"),
+    "settle_claimed": Rule("drain", "claim and owner stand until SETTLE: a final record with a live owner is busy"),
+    "ttl_settled": Rule("sqs-lost", "a record's TTL starts at SETTLE, not at FINISH"),
+    "release_fence": Rule("drain", "RELEASE compares the claim"),
+    "release_final": Rule(
+        "drain", "RELEASE clears the claim on a final, unsettled record too (FINISH's reply was lost)"
+    ),
+    # the broker
+    "ack_uuid": Rule("drain", "ACK and BACK name a fresh delivery UUID, not the message's own tag"),
+    "fetch_atomic": Rule("crash", "FETCH pops and enters the delivery in flight in one script"),
+    "fetch_idem": Rule("lost", "the caller names the delivery UUID; FETCH called again with it repeats its answer"),
+    "reap_counts": Rule("killer", "REAP counts what comes back, and FETCH says condemned at N returns"),
+    "condemned_first": Rule("killer", "a condemned message is claimed by its id before anyone decodes it"),
+    "condemned_fails": Rule("killer", "CLAIM(condemned) fails a record that nobody ever lived to take up"),
+    "suspect_alone": Rule("innocent", "FETCH gives an incarnation one message at its last chance at a time"),
+    "ack_reason": Rule("poison", "a task given up is acked with a reason, which keeps its message as a dead letter"),
+    # the worker
+    "tracer_after": Rule("crash", "the tracer (result, links) runs after a won FINISH"),
+    "not_busy_back": Rule("split", "every answer but go/settle/done gives the delivery BACK; never held, never acked"),
+    "busy_no_ack": Rule("sqs", "a busy answer does not acknowledge the message"),
+    "abandon_ends": Rule("crash", "a task is put down only by SETTLE, RELEASE or the end of the incarnation"),
+    "retry_order": Rule("retry", "retry: publish the copy, then RELEASE, then ACK"),
+    # the reader
+    "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),
+    "reader_reread": Rule("reader", "a reader reads the stream again on a gap or silence"),
+}
+
+ALL = frozenset(RULES)

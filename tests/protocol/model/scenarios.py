@@ -1,0 +1,75 @@
+"""The scenarios: small worlds, each with a budget of faults that are allowed to happen in any order at any time."""
+
+from __future__ import annotations
+
+from tests.protocol.model.state import FAULTS, Cfg
+
+
+def _world(
+    name: str,
+    *,
+    tasks: int = 1,
+    workers: tuple[int, ...] = (0, 1),
+    length: int = 2,
+    limit: int = 9,
+    plain: bool = False,
+    sqs: bool = False,
+    split: bool = False,
+    differ: bool = False,
+    reader: bool = False,
+    rival: bool = False,
+    killer: int = 0,
+    sent: bool = True,
+    **faults: int,
+) -> Cfg:
+    """`length` tokens a task; given up at `limit` deaths; `split`: leases on broker and store lapse apart; `differ`:
+    each slot writes tokens of its own, so that a mixed text shows; `killer`: task 0 kills whoever decodes it, and no
+    more workers than that."""
+    unknown = set(faults) - set(FAULTS)
+    if unknown:
+        raise ValueError(f"unknown faults {sorted(unknown)}; there are {', '.join(FAULTS)}")
+    budget = tuple(faults.get(k, 0) for k in FAULTS)
+    sent = sent and not plain
+    return Cfg(name, tasks, workers, length, limit, plain, sqs, split, differ, reader, rival, killer, sent, budget)
+
+
+_LIST = [
+    _world("crash", crash=2, expire=2, differ=True),
+    _world("lost", lost=2, crash=1, expire=1),
+    _world("lapse", expire=2, crash=1, lost=1),
+    _world("cancel", cancel=1, expire=1, crash=1, deadline=1, lost=1),
+    _world("cancel-again", cancel=2, expire=1, crash=1, lost=1),
+    _world("split", split=True, expire=2, crash=1, differ=True),
+    _world("drain", drain=1, expire=1, lost=1, crash=1, dup=1),
+    _world("retry", retry=1, expire=1, crash=1, lost=1),
+    _world("producer", sent=False, pcrash=2, lost=1, crash=1, ttl=1, cancel=1, length=1),
+    _world("eager-producer", sent=False, pcrash=1, lost=1, cancel=1, crash=1, length=1),
+    _world("rival", sent=False, rival=True, lost=1, pcrash=1, workers=(0,), length=1),
+    _world("plain", plain=True, crash=1, lost=1, dup=1, ttl=1, expire=1, length=1),
+    _world("poison", crash=2, expire=1, limit=2, lost=1, length=1),
+    _world("killer", killer=2, limit=2, lost=1, length=1),
+    _world("killer-copies", killer=5, limit=2, dup=1, length=1),  # each copy is counted anew once another was acked
+    _world("killer-plain", plain=True, killer=7, limit=3, lost=1, length=1),
+    _world("turned", killer=4, limit=2, turn=1, drain=1, crash=1, length=1),
+    _world("turned-cancel", killer=4, limit=2, turn=1, cancel=1, expire=1, length=1),
+    _world("innocent", tasks=2, workers=(0, 0), killer=2, limit=2, length=1),
+    _world("innocent-both", tasks=2, workers=(0, 0, 1), killer=2, limit=2, length=1),
+    _world("reader", reader=True, drop=1, crash=1, expire=1, cancel=1),
+    _world("tail", reader=True, tail=1, expire=1, lost=1),
+    _world("slots", workers=(0, 0), dup=1, crash=1, lost=1, cancel=1),
+    _world("sqs-lost", sqs=True, dup=1, lost=1, drain=1, ttl=1, length=1),
+    _world("sqs", sqs=True, dup=2, crash=1, expire=1, differ=True),
+    _world("sqs-cancel", sqs=True, dup=1, crash=1, expire=1, cancel=1, length=1),
+    _world("mix", crash=1, expire=1, lost=1, cancel=1, drain=1, length=1),
+    _world("sqs-retry", sqs=True, dup=1, retry=1, crash=1, expire=1, length=1),
+    _world("three", workers=(0, 1, 2), length=3, crash=1, expire=2, dup=1, differ=True),
+    _world("two", tasks=2, length=1, crash=1, expire=1, cancel=1),
+]
+
+
+def with_faults(cfg: Cfg, **faults: int) -> Cfg:
+    """The same world with another budget."""
+    return cfg._replace(budget=tuple(faults.get(k, 0) for k in FAULTS))
+
+
+SCENARIOS: dict[str, Cfg] = {cfg.name: cfg for cfg in _LIST}

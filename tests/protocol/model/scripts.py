@@ -1,0 +1,162 @@
+"""The scripts on a task's record, as pure functions: (record, arguments) -> (answer, record). Each runs atomically.
+
+`rules` are those in force. The Lua scripts are compared with these functions under all rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+FINAL = frozenset({"completed", "cancelled", "failed", "incomplete"})
+Rules = frozenset[str]
+
+
+class Rec(NamedTuple):
+    """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up."""
+
+    status: str = "submitting"
+    cancel: bool = False
+    expired: bool = False
+    claim: Any = None
+    owner: Any = None
+    deaths: int = 0
+    settled: bool = False
+    stream: tuple[Any, ...] = ()
+    next: tuple[int, ...] = (0,)
+    end: str | None = None
+    claims: int = 0
+    nonce: Any = None
+    listed: bool = True
+    why: str | None = None
+
+
+SUBMITTED = Rec()
+QUEUED = Rec(status="queued", listed=False)
+
+
+def _final(r: Rec, status: str, rules: Rules, **changes: Any) -> Rec:
+    """The one way to become final: status and terminal entry together."""
+    return _left(r, rules)._replace(status=status, end=r.end or status, **changes)
+
+
+def _left(r: Rec, rules: Rules) -> Rec:
+    """The record has left `submitting`, and the sweeper's index with it."""
+    return r._replace(listed=False) if r.listed and "index_left" in rules else r
+
+
+def admit(r: Rec | None, nonce: Any, late: bool, rules: Rules, new: Rec = SUBMITTED) -> tuple[str, Rec | None]:
+    if r is not None and "admit_absent" in rules:
+        return ("mine" if r.nonce == nonce or "admit_nonce" not in rules else "exists"), r
+    if late:
+        return "late", r
+    return "new", new._replace(nonce=nonce)
+
+
+def queued(r: Rec | None, rules: Rules) -> tuple[str, Rec | None]:
+    if r is None:
+        return "gone", r
+    if r.status == "submitting" or "mark_cas" not in rules:
+        return "queued", r._replace(status="queued", listed=False)
+    return r.status, r._replace(listed=False)
+
+
+def claim(
+    r: Rec | None,
+    c: Any,
+    inc: Any,
+    live: Container[Any],
+    rules: Rules,
+    *,
+    limit: int,
+    made: Rec | None = None,
+    condemned: bool = False,
+) -> tuple[str, Rec | None]:
+    """`made`: the record that a plain message makes; None for a client's message, whose record ADMIT made."""
+    if "claim_lease" in rules and inc not in live:
+        return "lost", r
+    if r is None:
+        if made is None and "gone_drop" in rules:
+            return "done", r
+        r = made or QUEUED
+    if "claim_idem" in rules and r.claim == c:
+        return ("settle" if r.status in FINAL else "go"), r
+    if r.settled:
+        return "done", r
+    busy = r.claim is not None and r.owner in live and "claim_live" in rules
+    if r.status in FINAL and (not busy or "settle_claimed" not in rules):
+        return "settle", r._replace(claim=c, owner=inc)
+    if "owner_first" not in rules and (r.cancel or r.expired):
+        return "settle", _final(r, "cancelled", rules) if r.cancel else _final(r, "failed", rules, why="expired")
+    if busy:
+        return "busy", r
+    r = _left(r, rules)._replace(claim=c, owner=inc, deaths=r.deaths + (r.claim is not None))
+    if r.cancel:
+        return "settle", _final(r, "cancelled", rules)
+    if r.expired:
+        return "settle", _final(r, "failed", rules, why="expired")
+    if r.deaths >= limit or (condemned and not r.claims and "condemned_fails" in rules):
+        return "settle", _final(r, "failed", rules, why="dead")
+    return "go", r._replace(status="in_progress", claims=r.claims + 1)
+
+
+def append(
+    r: Rec | None, c: Any, choice: int, i: int, entries: tuple[Any, ...], rules: Rules
+) -> tuple[str, int, Rec | None]:
+    """Answers and the choice's next index. `entries` are the choice's tokens from index `i` on."""
+    if r is None or (r.claim != c and "append_claim" in rules) or (r.status in FINAL and "append_final" in rules):
+        return "other", 0, r
+    at = r.next[choice]
+    if r.cancel:
+        return "cancel", at, r
+    if "append_index" in rules:
+        if i > at:
+            return "resend", at, r
+        entries = entries[at - i :]  # what was applied already is not published again
+    if not entries:
+        return "ok", at, r
+    at += len(entries)
+    return "ok", at, r._replace(stream=r.stream + entries, next=(*r.next[:choice], at, *r.next[choice + 1 :]))
+
+
+def finish(
+    r: Rec | None, c: Any, nexts: tuple[int, ...], rules: Rules, status: str = "completed"
+) -> tuple[str, Rec | None]:
+    if r is None:
+        return "other", r
+    if "finish_fence" in rules:
+        if r.status in FINAL:
+            return ("won" if r.claim == c and "finish_idem" in rules else "other"), r
+        if r.claim != c:
+            return "other", r
+    if r.cancel and "finish_cancel" in rules:
+        return ("won", _final(r, "cancelled", rules)) if "cancel_wins" in rules else ("other", r)
+    if nexts != r.next and "finish_next" in rules:
+        return "resend", r
+    return "won", _final(r, status, rules)
+
+
+def settle(r: Rec | None) -> tuple[int, Rec | None]:
+    if r is None or r.status not in FINAL:
+        return 0, r
+    return 1, r._replace(settled=True, claim=None, owner=None)
+
+
+def release(r: Rec | None, c: Any, rules: Rules) -> tuple[int, Rec | None]:
+    if r is None or (r.claim != c and "release_fence" in rules):
+        return 0, r
+    if r.status in FINAL:
+        return (1, r._replace(claim=None, owner=None)) if "release_final" in rules else (0, r)
+    return 1, r._replace(status="queued", claim=None, owner=None)
+
+
+def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str, Rec | None]:
+    """Accepted?, and the status after it. A task that nobody live owns is final at once, settled at its next CLAIM."""
+    if r is None:
+        return False, "gone", r
+    if r.status in FINAL:
+        return False, r.status, r
+    r = r._replace(cancel=True)
+    if (r.owner is not None and r.owner in live) or (r.status == "submitting" and "cancel_submitting" in rules):
+        return True, r.status, r
+    return True, "cancelled", _final(r, "cancelled", rules, claim=None, owner=None)

@@ -1,0 +1,199 @@
+"""The world as one value, and the canonical form that makes equal futures equal states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from tests.protocol.model.scripts import Rec
+
+#: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it.
+FAULTS = (
+    "crash",
+    "expire",
+    "lost",
+    "cancel",
+    "drain",
+    "retry",
+    "dup",
+    "ttl",
+    "deadline",
+    "pcrash",
+    "drop",
+    "tail",
+    "turn",
+)
+FAULT = {name: i for i, name in enumerate(FAULTS)}
+
+Message = tuple[int, int]  # task, identity (only SQS needs one: a stale handle may delete it)
+Delivery = tuple[int, int, Message]  # uuid, incarnation (-1 on SQS), message
+SQS = -1
+
+
+class Cfg(NamedTuple):
+    """A scenario. `workers[i]` is the process that slot i belongs to; `killer`: how many workers task 0 may kill."""
+
+    name: str
+    tasks: int
+    workers: tuple[int, ...]
+    length: int
+    limit: int
+    plain: bool
+    sqs: bool
+    split: bool
+    differ: bool
+    reader: bool
+    rival: bool
+    killer: int
+    sent: bool
+    budget: tuple[int, ...]
+
+    @property
+    def counting(self) -> bool:
+        """Returns and claims are counted only where few faults reach the limit: elsewhere nobody reads them."""
+        return self.limit < 9
+
+
+class Slot(NamedTuple):
+    """A worker's slot: what it does next (`pc`), message, delivery, claim, the text it has seen, and what it was told:
+    `condemned` by FETCH, or `dead` where the task was given up."""
+
+    pc: str
+    msg: Any = None
+    d: Any = None
+    c: Any = None
+    prefix: tuple[Any, ...] = ()
+    note: str = ""
+
+
+class Ghost(NamedTuple):
+    """What only the checker knows of a task. `excused`: its owner was lost before SETTLE, so that links may go out
+    again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept."""
+
+    accepted: bool
+    final: str | None = None
+    cancelled: bool = False
+    links: int = 0
+    excused: bool = False
+    unlisted: bool = False
+    bad: str = ""
+
+
+class State(NamedTuple):
+    """`lb`, `ls`: incarnations whose lease is alive on broker and store. `prods[p]`: producer p, of task p % tasks."""
+
+    queue: tuple[Message, ...]
+    infl: frozenset[Delivery]
+    lb: frozenset[int]
+    ls: frozenset[int]
+    incs: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    recs: tuple[Rec | None, ...]
+    ghosts: tuple[Ghost, ...]
+    prods: tuple[str, ...]
+    sweep: tuple[str, int] | None
+    reader: Any
+    reaped: tuple[int, ...]
+    dead: frozenset[int]
+    kills: int
+    budget: tuple[int, ...]
+
+
+IDLE = Slot("idle")
+
+
+def fresh(used: Iterable[Any]) -> int:
+    taken, n = set(used), 1
+    while n in taken:
+        n += 1
+    return n
+
+
+def put(t: tuple[Any, ...], i: int, v: Any) -> tuple[Any, ...]:
+    return (*t[:i], v, *t[i + 1 :])
+
+
+def enqueue(q: tuple[Message, ...], *messages: Message) -> tuple[Message, ...]:
+    """The order in a queue is not modelled: any message may be the next one fetched."""
+    return tuple(sorted(q + messages))
+
+
+def without(q: tuple[Message, ...], m: Message) -> tuple[Message, ...]:
+    i = q.index(m)
+    return q[:i] + q[i + 1 :]
+
+
+def message(s: State, cfg: Cfg, t: int) -> Message:
+    if not cfg.sqs:
+        return (t, 0)
+    return (t, fresh({m[1] for m in s.queue} | {e[2][1] for e in s.infl} | {p.msg[1] for p in s.slots if p.msg}))
+
+
+def spend(s: State, fault: str) -> tuple[int, ...] | None:
+    """The budget after one such fault; None where none is left."""
+    i = FAULT[fault]
+    return put(s.budget, i, s.budget[i] - 1) if s.budget[i] else None
+
+
+def toxic(s: State, cfg: Cfg, p: Slot) -> bool:
+    """Whoever holds this slot's message dies of decoding it: before CLAIM, or after it where it came condemned."""
+    return (
+        cfg.killer > 0
+        and not s.budget[FAULT["turn"]]
+        and p.msg is not None
+        and p.msg[0] == 0
+        and (p.pc == "run" or (p.pc == "got" and p.note != "condemned"))
+    )
+
+
+def is_suspect(s: State, cfg: Cfg, t: int) -> bool:
+    """One more return and the task is condemned."""
+    return cfg.counting and 0 < s.reaped[t] >= cfg.limit - 1
+
+
+KEEPS_PREFIX = ("got", "run", "fin", "popped")
+KEEPS_CLAIM = ("release_back", "release_ack", "release_end", "retry_pub", "retry_ack")
+
+
+def _slot(p: Slot) -> Slot:
+    if p.pc == "idle":
+        return IDLE
+    if p.pc in KEEPS_PREFIX:
+        return p
+    return p._replace(c=p.c if p.pc in KEEPS_CLAIM else None, prefix=())
+
+
+def canon(s: State, cfg: Cfg) -> State:
+    """Rename identifiers by where they stand, and forget what no step reads."""
+    slots = tuple(map(_slot, s.slots))
+    inc: dict[Any, Any] = {None: None, SQS: SQS, **{n: i + 1 for i, n in enumerate(s.incs)}}
+    owners = [r.owner if r else None for r in s.recs]
+    strangers = (s.lb | s.ls | {e[1] for e in s.infl} | set(owners)) - set(inc)
+    if len(strangers) > 1:
+        held: dict[Any, list[Message]] = {n: sorted(e[2] for e in s.infl if e[1] == n) for n in strangers}
+        ordered = sorted(strangers, key=lambda n: (n in s.lb, n in s.ls, [o == n for o in owners], held[n]))
+    else:
+        ordered = list(strangers)
+    for n in ordered:
+        inc[n] = len(inc) - 1
+    d: dict[Any, Any] = {None: None}
+    c: dict[Any, Any] = {None: None}
+    for p in slots:
+        d.setdefault(p.d, len(d))
+        c.setdefault(p.c, len(c))
+    for e in sorted(s.infl, key=lambda e: (inc[e[1]], e[2])):
+        d.setdefault(e[0], len(d))
+    for r in s.recs:
+        if r:
+            c.setdefault(r.claim, len(c))
+    return s._replace(
+        slots=tuple(p if p is IDLE else p._replace(d=d[p.d], c=c[p.c]) for p in slots),
+        incs=tuple(inc[n] for n in s.incs),
+        lb=frozenset(inc[n] for n in s.lb),
+        ls=frozenset(inc[n] for n in s.ls),
+        infl=frozenset((d[e[0]], inc[e[1]], e[2]) for e in s.infl),
+        recs=tuple(
+            r and r._replace(claim=c[r.claim], owner=inc[r.owner], claims=min(r.claims, 1) if cfg.counting else 0)
+            for r in s.recs
+        ),
+    )

@@ -1,0 +1,205 @@
+"""One worker slot: FETCH, CLAIM, APPEND ..., FINISH, tracer, SETTLE, ACK, and every way out of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.protocol.model import scripts
+from tests.protocol.model.scripts import FINAL, Rec, Rules
+from tests.protocol.model.state import (
+    IDLE,
+    SQS,
+    Cfg,
+    Slot,
+    State,
+    enqueue,
+    fresh,
+    is_suspect,
+    message,
+    put,
+    toxic,
+    without,
+)
+
+Step = tuple[str, Slot, State]  # label, the slot after it, the world after it (without that slot)
+
+
+def store(s: State, t: int, r: Rec | None) -> State:
+    """The record after a script, with its publications and the checker's memory of first finals."""
+    old, g, reader = s.recs[t], s.ghosts[t], s.reader
+    if r is old:
+        return s
+    if r is not None:
+        if old is None and g.final and not g.bad:
+            g = g._replace(bad="S2 a finished task's record was made again")
+        if r.status in FINAL and g.final is None:
+            g = g._replace(final=r.status)
+    if t == 0 and reader and reader[0] in ("replay", "follow") and r is not None and old is not None:
+        news: tuple[tuple[str, int, object], ...] = ()
+        if len(r.stream) > len(old.stream):
+            news += (("tok", len(old.stream), r.stream[-1]),)
+        if r.end and not old.end:
+            news += (("end", len(r.stream), None),)
+        if news:
+            reader = (reader[0], reader[1] + news, reader[2], reader[3])
+    return s._replace(recs=put(s.recs, t, r), ghosts=put(s.ghosts, t, g), reader=reader)
+
+
+def haunt(s: State, t: int, **changes: Any) -> State:
+    return s._replace(ghosts=put(s.ghosts, t, s.ghosts[t]._replace(**changes)))
+
+
+def take_back(s: State, cfg: Cfg, p: Slot, rules: Rules, keep: bool) -> list[State]:
+    """ACK and BACK by delivery. On SQS a stale handle may or may not delete the message."""
+    hit = [e for e in s.infl if (e[0] == p.d if "ack_uuid" in rules or cfg.sqs else e[2] == p.msg)][:1]
+    if not hit:
+        outs = [s]
+    else:
+        after = s._replace(infl=s.infl - {hit[0]})
+        if keep:
+            after = after._replace(queue=enqueue(s.queue, hit[0][2]))
+        else:
+            after = after._replace(reaped=put(s.reaped, p.msg[0], 0))
+            if p.note == "dead" and "ack_reason" in rules:
+                after = after._replace(dead=s.dead | {p.msg[0]})
+        outs = [after]
+    if cfg.sqs and not hit and not keep:
+        gone = frozenset(e for e in s.infl if e[2] != p.msg)
+        outs.append(s._replace(infl=gone, queue=tuple(m for m in s.queue if m != p.msg)))
+    return outs
+
+
+def slot_steps(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """The steps that slot i may take; the caller adds, to each, the variant whose reply is lost."""
+    p, inc = s.slots[i], s.incs[cfg.workers[i]]
+    if p.pc in ("idle", "refetch"):
+        yield from _fetch(s, p, inc, cfg, rules)
+    elif toxic(s, cfg, p):
+        return  # its only step is its worker's death
+    elif p.pc == "popped":
+        yield "enter in flight", p._replace(pc="got"), s._replace(infl=s.infl | {(p.d, inc, p.msg)})
+    elif p.pc == "got":
+        yield from _claim(s, p, inc, cfg, rules)
+    elif p.pc == "run" and len(p.prefix) < cfg.length:
+        yield _append(s, p, i, cfg, rules)
+    elif p.pc in ("run", "fin"):
+        yield _finish(s, p, rules)
+    else:
+        yield from _put_down(s, p, cfg, rules)
+
+
+def _fetch(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    again = p.pc == "refetch"
+    if inc not in s.lb and not cfg.sqs:
+        if again:
+            yield "FETCH again -> lost", IDLE, s
+        return
+    c = fresh({q.c for q in s.slots} | {r.claim for r in s.recs if r})
+    have = [e for e in s.infl if e[0] == p.d] if again else []
+    if have:
+        t = have[0][2][0]
+        yield "FETCH again", Slot("got", have[0][2], p.d, c, (), _told(s, t, cfg, rules)), s
+        return
+    d = p.d or fresh({e[0] for e in s.infl} | {q.d for q in s.slots})
+    holds_suspect = "suspect_alone" in rules and any(e[1] == inc and is_suspect(s, cfg, e[2][0]) for e in s.infl)
+    for m in sorted(set(s.queue)):
+        if holds_suspect and is_suspect(s, cfg, m[0]):
+            continue
+        left = s._replace(queue=without(s.queue, m))
+        if "fetch_atomic" not in rules:
+            yield f"pop task {m[0]}", Slot("popped", m, d, c), left
+        else:
+            got = left._replace(infl=s.infl | {(d, SQS if cfg.sqs else inc, m)})
+            yield f"FETCH task {m[0]}", Slot("got", m, d, c, (), _told(s, m[0], cfg, rules)), got
+    if again and not s.queue:
+        yield "FETCH again: empty", IDLE, s
+
+
+def _told(s: State, t: int, cfg: Cfg, rules: Rules) -> str:
+    return "condemned" if cfg.counting and s.reaped[t] >= cfg.limit and "condemned_first" in rules else ""
+
+
+def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    t = p.msg[0]
+    r = s.recs[t]
+    made = scripts.QUEUED if cfg.plain else None
+    answer, r2 = scripts.claim(r, p.c, inc, s.ls, rules, limit=cfg.limit, made=made, condemned=p.note == "condemned")
+    s2 = store(s, t, r2)
+    if (
+        answer in ("go", "settle")
+        and r2
+        and r2.claim == p.c
+        and (r is None or r.claim != p.c)
+        and not (r and r.status in FINAL)
+    ):
+        s2 = haunt(s2, t, excused=inc not in s.ls)
+    back = "back" if "not_busy_back" in rules else "hold"
+    pc = {
+        "go": "run",
+        "settle": "trace",
+        "done": "ack",
+        "lost": back,
+        "busy": back if "busy_no_ack" in rules else "ack",
+    }[answer]
+    note = "dead" if answer == "settle" and r2 and r2.why == "dead" else ""
+    yield f"CLAIM -> {answer}", p._replace(pc=pc, prefix=r2.stream if answer == "go" and r2 else (), note=note), s2
+
+
+def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
+    t, n = p.msg[0], len(p.prefix)
+    r, token = s.recs[t], i if cfg.differ else n
+    answer, at, r2 = scripts.append(r, p.c, 0, n, (token,), rules)
+    s2 = store(s, t, r2)
+    if r and r2 is not r and not s.ghosts[t].bad:
+        if r.end or r.status in FINAL:
+            s2 = haunt(s2, t, bad="S6 token after the terminal entry")
+        elif r.stream != p.prefix:
+            s2 = haunt(s2, t, bad="S1 token on top of a text its author never saw")
+    after = {
+        "ok": p._replace(prefix=(*p.prefix, token)),
+        "resend": p._replace(prefix=p.prefix[:at]),
+        "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
+        "cancel": p._replace(pc="fin"),
+    }[answer]
+    return f"APPEND {n} -> {answer}", after, s2
+
+
+def _finish(s: State, p: Slot, rules: Rules) -> Step:
+    t = p.msg[0]
+    r, g = s.recs[t], s.ghosts[t]
+    if "tracer_after" not in rules and p.pc == "run":
+        return "tracer", p._replace(pc="fin"), haunt(s, t, links=min(g.links + 1, 2))
+    if "end_in_script" not in rules and r and r.claim == p.c and not r.end:
+        return "APPEND terminal entry", p, store(s, t, r._replace(end="completed"))
+    answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules)
+    after = {
+        "won": p._replace(pc="trace" if "tracer_after" in rules else "settle"),
+        "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
+        "resend": p._replace(pc="run", prefix=p.prefix[: len(r.stream)] if r else ()),
+    }[answer]
+    return f"FINISH -> {answer}", after, store(s, t, r2)
+
+
+def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    t = p.msg[0]
+    r = s.recs[t]
+    if p.pc == "trace":
+        yield "tracer: result, links", p._replace(pc="settle"), haunt(s, t, links=min(s.ghosts[t].links + 1, 2))
+    elif p.pc == "settle":
+        yield "SETTLE", p._replace(pc="ack"), store(s, t, scripts.settle(r)[1])
+    elif p.pc in ("release_back", "release_ack"):
+        yield "RELEASE", p._replace(pc=p.pc[8:]), store(s, t, scripts.release(r, p.c, rules)[1])
+    elif p.pc == "release_end":
+        yield "RELEASE", IDLE, store(s, t, scripts.release(r, p.c, rules)[1])
+    elif p.pc == "retry_pub":
+        pc = "release_ack" if "retry_order" in rules else "release_end"
+        yield "publish retry copy", p._replace(pc=pc), s._replace(queue=enqueue(s.queue, message(s, cfg, t)))
+    elif p.pc == "retry_ack":  # the wrong order: ACK, then publish
+        for after in take_back(s, cfg, p, rules, False):
+            yield "ACK", p._replace(pc="retry_pub"), after
+    elif p.pc in ("ack", "back"):
+        for after in take_back(s, cfg, p, rules, p.pc == "back"):
+            yield p.pc.upper(), IDLE, after
+    elif p.pc == "hold":
+        yield "keeps the delivery, does nothing", IDLE, s

@@ -1,0 +1,150 @@
+"""Every step that may come next: of slots, leases, the reaper, and all that is outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.protocol.model.outside import client_steps, fault_steps, producer_steps, sweeper_steps
+from tests.protocol.model.reader import reader_steps
+from tests.protocol.model.scripts import QUEUED, Rules
+from tests.protocol.model.state import IDLE, SQS, Cfg, Ghost, Slot, State, enqueue, fresh, put, spend, toxic
+from tests.protocol.model.worker import slot_steps, take_back
+
+Step = tuple[str, bool, State]  # label, fair?, the world after it
+
+
+def start(cfg: Cfg) -> State:
+    incs = tuple(range(1, max(cfg.workers) + 2))
+    sent = cfg.sent  # start where the producers have done their part
+    return State(
+        queue=tuple((t, t) if cfg.sqs else (t, 0) for t in range(cfg.tasks)) if sent else (),
+        infl=frozenset(),
+        lb=frozenset(incs),
+        ls=frozenset(incs),
+        incs=incs,
+        slots=(IDLE,) * len(cfg.workers),
+        recs=(QUEUED if sent else None,) * cfg.tasks,
+        ghosts=(Ghost(sent),) * cfg.tasks,
+        prods=("done" if sent else "send" if cfg.plain else "admit",) * (cfg.tasks * (1 + cfg.rival)),
+        sweep=None,
+        reader=("new", (), (), False) if cfg.reader else None,
+        reaped=(0,) * cfg.tasks,
+        dead=frozenset(),
+        kills=0,
+        budget=cfg.budget,
+    )
+
+
+def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    for i in range(len(s.slots)):
+        yield from _slot(s, i, cfg, rules)
+    for w, inc in enumerate(s.incs):
+        yield from _process(s, w, inc, cfg)
+    yield from _leases(s, cfg)
+    yield from _returns(s, cfg, rules)
+    for p in range(len(s.prods)):
+        if s.prods[p] != "done":
+            yield from producer_steps(s, p, cfg, rules)
+    yield from sweeper_steps(s, cfg, rules)
+    for t in range(cfg.tasks):
+        yield from client_steps(s, t, rules)
+        yield from fault_steps(s, t, cfg, rules)
+    if s.reader:
+        yield from reader_steps(s, rules)
+    if b := spend(s, "turn"):
+        yield "from now on task 0 kills whoever decodes it", False, s._replace(budget=b)
+
+
+def _slot(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    p, lost = s.slots[i], spend(s, "lost")
+    me = f"slot{i}(inc{s.incs[cfg.workers[i]]}) "
+    for label, after, s2 in slot_steps(s, i, cfg, rules):
+        yield me + label, True, s2._replace(slots=put(s.slots, i, after))
+        if lost and p.pc not in ("hold", "trace", "popped"):
+            again = p
+            if p.pc == "idle":
+                again = Slot("refetch", d=after.d) if "fetch_idem" in rules and not cfg.sqs else IDLE
+            yield me + label + ", reply lost", False, s2._replace(slots=put(s.slots, i, again), budget=lost)
+    if p.pc != "run" or toxic(s, cfg, p):
+        return
+    for fault, pc in (("drain", "release_back"), ("retry", "retry_pub" if "retry_order" in rules else "retry_ack")):
+        if b := spend(s, fault):
+            yield me + fault, False, s._replace(slots=put(s.slots, i, p._replace(pc=pc)), budget=b)
+    if "abandon_ends" not in rules:
+        for after_back in take_back(s, cfg, p, rules, True):
+            yield me + "puts the task down without RELEASE", False, after_back._replace(slots=put(s.slots, i, IDLE))
+
+
+def bereave(s: State, inc: int) -> State:
+    """An incarnation was lost: links of what it owned may go out a second time."""
+    ghosts = tuple(
+        g._replace(excused=True) if r and r.owner == inc and not r.settled else g
+        for r, g in zip(s.recs, s.ghosts, strict=True)
+    )
+    return s._replace(ghosts=ghosts)
+
+
+def reborn(s: State, w: int, cfg: Cfg) -> State:
+    """The worker process w starts again (after a crash, or because its lease was lost) as a new incarnation."""
+    s = bereave(s, s.incs[w])
+    given_up = {p.msg[0] for i, p in enumerate(s.slots) if cfg.workers[i] == w and p.note == "dead"}
+    inc = fresh(set(s.incs) | s.lb | s.ls | {e[1] for e in s.infl} | {r.owner for r in s.recs if r})
+    return s._replace(
+        ghosts=tuple(g._replace(unlisted=True) if t in given_up else g for t, g in enumerate(s.ghosts)),
+        slots=tuple(IDLE if cfg.workers[i] == w else p for i, p in enumerate(s.slots)),
+        incs=put(s.incs, w, inc),
+        lb=s.lb | {inc},
+        ls=s.ls | {inc},
+    )
+
+
+def _process(s: State, w: int, inc: int, cfg: Cfg) -> Iterator[Step]:
+    mine = [p for i, p in enumerate(s.slots) if cfg.workers[i] == w]
+    if any(toxic(s, cfg, p) for p in mine):
+        dead = reborn(s, w, cfg)
+        yield f"worker {w} (inc{inc}) dies of task 0", True, dead._replace(kills=min(s.kills + 1, cfg.killer + 1))
+    if (b := spend(s, "crash")) and any(p != IDLE for p in mine):
+        yield f"crash of worker {w} (inc{inc})", False, reborn(s, w, cfg)._replace(budget=b)
+    if inc not in s.lb or inc not in s.ls:
+        yield f"worker {w} learns that inc{inc} is over", True, reborn(s, w, cfg)
+    if (b := spend(s, "expire")) and (s.queue or s.infl):
+        if inc in s.ls:
+            both = s._replace(ls=s.ls - {inc}, lb=s.lb if cfg.split else s.lb - {inc}, budget=b)
+            yield f"store lease of live inc{inc} lapses", False, bereave(both, inc)
+        if cfg.split and inc in s.lb and not cfg.sqs:
+            yield f"broker lease of live inc{inc} lapses", False, s._replace(lb=s.lb - {inc}, budget=b)
+
+
+def _leases(s: State, cfg: Cfg) -> Iterator[Step]:
+    for inc in (s.lb | s.ls) - set(s.incs):
+        if not cfg.split:
+            yield f"lease of dead inc{inc} lapses", True, s._replace(lb=s.lb - {inc}, ls=s.ls - {inc})
+            continue
+        if inc in s.lb:
+            yield f"broker lease of dead inc{inc} lapses", True, s._replace(lb=s.lb - {inc})
+        if inc in s.ls:
+            yield f"store lease of dead inc{inc} lapses", True, s._replace(ls=s.ls - {inc})
+
+
+def _returns(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """REAP; on SQS a lapsed visibility: at any time as a fault, for nothing once no one holds the delivery."""
+    if cfg.sqs:
+        held = {p.d for p in s.slots}
+        for e in s.infl:
+            b = s.budget if e[0] not in held else spend(s, "dup")
+            if b is not None:
+                s2 = s._replace(infl=s.infl - {e}, queue=enqueue(s.queue, e[2]), budget=b)
+                yield f"visibility of task {e[2][0]} lapses", e[0] not in held, s2
+        return
+    for inc in {e[1] for e in s.infl} - s.lb - {SQS}:
+        mine = [e for e in s.infl if e[1] == inc]
+        tasks, reaped = {e[2][0] for e in mine}, s.reaped
+        if cfg.counting and "reap_counts" in rules:
+            for e in mine:
+                reaped = put(reaped, e[2][0], min(reaped[e[2][0]] + 1, cfg.limit))
+        back = enqueue(s.queue, *(e[2] for e in mine))
+        ghosts = tuple(
+            g._replace(unlisted=True) if t in tasks and r and r.why == "dead" else g
+            for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True))
+        )
+        yield f"REAP inc{inc}", True, s._replace(infl=s.infl - set(mine), queue=back, reaped=reaped, ghosts=ghosts)

@@ -1,0 +1,60 @@
+"""The protocol's model is clean, and each of its rules is needed.
+
+What runs here is small enough for every test run; `python -m tests.protocol.model` (and `--mutants`) checks all of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.protocol.model import ALL, RULES, SCENARIOS, explore
+from tests.protocol.model.scenarios import with_faults
+
+SMALL = {
+    "crash": with_faults(SCENARIOS["crash"], crash=1, expire=1),
+    "lost": with_faults(SCENARIOS["lost"], lost=1, crash=1),
+    "cancel": with_faults(SCENARIOS["cancel"], cancel=1, expire=1),
+    "drain": with_faults(SCENARIOS["drain"], drain=1, lost=1),
+    "retry": with_faults(SCENARIOS["retry"], retry=1, crash=1),
+    "producer": with_faults(SCENARIOS["producer"], pcrash=1, cancel=1),
+    "eager-producer": with_faults(SCENARIOS["eager-producer"], pcrash=1, cancel=1),
+    "split": with_faults(SCENARIOS["split"], expire=2),
+    "poison": with_faults(SCENARIOS["poison"], crash=2),
+    "reader": with_faults(SCENARIOS["reader"], drop=1, crash=1),
+    "sqs": with_faults(SCENARIOS["sqs"], dup=1, crash=1),
+    "two": with_faults(SCENARIOS["two"], crash=1),
+    **{
+        name: SCENARIOS[name]
+        for name in (
+            "rival",
+            "killer",
+            "killer-copies",
+            "killer-plain",
+            "turned",
+            "innocent",
+            "innocent-both",
+            "sqs-lost",
+        )
+    },
+}
+
+#: Rules whose absence shows in these small worlds; the command shows it for all.
+NEEDED = [name for name, rule in RULES.items() if rule.scenario in SMALL]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_history_keeps_the_invariants_and_ends_well(name: str) -> None:
+    verdict = explore(SMALL[name])
+    assert not verdict.says, "\n".join([verdict.says, *verdict.trace])
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_without_the_rule_something_breaks(name: str) -> None:
+    rule = RULES[name]
+    verdict = explore(SMALL[rule.scenario], ALL - {name, *rule.behind}, limit=20_000)
+    assert verdict.says[:1] == "S", f"nothing broke without: {rule.says}"
+
+
+def test_every_rule_names_a_scenario_that_shows_it() -> None:
+    assert {rule.scenario for rule in RULES.values()} <= set(SCENARIOS)
+    assert all(set(rule.behind) <= ALL for rule in RULES.values())
