@@ -1,7 +1,9 @@
 """An engine without a model: tokens are a pure function of (seed, choice, index), so that any interruption shows.
 
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
-STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well).
+STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
+requests that is true, by their seeds; unset: of all). A prompt that contains DEADLY
+kills the process in the step of its first token.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from engine.errors import RequestError
 from engine.request import Event, Request
 
 VOCABULARY = 1000
+DEADLY = 666
 WORDS = [f" w{i}" for i in range(VOCABULARY)]
 
 
@@ -85,6 +88,7 @@ class StubEngine:
         self.kv_tokens_total = int(os.environ.get("STUB_TOKENS", "1000000"))
         self.step_s = float(os.environ.get("STUB_STEP_S", "0"))
         self.faults = int(os.environ.get("STUB_FAULTS", "0"))
+        self.fault_seeds = os.environ.get("STUB_FAULT_SEEDS")
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -153,8 +157,11 @@ class StubEngine:
         self._steps += 1
         for key, running in list(self._running.items()):
             request = running.request
+            if DEADLY in request.prompt_ids:
+                os._exit(9)
             seed = request.params.seed or 0
-            fault = self._failed.get(str(seed), 0) < self.faults
+            faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
+            fault = faulty and self._failed.get(str(seed), 0) < self.faults
             for choice in range(request.params.n):
                 index = running.done[choice]
                 finished = index >= running.target
