@@ -29,6 +29,8 @@ class Sdpa(Reference):
         for group in batch.groups:
             sequences, length = len(group.kv_lens), group.query_len
             keys, values = self.gather(cache, group)
+            if group.is_fresh:
+                keys, values = keys[:, :, :length], values[:, :, :length]
             q = query[group.rows]
             if length == 1:
                 # The query heads of one KV head become its queries: K and V are read once for all of them.
@@ -36,8 +38,6 @@ class Sdpa(Reference):
                 o = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask, scale=scale)
                 out[group.rows] = o.reshape(sequences, heads, head_dim)
                 continue
-            if group.is_fresh:
-                keys, values = keys[:, :, :length], values[:, :, :length]
             o = F.scaled_dot_product_attention(
                 q.view(sequences, length, heads, head_dim).transpose(1, 2),
                 keys,

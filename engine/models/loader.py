@@ -68,13 +68,10 @@ def locate(folder: Path) -> dict[str, Path]:
     held: dict[str, set[str]] = {}
     files = {}
     for name, shard in shard_of.items():
-        if (
-            not isinstance(shard, str)
-            or Path(shard).name != shard
-            or "\\" in shard
-            or not shard.endswith(".safetensors")
-        ):
-            raise ModelError(f"{index}: {name} is said to be in {shard!r}, which is not the name of a file beside it")
+        if not isinstance(shard, str) or not _is_plain_name(shard):
+            raise ModelError(
+                f"{index}: {name} is said to be in {shard!r}, which is not the name of a safetensors file beside it"
+            )
         path = folder / shard
         if shard not in held:
             if not path.is_file():

@@ -1,0 +1,183 @@
+"""Every kernel set against formulas in float64, and against the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import AttentionBatch, AttentionGroup, Kernels, select, visibility
+from engine.kernels.cpu import Cpu
+from engine.kernels.reference import Reference
+from engine.kernels.sdpa import Sdpa
+
+BLOCK = 8
+
+
+@pytest.fixture(params=[Reference, Sdpa, Cpu])
+def kernels(request: pytest.FixtureRequest, device: torch.device) -> Kernels:
+    if request.param is Cpu and device.type != "cpu":
+        pytest.skip("the cpu set runs on CPUs alone")
+    return request.param(torch.float32)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_rms_norm_is_its_formula(kernels: Kernels, device: torch.device) -> None:
+    x, weight = noise(5, 48), noise(48, seed=1)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    found = kernels.rms_norm(x.to(device), weight.to(device), 1e-5)
+    torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_add_rms_norm_is_the_norm_of_the_sum_and_the_sum(kernels: Kernels, device: torch.device) -> None:
+    x, residual, weight = (noise(3, 32, seed=s).to(device) for s in range(3))
+    total = x + residual
+    normed, summed = kernels.add_rms_norm(x.clone(), residual.clone(), weight[0], 1e-6)
+    torch.testing.assert_close(summed, total)
+    torch.testing.assert_close(normed, kernels.rms_norm(total, weight[0], 1e-6))
+
+
+def test_rope_turns_pairs_as_complex_numbers(kernels: Kernels, device: torch.device) -> None:
+    x = noise(4, 3, 16)
+    angles = noise(4, 1, 8, seed=1).double() * 3
+    cos, sin = angles.cos(), angles.sin()
+    turned = torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(torch.ones_like(angles), angles)
+    found = kernels.rope(
+        x.to(device), torch.cat((cos, cos), -1).float().to(device), torch.cat((-sin, sin), -1).float().to(device)
+    )
+    expected = torch.cat((turned.real, turned.imag), -1).float()
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_silu_mul_is_its_formula(kernels: Kernels, device: torch.device) -> None:
+    x = noise(6, 24)
+    gate, up = x.double().split(12, -1)
+    expected = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(kernels.silu_mul(x.to(device)).cpu().double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("biased", [False, True])
+def test_prepared_linear_is_the_product(kernels: Kernels, device: torch.device, rows: int, biased: bool) -> None:
+    x, weight, bias = noise(rows, 40), noise(24, 40, seed=1), noise(24, seed=2) if biased else None
+    linear = kernels.prepare_linear(weight.to(device), None if bias is None else bias.to(device))
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(linear(x.to(device)).cpu().double(), expected, atol=1e-4, rtol=1e-4)
+
+
+class Paged:
+    """Sequences in a shuffled paged cache, and the same keys and values laid out plainly."""
+
+    def __init__(self, shapes: list[tuple[int, tuple[int, ...]]], heads: int, kv_heads: int, head_dim: int) -> None:
+        """`shapes`: for each group the query length and the context lengths."""
+        total = sum(-(-n // BLOCK) for _, lens in shapes for n in lens)
+        self.zero_block = total
+        free = torch.randperm(total, generator=torch.Generator().manual_seed(5)).tolist()
+        tokens = sum(query * len(lens) for query, lens in shapes)
+        self.query = noise(tokens, heads, head_dim, seed=6)
+        # What no sequence owns must not matter: leave rubbish there, except in the block that pads.
+        self.cache = torch.full((2, total + 1, BLOCK, kv_heads, head_dim), 1e4)
+        self.cache[:, total] = 0
+        self.plain: list[tuple[slice, Tensor, Tensor]] = []
+        groups, writes = [], []
+        row = 0
+        for query, lens in shapes:
+            width = max(-(-n // BLOCK) for n in lens)
+            tables = torch.full((len(lens), width), self.zero_block)
+            first = row
+            for i, n in enumerate(lens):
+                own = [free.pop() for _ in range(-(-n // BLOCK))]
+                tables[i, : len(own)] = torch.tensor(own)
+                keys, values = noise(2, n, kv_heads, head_dim, seed=row + 10)
+                slots = torch.tensor([own[p // BLOCK] * BLOCK + p % BLOCK for p in range(n)])
+                writes.append((slots, keys, values))
+                self.plain.append((slice(row, row + query), keys, values))
+                row += query
+            fresh = all(n == query for n in lens)
+            mask = None if fresh else visibility(torch.tensor(lens), query, width * BLOCK)
+            groups.append(AttentionGroup(first, query, lens, tables, mask))
+        self.groups = tuple(groups)
+        self.writes = writes
+
+    def attend(self, kernels: Kernels, device: torch.device) -> Tensor:
+        cache = self.cache.to(device)
+        for slots, keys, values in self.writes:
+            kernels.write_kv(keys.to(device), values.to(device), cache, slots.to(device))
+        groups = tuple(
+            AttentionGroup(
+                g.row,
+                g.query_len,
+                g.kv_lens,
+                g.block_tables.to(device),
+                None if g.mask is None else g.mask.to(device),
+            )
+            for g in self.groups
+        )
+        batch = AttentionBatch(torch.empty(0), groups)
+        return kernels.paged_attention(self.query.to(device), cache, batch, self.query.shape[-1] ** -0.5).cpu()
+
+    def expected(self) -> Tensor:
+        """Softmax attention one query at a time, in float64."""
+        out = torch.empty_like(self.query, dtype=torch.float64)
+        heads, head_dim = self.query.shape[1:]
+        for rows, keys, values in self.plain:
+            share = heads // keys.shape[1]
+            for j in range(rows.start, rows.stop):
+                seen = len(keys) - (rows.stop - 1 - j)
+                for h in range(heads):
+                    k, v = keys[:seen, h // share].double(), values[:seen, h // share].double()
+                    weights = (k @ self.query[j, h].double() / math.sqrt(head_dim)).softmax(0)
+                    out[j, h] = weights @ v
+        return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 8), (4, 1, 32)])
+def test_attention_over_blocks_is_plain_attention(
+    kernels: Kernels, device: torch.device, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    shapes = [
+        (1, (1,)),  # a first token
+        (1, (9, 16, 23)),  # decodes, padded to the longest
+        (5, (5, 5)),  # fresh prompts
+        (3, (3, 11)),  # one fresh, one behind cached tokens
+        (12, (29,)),  # a chunk in the middle of a prompt
+    ]
+    paged = Paged(shapes, heads, kv_heads, head_dim)
+    torch.testing.assert_close(paged.attend(kernels, device).double(), paged.expected(), atol=1e-5, rtol=1e-4)
+
+
+def test_scratch_memory_of_one_call_does_not_leak_into_the_next() -> None:
+    kernels = Cpu(torch.float32)
+    cpu = torch.device("cpu")
+    large, small = Paged([(1, (40, 37))], 4, 2, 16), Paged([(1, (3,)), (2, (9,))], 4, 2, 16)
+    for paged in (small, large, small):
+        torch.testing.assert_close(paged.attend(kernels, cpu).double(), paged.expected(), atol=1e-5, rtol=1e-4)
+
+
+def test_visibility_lets_each_query_see_up_to_itself() -> None:
+    mask = visibility(torch.tensor([3, 5]), 2, 6)
+    assert mask[:, 0].long().tolist() == [
+        [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]],
+        [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]],
+    ]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_bfloat16_is_computed_in_float32_where_the_cpu_only_emulates_it(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    chosen = select(torch.device("cpu"), torch.bfloat16)
+    assert (chosen.name, chosen.compute_dtype) == ("cpu", torch.bfloat16 if native else torch.float32)
+
+
+def test_an_accelerator_computes_in_the_dtype_of_the_weights() -> None:
+    chosen = select(torch.device("cuda"), torch.bfloat16)
+    assert (chosen.name, chosen.compute_dtype) == ("sdpa", torch.bfloat16)

@@ -1,0 +1,151 @@
+"""Checkpoints whole, sharded, broken and hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ModelError
+from engine.models import load_model
+from engine.models.loader import INDEX, SINGLE, load_weights, locate
+from tests.engine.random_models import BASE, tensors, write_model
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.1.self_attn.k_proj.weight"
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Apply `change` to the checkpoint's tensors."""
+    held = load_file(folder / SINGLE)
+    change(held)
+    save_file(held, folder / SINGLE)
+
+
+def places(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(tensor.shape) for name, tensor in load_file(folder / SINGLE).items()}
+
+
+def test_every_tensor_comes_as_it_is_stored(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    targets = places(tmp_path)
+    load_weights(tmp_path, targets, torch.float32, lambda name: False)
+    for name, tensor in tensors(BASE).items():
+        assert torch.equal(targets[name], tensor)
+
+
+def test_shards_hold_the_same_as_one_file(tmp_path: Path) -> None:
+    write_model(tmp_path / "one")
+    write_model(tmp_path / "three", shards=3)
+    targets, sharded = places(tmp_path / "one"), places(tmp_path / "one")
+    load_weights(tmp_path / "one", targets, torch.float32, lambda name: False)
+    load_weights(tmp_path / "three", sharded, torch.float32, lambda name: False)
+    assert all(torch.equal(targets[name], sharded[name]) for name in targets)
+
+
+def test_weights_are_rounded_to_the_dtype_also_in_wider_places(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    targets = places(tmp_path)
+    load_weights(tmp_path, targets, torch.bfloat16, lambda name: False)
+    assert torch.equal(targets[LAYER], tensors(BASE)[LAYER].bfloat16().float())
+    assert not torch.equal(targets[LAYER], tensors(BASE)[LAYER])
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    rewrite(tmp_path, lambda held: held.pop(LAYER))
+    with pytest.raises(ModelError, match=LAYER):
+        load_model(tmp_path, "auto", CPU)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    rewrite(tmp_path, lambda held: held.update({LAYER: torch.zeros(32, 63)}))
+    with pytest.raises(ModelError, match=rf"{LAYER} has shape \[32, 63\].*\[32, 64\]"):
+        load_model(tmp_path, "auto", CPU)
+
+
+def test_a_tensor_that_nothing_uses_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    rewrite(tmp_path, lambda held: held.update({name: torch.zeros(64)}))
+    with pytest.raises(ModelError, match=f"does not use: {name}"):
+        load_model(tmp_path, "auto", CPU)
+
+
+def test_leftovers_of_older_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    leftovers = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        "lm_head.weight": torch.zeros(320, 64),
+    }
+    rewrite(tmp_path, lambda held: held.update(leftovers))
+    load_model(tmp_path, "auto", CPU)
+
+
+def test_integers_are_not_weights(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    rewrite(tmp_path, lambda held: held.update({LAYER: torch.zeros(32, 64, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=rf"{LAYER} is stored as torch.int8"):
+        load_model(tmp_path, "auto", CPU)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 5000, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    write_model(tmp_path)
+    file = tmp_path / SINGLE
+    os.truncate(file, keep if keep >= 0 else file.stat().st_size + keep)
+    with pytest.raises(ModelError, match=f"{file} is truncated or not a safetensors file"):
+        load_model(tmp_path, "auto", CPU)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(ModelError, match=f"neither {SINGLE} nor {INDEX}"):
+        load_model(tmp_path, "auto", CPU)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/secret.safetensors", "..", "", "a\\b.safetensors", "weights.bin", 7, None]
+)
+def test_a_shard_must_be_a_plain_file_name(tmp_path: Path, shard: object) -> None:
+    write_model(tmp_path / "model", shards=2)
+    save_file({LAYER: torch.zeros(32, 64)}, tmp_path / "secret.safetensors")
+    index = tmp_path / "model" / INDEX
+    content = json.loads(index.read_text())
+    content["weight_map"][LAYER] = shard
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="not the name of a safetensors file beside it"):
+        locate(tmp_path / "model")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path, shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00002.safetensors.*is missing"):
+        locate(tmp_path)
+
+
+def test_an_index_that_lies_about_a_shard_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, shards=2)
+    index = tmp_path / INDEX
+    content = json.loads(index.read_text())
+    first, second = sorted(set(content["weight_map"].values()))
+    content["weight_map"][LAYER] = second if content["weight_map"][LAYER] == first else first
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=f"does not hold {LAYER}"):
+        locate(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\x00"])
+def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
+    write_model(tmp_path, shards=2)
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ModelError, match=r"weight.map"):
+        locate(tmp_path)

@@ -1,0 +1,103 @@
+"""config.json: what is served, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import ModelError
+from engine.models import load_model
+from engine.models.settings import DecoderSettings
+from tests.engine.random_models import BASE, LLAMA3_SCALING, write_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*LlamaForCausalLM"),
+        ({"architectures": None}, "supported are LlamaForCausalLM"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic'"),
+        ({"rope_scaling": LLAMA3_SCALING | {"factor": None}}, "lacks factor"),
+        ({"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "must be above"),
+        ({"rope_scaling": "yes"}, "rope_scaling='yes'"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"head_dim": None, "hidden_size": 66}, "hidden_size=66 must be a multiple"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_attention_heads": True}, "num_attention_heads=True"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_model(tmp_path, tokenizer=False)
+    rewritten = BASE | changes
+    (tmp_path / "config.json").write_text(json.dumps(rewritten))
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path, "auto", CPU)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read"), ("[]", "holds a list"), ("\xff", "cannot")])
+def test_a_broken_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path, "auto", CPU)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config.json"):
+        load_model(tmp_path, "auto", CPU)
+
+
+def test_both_spellings_of_rope_settings_mean_the_same() -> None:
+    old = DecoderSettings.read(BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING})
+    theta_inside = {key: value for key, value in BASE.items() if key != "rope_theta"}
+    new = DecoderSettings.read(theta_inside | {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 5e5}})
+    assert old == new
+    assert old.rope_scaling is not None
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    read = DecoderSettings.read({name: BASE[name] for name in needed})
+    assert (read.kv_heads, read.head_dim, read.context_length) == (4, 16, 2048)
+    assert (read.norm_eps, read.rope_theta, read.rope_scaling) == (1e-6, 10000.0, None)
+    assert (read.tied, read.attention_bias, read.mlp_bias) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "auto", torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "float16"}, "auto", torch.float16),
+        ({"dtype": None, "torch_dtype": "torch.float32"}, "auto", torch.float32),
+        ({"dtype": None}, "auto", torch.float32),
+        ({"dtype": "bfloat16"}, "float32", torch.float32),
+    ],
+)
+def test_auto_is_the_dtype_that_config_names(
+    tmp_path: Path, settings: dict[str, Any], asked: str, expected: torch.dtype
+) -> None:
+    write_model(tmp_path, tokenizer=False)
+    (tmp_path / "config.json").write_text(json.dumps(BASE | settings))
+    assert load_model(tmp_path, asked, CPU).dtype == expected
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, tokenizer=False)
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"dtype": "float64"}))
+    with pytest.raises(ModelError, match="'float64' is not supported"):
+        load_model(tmp_path, "auto", CPU)
