@@ -45,7 +45,7 @@ def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
 def attach(app: Celery, runtime: Any) -> None:
     """The pool finds the runtime as `app.penstock`, the transport among its options."""
     app.penstock = runtime
-    app.conf.broker_transport_options = {RUNTIME: runtime, "sep": keys.SEP, "priority_steps": steps()}
+    app.conf.broker_transport_options = {RUNTIME: runtime, "priority_steps": steps()}
 
 
 def steps() -> list[int]:

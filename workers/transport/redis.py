@@ -55,12 +55,16 @@ class Channel(stock.Channel):
     """Task queues go to the intake; whatever is bound to a fanout exchange stays kombu's."""
 
     QoS = QoS
-    sep = keys.SEP
     priority_steps = sorted(priority for _, priority in keys.TIERS.values())
 
     @property
     def runtime(self) -> Any:
         return self.connection.client.transport_options[RUNTIME]
+
+    def _q_for_pri(self, queue: str, pri: int) -> str:
+        # kombu's `sep` also stands in the binding tables, which plain senders read and write: that one stays as it is
+        step = self.priority(pri)
+        return f"{queue}{keys.SEP}{step}" if step else queue
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, *args: Any, **kwargs: Any
