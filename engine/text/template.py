@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -46,7 +46,7 @@ class ChatTemplate:
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """From chat_template.jinja, else tokenizer_config.json's chat_template (of several, the one named "default")."""
+        """From chat_template.jinja, else tokenizer_config.json's chat_template (of several, that named "default")."""
         config = read_object(files, "tokenizer_config.json")
         if "chat_template.jinja" in files:
             try:
@@ -80,7 +80,7 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template was stopped: {error}") from error
         except RequestError:
             raise
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             # A template fails on odd messages in as many ways as Python does.
             raise RequestError(
                 f"the model's chat template does not accept these messages: {error}", param="messages"
@@ -101,7 +101,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _GenerationTag(Extension):
     """`{% generation %}`, with which some templates mark what the assistant says; it changes nothing in the text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    # Declared as jinja2 declares it.
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

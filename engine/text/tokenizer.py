@@ -133,7 +133,7 @@ def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
         backend.encode("a b")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         # A panic in Rust comes as a BaseException that cannot be imported.
         raise ModelError(f"tokenizer.json cannot be used: {error}") from error
     return backend

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+
+
+def test_the_defaults_are_valid_and_cannot_be_changed():
+    config = EngineConfig()
+    assert (config.dtype, config.device, config.max_num_seqs, config.block_size) == ("auto", "auto", 64, 16)
+    with pytest.raises(AttributeError):
+        config.block_size = 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("max_num_seqs", 0),
+        ("max_num_seqs", True),
+        ("max_num_seqs", 2.0),
+        ("max_num_batched_tokens", 0),
+        ("max_num_batched_tokens", 63),
+        ("kv_cache_bytes", 0),
+        ("block_size", 0),
+        ("block_size", "16"),
+        ("max_model_len", 1),
+        ("ageing_s", 0),
+        ("ageing_s", -1.0),
+        ("ageing_s", math.nan),
+        ("ageing_s", math.inf),
+        ("ageing_s", "30"),
+        ("threads", 0),
+        ("seed", -1),
+        ("enable_prefix_caching", "yes"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name_and_value(name, value):
+    with pytest.raises(EngineError, match=name) as caught:
+        EngineConfig(**{name: value})
+    assert repr(value) in str(caught.value)

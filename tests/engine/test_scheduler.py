@@ -1,0 +1,402 @@
+"""The scheduler's decisions, case by case; test_scheduler_histories.py tries them at random."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import EngineError, RequestError
+from engine.params import SamplingParams
+from engine.plan import Sampled, StepPlan
+from engine.request import Event, Request, Tier
+from engine.scheduler import Scheduler
+
+EOS = 9
+
+
+def scheduler(**settings) -> Scheduler:
+    defaults = {
+        "num_blocks": 16,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "eos_token_ids": [EOS],
+        "seed": 1,
+    }
+    return Scheduler(**(defaults | settings))
+
+
+def request(name: str, prompt: int | list[int] = 4, tier: int = Tier.DEFAULT, arrival: float = 0.0, **rest) -> Request:
+    """A prompt given by its length shares no block with that of another name."""
+    if isinstance(prompt, int):
+        prompt = [100 + sum(name.encode()), *range(1, prompt)]
+    known = {key: rest.pop(key) for key in ("resume", "salt", "adapter") if key in rest}
+    return Request(name, prompt, SamplingParams(**rest), tier=tier, arrival=arrival, **known)
+
+
+def step(s: Scheduler, now: float = 0.0, token: int = 1) -> tuple[StepPlan, list[Event]]:
+    plan = s.schedule(now)
+    assert plan is not None
+    events = s.update(plan, [Sampled(token) for row in plan.rows if row.samples], now)
+    s.check_integrity()
+    return plan, events
+
+
+def rows(plan: StepPlan) -> dict[str, tuple[int, int]]:
+    return {row.seq.request.id: (row.start, row.count) for row in plan.rows}
+
+
+def test_a_prompt_and_its_decode_become_one_event_a_token_and_free_everything_at_the_end():
+    s = scheduler()
+    s.add(request("a", 5, max_tokens=2))
+    plan, events = step(s)
+    assert rows(plan) == {"a": (0, 5)}
+    assert [(e.index, e.token_ids, e.finish_reason, e.done) for e in events] == [(0, [1], None, False)]
+    plan, events = step(s)
+    assert rows(plan) == {"a": (5, 1)}
+    assert [(e.index, e.token_ids, e.finish_reason, e.done) for e in events] == [(1, [1], "length", True)]
+    assert s.schedule(0.0) is None
+    assert not s.has_work
+    s.check_idle()
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_decodes_go_on():
+    s = scheduler(max_num_batched_tokens=8)
+    s.add(request("decode", 4, max_tokens=20))
+    step(s)
+    s.add(request("long", 20, arrival=1.0, max_tokens=1))
+    assert rows(step(s)[0]) == {"decode": (4, 1), "long": (0, 7)}
+    assert rows(step(s)[0]) == {"decode": (5, 1), "long": (7, 7)}
+    plan, events = step(s)
+    assert rows(plan) == {"decode": (6, 1), "long": (14, 6)}
+    assert {e.request_id for e in events} == {"decode", "long"}
+
+
+def test_a_decode_keeps_its_token_though_a_better_tier_prefills_the_whole_budget():
+    s = scheduler(max_num_batched_tokens=8)
+    s.add(request("batch", 4, Tier.BATCH, max_tokens=20))
+    step(s)
+    s.add(request("priority", 30, Tier.PRIORITY, max_tokens=1))
+    assert rows(step(s)[0]) == {"priority": (0, 7), "batch": (4, 1)}
+
+
+def test_the_stop_token_is_listed_and_never_cached():
+    s = scheduler()
+    s.add(request("a", [1, 2, 3, 4], max_tokens=9))
+    step(s, token=5)
+    _, events = step(s, token=EOS)
+    assert (events[0].token_ids, events[0].texts, events[0].finish_reason) == ([EOS], [""], "stop")
+    assert (events[0].stop_match, events[0].done) == (EOS, True)
+    s.add(request("b", [1, 2, 3, 4, 5, EOS, 7, 7, 7], max_tokens=1))
+    plan, events = step(s)
+    assert rows(plan) == {"b": (4, 5)}
+    assert events[0].cached_tokens == 4
+
+
+def test_a_prompt_finds_what_another_left_but_computes_its_last_token():
+    s = scheduler()
+    prompt = list(range(8))
+    s.add(request("a", prompt, max_tokens=1))
+    step(s)
+    s.add(request("b", prompt, max_tokens=1))
+    plan, events = step(s)
+    assert rows(plan) == {"b": (4, 4)}
+    assert (events[0].prompt_tokens, events[0].cached_tokens) == (8, 4)
+    assert s.stats().cached_tokens == 4
+
+
+@pytest.mark.parametrize("other", [{"salt": "tenant"}, {"adapter": "lora"}])
+def test_nothing_is_shared_across_salts_or_adapters(other):
+    s = scheduler()
+    prompt = list(range(8))
+    s.add(request("a", prompt, max_tokens=1))
+    step(s)
+    s.add(request("b", prompt, max_tokens=1, **other))
+    assert rows(step(s)[0]) == {"b": (0, 8)}
+
+
+def test_without_prefix_caching_everything_is_computed():
+    s = scheduler(enable_prefix_caching=False)
+    for name in "ab":
+        s.add(request(name, list(range(8)), max_tokens=1))
+        assert rows(step(s)[0]) == {name: (0, 8)}
+
+
+def test_what_a_failed_sequence_wrote_is_not_found_again():
+    s = scheduler()
+    prompt = list(range(8))
+    s.add(request("a", prompt, max_tokens=5))
+    step(s)
+    plan = s.schedule(0.0)
+    events = s.update(plan, [Sampled(-1, error="logits are not finite")], 0.0)
+    assert [(e.finish_reason, e.error, e.token_ids, e.done) for e in events] == [
+        ("error", "logits are not finite", [], True)
+    ]
+    s.add(request("b", prompt, max_tokens=1))
+    assert rows(step(s)[0]) == {"b": (0, 8)}
+
+
+def test_choices_share_the_prompt_and_copy_its_last_partial_block():
+    s = scheduler()
+    s.add(request("a", 6, n=3, max_tokens=3))
+    assert rows(step(s)[0]) == {"a": (0, 6)}
+    plan, events = step(s)
+    tables = [row.seq.block_table for row in plan.rows]
+    assert [(row.seq.choice, row.start, row.count) for row in plan.rows] == [(0, 6, 1), (1, 5, 1), (2, 5, 1)]
+    assert tables[0][0] == tables[1][0] == tables[2][0]
+    assert plan.copies == [(tables[0][1], tables[1][1]), (tables[0][1], tables[2][1])]
+    assert [(e.choice, e.index) for e in events] == [(0, 1), (1, 0), (2, 0)]
+    _, events = step(s)
+    assert [(e.choice, e.finish_reason, e.done) for e in events] == [
+        (0, "length", False),
+        (1, None, False),
+        (2, None, False),
+    ]
+    _, events = step(s)
+    assert [(e.choice, e.finish_reason, e.done) for e in events] == [(1, "length", False), (2, "length", True)]
+
+
+def test_a_choice_admitted_in_this_step_gives_nothing_to_copy_yet():
+    s = scheduler(max_num_seqs=3, enable_prefix_caching=False)
+    s.add(request("a", 6, n=3, max_tokens=9, resume=[[5], [6], [7]]))
+    step(s)
+    first, second, third = s._groups["a"].seqs
+    s._planner.remove(first)
+    plan = s.schedule(0.0)
+    # The only computed prompt is gone: neither of the two may take the other's empty block for one.
+    assert plan.copies == []
+    assert [(row.seq, row.start, row.count) for row in plan.rows] == [(second, 0, 7), (third, 0, 7)]
+
+
+def test_choices_go_on_when_the_first_ends_before_they_began():
+    s = scheduler()
+    s.add(request("a", 4, n=2, max_tokens=5))
+    _, events = step(s, token=EOS)
+    assert [(e.choice, e.done) for e in events] == [(0, False)]
+    _, events = step(s, token=EOS)
+    assert [(e.choice, e.done) for e in events] == [(1, True)]
+
+
+def test_more_choices_than_rows_take_turns():
+    s = scheduler(max_num_seqs=2)
+    s.add(request("a", 4, n=5, max_tokens=2))
+    events = []
+    while s.has_work:
+        events += step(s)[1]
+    assert sorted((e.choice, e.index) for e in events) == [(c, i) for c in range(5) for i in range(2)]
+    assert [e.done for e in events].count(True) == 1
+    assert events[-1].done
+
+
+def test_a_resumed_choice_goes_on_behind_what_was_published():
+    s = scheduler()
+    assert s.add(request("a", 4, max_tokens=4, resume=[[7, 8]])) == []
+    plan, events = step(s)
+    assert rows(plan) == {"a": (0, 6)}
+    assert [(e.index, e.token_ids) for e in events] == [(2, [1])]
+    _, events = step(s)
+    assert (events[0].index, events[0].finish_reason) == (3, "length")
+
+
+def test_a_resumed_choice_that_had_ended_says_so_at_once():
+    s = scheduler()
+    events = s.add(request("a", 4, n=2, max_tokens=2, resume=[[7, 8], [EOS]]))
+    assert [(e.choice, e.token_ids, e.index, e.finish_reason, e.done) for e in events] == [
+        (0, [], 2, "length", False),
+        (1, [], 1, "stop", True),
+    ]
+    assert not s.has_work
+    events = s.add(request("a", 4, n=2, max_tokens=2, resume=[[7, 8]]))
+    assert [(e.choice, e.done) for e in events] == [(0, False)]
+    assert [(e.choice, e.index, e.done) for e in step(s)[1]] == [(1, 0, False)]
+
+
+def test_a_higher_tier_takes_the_row_of_a_lower_one_at_once():
+    s = scheduler(max_num_seqs=2)
+    for name in ("old", "new"):
+        s.add(request(name, 4, Tier.BATCH, arrival=float(name == "new"), max_tokens=20))
+    step(s)
+    s.add(request("p", 4, Tier.PRIORITY, arrival=2.0, max_tokens=1))
+    assert rows(step(s, now=5.0)[0]) == {"p": (0, 4), "old": (4, 1)}
+    assert s.preempted(7.0) == [("new", 2.0)]
+    assert rows(step(s, now=8.0)[0]) == {"old": (5, 1), "new": (4, 1)}
+    assert s.preempted(8.0) == []
+    assert s.stats().preemptions == 1
+
+
+def test_a_higher_tier_takes_the_blocks_of_lower_ones_but_only_as_many_as_it_needs():
+    s = scheduler(num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
+    for place, name in enumerate(("x", "y", "z")):
+        s.add(request(name, 12, Tier.FLEX, arrival=float(place), max_tokens=3))
+    step(s)
+    s.add(request("p", 15, Tier.DEFAULT, arrival=9.0, max_tokens=1))
+    # z made room for p; y then for x, which had filled its blocks.
+    assert rows(step(s)[0]) == {"p": (0, 15), "x": (12, 1)}
+    assert {name for name, _ in s.preempted(0.0)} == {"y", "z"}
+
+
+def test_nobody_is_put_out_for_a_request_that_would_not_fit_all_the_same():
+    s = scheduler(num_blocks=12, enable_prefix_caching=False)
+    s.add(request("same", 30, Tier.DEFAULT, max_tokens=5))
+    s.add(request("lower", 8, Tier.BATCH, max_tokens=5))
+    step(s, now=0.0)
+    step(s, now=0.0)
+    s.add(request("big", 20, Tier.DEFAULT, max_tokens=1))
+    assert set(rows(step(s)[0])) == {"same", "lower"}
+    assert s.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
+def test_an_equal_or_lower_tier_waits_its_turn(tier):
+    s = scheduler(max_num_seqs=1)
+    s.add(request("a", 4, Tier.DEFAULT, arrival=5.0, max_tokens=3))
+    step(s, now=5.0)
+    s.add(request("b", 4, tier, arrival=0.0, max_tokens=1))
+    assert rows(step(s, now=6.0)[0]) == {"a": (4, 1)}
+    assert rows(step(s, now=6.0)[0]) == {"a": (5, 1)}
+    assert rows(step(s, now=6.0)[0]) == {"b": (0, 4)}
+
+
+def test_for_want_of_blocks_the_latest_of_the_worst_tier_goes():
+    s = scheduler(num_blocks=7, enable_prefix_caching=False)
+    for place, (name, tier) in enumerate([("a", 2), ("b", 1), ("c", 2)]):
+        s.add(request(name, 7, tier, arrival=float(place), max_tokens=9))
+    step(s)
+    assert rows(step(s)[0]) == {"b": (7, 1), "a": (7, 1), "c": (7, 1)}
+    # b takes the last free block and a, in want of one, that of c.
+    assert rows(step(s)[0]) == {"b": (8, 1), "a": (8, 1)}
+    assert [name for name, _ in s.preempted(0.0)] == ["c"]
+
+
+def test_a_starved_batch_request_ages_to_the_front_and_is_then_left_in_peace():
+    s = scheduler(max_num_seqs=1, ageing_s=10.0)
+    s.add(request("batch", 4, Tier.BATCH, arrival=0.0, max_tokens=3))
+    s.add(request("p0", 4, Tier.PRIORITY, arrival=0.0, max_tokens=1))
+    served = []
+    for second in range(60):
+        if "batch" not in served:
+            s.add(request(f"p{second + 1}", 4, Tier.PRIORITY, arrival=float(second), max_tokens=1))
+        plan = s.schedule(float(second))
+        served += rows(plan)
+        s.update(plan, [Sampled(1)] * len(plan.rows), float(second))
+        if served.count("batch") == 3:
+            break
+    assert served.index("batch") == 30
+    assert served[-3:] == ["batch"] * 3
+
+
+def test_an_aged_request_does_not_put_out_those_of_its_own_tier():
+    s = scheduler(max_num_seqs=1, ageing_s=10.0)
+    s.add(request("a", 4, Tier.DEFAULT, arrival=100.0, max_tokens=30))
+    step(s, now=100.0)
+    s.add(request("b", 4, Tier.DEFAULT, arrival=100.0, max_tokens=30))
+    assert rows(step(s, now=500.0)[0]) == {"a": (4, 1)}
+
+
+def test_a_fresh_priority_request_displaces_though_an_aged_one_waits_before_it():
+    s = scheduler(max_num_seqs=1, ageing_s=10.0)
+    s.add(request("running", 4, Tier.DEFAULT, arrival=0.0, max_tokens=30))
+    step(s)
+    s.add(request("aged", 4, Tier.DEFAULT, arrival=0.0, max_tokens=30))
+    s.add(request("p", 4, Tier.PRIORITY, arrival=500.0, max_tokens=1))
+    assert rows(step(s, now=500.0)[0]) == {"p": (0, 4)}
+    assert rows(step(s, now=501.0)[0]) == {"aged": (0, 4)}
+
+
+def test_a_large_request_is_not_overtaken_for_ever_by_small_ones():
+    s = scheduler(num_blocks=8, max_num_seqs=4, enable_prefix_caching=False)
+    s.add(request("s0", 8, arrival=0.0, max_tokens=4))
+    step(s)
+    s.add(request("large", 28, arrival=1.0, max_tokens=1))
+    for number in range(1, 30):
+        s.add(request(f"s{number}", 8, arrival=1.0 + number, max_tokens=4))
+        if "large" in rows(step(s)[0]):
+            break
+    assert number < 6
+
+
+def test_abort_frees_everything_and_may_come_between_schedule_and_update():
+    s = scheduler()
+    s.add(request("a", 8, n=2, max_tokens=5))
+    s.add(request("b", 5, max_tokens=5))
+    step(s)
+    plan = s.schedule(0.0)
+    assert s.abort("a")
+    assert not s.abort("a")
+    events = s.update(plan, [Sampled(1) for row in plan.rows if row.samples], 0.0)
+    assert {e.request_id for e in events} == {"b"}
+    s.abort("b")
+    s.check_integrity()
+    assert (s.stats().kv_blocks_used, s.stats().aborted, s.has_work) == (0, 2, False)
+
+
+def test_failing_a_request_ends_every_choice_with_one_last_event():
+    s = scheduler()
+    s.add(request("a", 4, n=3, max_tokens=5))
+    events = s.fail("a", "no luck")
+    assert [(e.choice, e.finish_reason, e.done) for e in events] == [
+        (0, "error", False),
+        (1, "error", False),
+        (2, "error", True),
+    ]
+    assert s.fail("a", "again") == []
+    s.check_integrity()
+
+
+def test_requests_without_a_seed_get_one_that_the_engine_seed_decides():
+    def seeds(seed):
+        s = scheduler(seed=seed)
+        s.add(request("a", 4, max_tokens=1))
+        s.add(request("b", 4, max_tokens=1, seed=77))
+        s.add(request("c", 4, max_tokens=1))
+        return [row.seq.seed for row in s.schedule(0.0).rows]
+
+    assert seeds(1) == seeds(1) != seeds(2)
+    assert seeds(1)[1] == 77
+    assert len(set(seeds(1))) == 3
+
+
+def test_an_id_in_use_is_refused_and_free_again_at_the_end():
+    s = scheduler()
+    s.add(request("a", 4, max_tokens=1))
+    with pytest.raises(RequestError, match="'a' is in use") as caught:
+        s.add(request("a", 4, max_tokens=1))
+    assert caught.value.code == "duplicate_request"
+    step(s)
+    s.add(request("a", 4, max_tokens=1))
+
+
+def test_results_that_do_not_go_with_the_plan_are_refused():
+    s = scheduler()
+    s.add(request("a", 4))
+    with pytest.raises(EngineError, match="0 tokens were sampled for a plan with 1"):
+        s.update(s.schedule(0.0), [], 0.0)
+
+
+def test_a_budget_below_one_token_for_each_row_is_refused():
+    with pytest.raises(EngineError, match="max_num_batched_tokens=3 is less than max_num_seqs=4"):
+        scheduler(max_num_batched_tokens=3)
+
+
+def test_a_request_as_large_as_the_pool_runs_alone():
+    s = scheduler(num_blocks=4, max_model_len=100)
+    s.add(request("small", 4, Tier.BATCH, max_tokens=9))
+    step(s)
+    s.add(request("all", 16, max_tokens=1))
+    assert rows(step(s)[0]) == {"all": (0, 16)}
+    s.add(request("rest", 4))
+    events = []
+    while s.has_work:
+        events += [event for event in step(s)[1] if event.request_id == "rest"]
+    # The last token is never computed: prompt and output are one more than the pool holds.
+    assert (events[-1].finish_reason, events[-1].index) == ("length", 16 - 4)
+
+
+def test_an_admission_leaves_a_block_to_those_who_run():
+    s = scheduler(num_blocks=4, enable_prefix_caching=False)
+    s.add(request("a", 8, max_tokens=5))
+    step(s)
+    s.add(request("b", 4, arrival=1.0, max_tokens=5))
+    s.add(request("c", 4, arrival=2.0, max_tokens=5))
+    assert rows(step(s)[0]) == {"a": (8, 1)}
+    assert s.stats().preemptions == 0

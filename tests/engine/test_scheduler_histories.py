@@ -1,0 +1,325 @@
+"""Random histories of requests, aborts, faults and steps against a model whose tokens show what is in the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from engine.params import SamplingParams
+from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.request import Event, Request, Sequence
+from engine.scheduler import Scheduler
+
+EOS = 0
+VOCAB = 7
+MAX_MODEL_LEN = 40
+
+Entry = bytes
+
+
+def entry(before: list[Entry], token: int) -> Entry:
+    """The K/V of a token: it depends on all that attention reads before it."""
+    return blake2b(b"".join(before) + bytes([len(before) % 256, token]), digest_size=8).digest()
+
+
+def choose(last: Entry, seed: int, choice: int, banned: tuple[int, ...]) -> int:
+    noise = blake2b(last + f"{seed}/{choice}".encode(), digest_size=16).digest()
+    ranking = sorted(range(VOCAB), key=lambda token: (noise[token], token))
+    return next(token for token in ranking if token not in banned)
+
+
+def expected(request: Request, choice: int) -> tuple[list[int], str]:
+    """What a choice is to be, computed with no cache, no batch and no interruption."""
+    params = request.params
+    tokens = list(request.prompt_ids)
+    ends = {EOS, *params.stop_token_ids}
+    limit = MAX_MODEL_LEN - len(tokens) if params.max_tokens is None else params.max_tokens
+    entries: list[Entry] = []
+    output: list[int] = []
+    while True:
+        for token in tokens[len(entries) :]:
+            entries.append(entry(entries, token))
+        banned = tuple(ends) if len(output) < params.min_tokens else ()
+        token = choose(entries[-1], params.seed, choice, banned)
+        output.append(token)
+        tokens.append(token)
+        if token in ends and len(output) > params.min_tokens:
+            return output, "stop"
+        if len(output) == limit:
+            return output, "length"
+
+
+class PagedModel:
+    """Computes strictly what a plan says, on blocks that hold whatever was last written to them."""
+
+    def __init__(self, num_blocks: int, block_size: int, copies_at_once: bool) -> None:
+        self.size = block_size
+        self.blocks: list[list[Entry]] = [[b"garbage!"] * block_size for _ in range(num_blocks)]
+        self.copies_at_once = copies_at_once
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        self.copy(plan.copies)
+        assert plan.num_tokens == sum(row.count for row in plan.rows)
+        written = [self.place(row.seq, i) for row in plan.rows for i in range(row.start, row.start + row.count)]
+        assert len(written) == len(set(written)), "two sequences write to one place"
+        read = {self.place(row.seq, i) for row in plan.rows for i in range(row.start)}
+        assert read.isdisjoint(written), "a sequence writes where another reads"
+        for row in plan.rows:
+            self.compute(row)
+        return [self.sample(row.seq) for row in plan.rows if row.samples]
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        before = [list(block) for block in self.blocks]
+        for source, destination in copies:
+            source_block = before[source] if self.copies_at_once else self.blocks[source]
+            self.blocks[destination] = list(source_block)
+
+    def compute(self, row: ScheduledSeq) -> None:
+        seq = row.seq
+        assert row.count > 0
+        assert row.samples == (row.start + row.count == len(seq.tokens))
+        entries = self.read(seq, row.start)
+        for i in range(row.start, row.start + row.count):
+            entries.append(entry(entries, seq.tokens[i]))
+            block, offset = self.place(seq, i)
+            self.blocks[block][offset] = entries[-1]
+
+    def sample(self, seq: Sequence) -> Sampled:
+        last = self.read(seq, len(seq.tokens))[-1]
+        return Sampled(choose(last, seq.seed, seq.choice, seq.output.banned_now()))
+
+    def read(self, seq: Sequence, length: int) -> list[Entry]:
+        places = (self.place(seq, i) for i in range(length))
+        return [self.blocks[block][offset] for block, offset in places]
+
+    def place(self, seq: Sequence, i: int) -> tuple[int, int]:
+        return seq.block_table[i // self.size], i % self.size
+
+
+@dataclass
+class Seen:
+    request: Request
+    tokens: list[list[int]]
+    reasons: list[str | None]
+    done: bool = False
+    faulty: bool = False
+
+
+class Histories(RuleBasedStateMachine):
+    caching = True
+    num_blocks = 12
+    block_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.serial = 0
+        self.scheduler = Scheduler(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=4,
+            max_num_batched_tokens=9,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=[EOS],
+            ageing_s=10.0,
+            enable_prefix_caching=self.caching,
+            vocab_size=VOCAB,
+        )
+        self.model = PagedModel(self.num_blocks, self.block_size, copies_at_once=self.caching)
+        self.seen: dict[str, Seen] = {}
+
+    def live(self) -> list[str]:
+        return [name for name, seen in self.seen.items() if not seen.done]
+
+    # Prompts are made of few chunks as long as a block, so that they often share blocks, and often must not.
+    @rule(
+        chunks=st.lists(st.sampled_from([(1, 2, 3, 4), (1, 2, 3, 5), (4, 4, 4, 4)]), max_size=5),
+        tail=st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=4),
+        tier=st.integers(0, 3),
+        salt=st.sampled_from(["", "", "tenant"]),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        max_tokens=st.sampled_from([None, 1, 2, 5, 12]),
+        min_tokens=st.integers(0, 6),
+        seed=st.integers(0, 3),
+        stops=st.sampled_from([(), (3,)]),
+    )
+    def add(self, chunks, tail, tier, salt, n, max_tokens, min_tokens, seed, stops):
+        prompt = [token for chunk in chunks for token in chunk] + tail
+        if max_tokens is not None:
+            min_tokens = min(min_tokens, max_tokens)
+        params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop_token_ids=stops)
+        self.serial += 1
+        request = Request(f"r{self.serial}", prompt, params, tier=tier, salt=salt, arrival=self.now)
+        self.seen[request.id] = Seen(request, [[] for _ in range(n)], [None] * n)
+        assert self.scheduler.add(request) == []
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(self.live()))
+        assert self.scheduler.abort(name)
+        assert not self.scheduler.abort(name)
+        del self.seen[name]
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def crash_and_resume(self, data):
+        """The worker dies and another goes on from the tokens that were published."""
+        name = data.draw(st.sampled_from(self.live()))
+        seen = self.seen[name]
+        self.scheduler.abort(name)
+        old = seen.request
+        seen.request = Request(
+            name,
+            old.prompt_ids,
+            old.params,
+            tier=old.tier,
+            salt=old.salt,
+            resume=[list(t) for t in seen.tokens],
+            arrival=self.now,
+        )
+        finished_before = [reason for reason in seen.reasons if reason not in (None, "error")]
+        seen.reasons = [None] * len(seen.reasons)
+        seen.faulty = False
+        events = self.scheduler.add(seen.request)
+        assert all(event.token_ids == [] and event.finish_reason for event in events)
+        self.take(events)
+        assert [reason for reason in seen.reasons if reason] == finished_before
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def fail_request(self, data):
+        name = data.draw(st.sampled_from(self.live()))
+        self.seen[name].faulty = True
+        events = self.scheduler.fail(name, "broken")
+        assert events
+        assert all(event.error == "broken" for event in events)
+        self.take(events)
+        assert self.seen[name].done
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 11.0, 45.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(steps=st.integers(1, 6))
+    def steps(self, steps):
+        for _ in range(steps):
+            self.step()
+
+    @rule(data=st.data(), how=st.sampled_from(["logits", "forward", "abort"]))
+    def troubled_step(self, data, how):
+        """A row fails by its logits, or in the forward pass, or its request is aborted while the step runs."""
+        plan = self.scheduler.schedule(self.now)
+        if plan is None:
+            return
+        row = data.draw(st.sampled_from(plan.rows))
+        name = row.seq.request.id
+        if how == "logits" and row.samples:
+            sampled = self.model.execute(plan)
+            sampling = [other for other in plan.rows if other.samples]
+            sampled[sampling.index(row)] = Sampled(-1, error="not finite")
+            self.seen[name].faulty = True
+            self.take(self.scheduler.update(plan, sampled, self.now))
+        elif how == "abort":
+            sampled = self.model.execute(plan)
+            self.scheduler.abort(name)
+            del self.seen[name]
+            self.take(self.scheduler.update(plan, sampled, self.now))
+        else:
+            sampled = self.model.execute(plan)
+            others = {block for other in plan.rows if other is not row for block in other.seq.block_table}
+            for block in set(row.seq.block_table) - others:
+                self.model.blocks[block] = [b"ruined!!"] * self.block_size
+            self.seen[name].faulty = True
+            self.take(self.scheduler.fail(row.seq, "forward failed"))
+            self.take(self.scheduler.update(plan, sampled, self.now))
+
+    def step(self) -> bool:
+        plan = self.scheduler.schedule(self.now)
+        assert (plan is not None) == self.scheduler.has_work, "there is work and no plan, or no work and a plan"
+        if plan is None:
+            return False
+        self.check_plan(plan)
+        self.take(self.scheduler.update(plan, self.model.execute(plan), self.now))
+        return True
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert 0 < plan.num_tokens <= 9
+        assert len({row.seq.slot for row in plan.rows}) == len(plan.rows) <= 4
+        destinations = [destination for _, destination in plan.copies]
+        assert len(destinations) == len(set(destinations))
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            seen = self.seen[event.request_id]
+            assert not seen.done, "an event follows the last"
+            assert seen.reasons[event.choice] is None, "an event follows the choice's last"
+            tokens = seen.tokens[event.choice]
+            assert event.index == len(tokens)
+            assert len(event.texts) == len(event.token_ids)
+            tokens += event.token_ids
+            assert event.prompt_tokens == len(seen.request.prompt_ids)
+            # The last token of the prompt is computed, unless there are published ones behind it.
+            assert 0 <= event.cached_tokens < event.prompt_tokens + bool(seen.request.resume)
+            right, reason = expected(seen.request, event.choice)
+            assert tokens == right[: len(tokens)]
+            seen.reasons[event.choice] = event.finish_reason
+            if event.finish_reason == "error":
+                assert seen.faulty
+            elif event.finish_reason is not None:
+                assert (tokens, event.finish_reason) == (right, reason)
+            assert event.done == all(seen.reasons)
+            seen.done = event.done
+
+    @invariant()
+    def whole(self):
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert stats.running <= 4
+        assert stats.kv_blocks_used <= self.num_blocks
+        assert {name for name, _ in self.scheduler.preempted(self.now)} <= set(self.live())
+
+    def teardown(self):
+        for _ in range(3000):
+            if not self.step():
+                break
+            self.whole()
+        assert not self.live(), "requests were left over"
+        self.scheduler.check_idle()
+        assert self.scheduler.stats().kv_blocks_used == 0
+
+
+class HistoriesWithoutCaching(Histories):
+    caching = False
+
+
+class HistoriesInATightPool(Histories):
+    """As many blocks as one longest sequence needs: nearly every step preempts."""
+
+    num_blocks = 10
+
+
+class HistoriesWithBlocksOfOne(Histories):
+    num_blocks = 41
+    block_size = 1
+
+
+@pytest.mark.parametrize(
+    "machine", [Histories, HistoriesWithoutCaching, HistoriesInATightPool, HistoriesWithBlocksOfOne]
+)
+def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine):
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
