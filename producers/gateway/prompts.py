@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from engine.errors import ModelError
-from engine.text import Tokenizer
+from engine.text import ModelError, Tokenizer
 from producers import keys
 from producers.errors import InvalidTask
 from producers.gateway.errors import RETRY_AFTER, Problem
