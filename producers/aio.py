@@ -11,7 +11,7 @@ from typing import Any, Self
 from redis.asyncio import Redis
 
 from producers import operations
-from producers.connect import connect_async
+from producers.connect import SILENT_S, connect_async
 from producers.events import Event
 from producers.hub import Hub
 from producers.message import Message
@@ -19,7 +19,7 @@ from producers.reader import Reader
 from producers.record import Record
 from producers.result import Result, collect
 from producers.script import Call, arun
-from producers.steps import Pause, Read, Step, Steps, T, adrive
+from producers.steps import Pause, Send, Step, Steps, T, adrive
 from producers.submission import Directory, submit
 from producers.task import Task
 
@@ -34,7 +34,7 @@ class AsyncClient:
 
     def __init__(self, broker: str, store: str | None = None, *, patience: float = operations.PATIENCE_S) -> None:
         self._patience = operations.checked_patience(patience)
-        #: The store and the broker, for what the client has no method for.
+        #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
         self.store: Redis = connect_async(store or broker)
         self.broker: Redis = connect_async(broker) if store and store != broker else self.store
         self._directory = Directory()
@@ -63,9 +63,10 @@ class AsyncClient:
 
     async def ping(self) -> None:
         """Raise redis.exceptions.RedisError or OSError unless store and broker answer, each at its first asking."""
-        await self.store.execute_command("PING")
-        if self.broker is not self.store:
-            await self.broker.execute_command("PING")
+        async with asyncio.timeout(SILENT_S):
+            await self.store.execute_command("PING")
+            if self.broker is not self.store:
+                await self.broker.execute_command("PING")
 
     def reader(self, task_id: str, start: int = 0) -> Reader:
         """A stream's reader, where `AsyncHandle.stream` does not suit. Close it."""
@@ -94,16 +95,17 @@ class AsyncClient:
         await self.aclose()
 
     async def _perform(self, step: Step) -> Any:
-        if isinstance(step, Call):
-            return await arun(self.store, step)
-        if isinstance(step, Read):
+        if isinstance(step, Pause):
+            return await asyncio.sleep(step.seconds)
+        async with asyncio.timeout(SILENT_S):
+            if isinstance(step, Call):
+                return await arun(self.store, step)
+            if isinstance(step, Send):
+                return await self.send(step.message)
             async with self.store.pipeline(transaction=False) as pipe:
                 for command in step.commands:
                     pipe.execute_command(*command)
                 return await pipe.execute()
-        if isinstance(step, Pause):
-            return await asyncio.sleep(step.seconds)
-        return await self.send(step.message)
 
 
 class AsyncHandle:

@@ -18,7 +18,7 @@ from producers.portal import Expired, Portal
 from producers.record import Record
 from producers.result import Result, collect
 from producers.script import Call, run
-from producers.steps import Pause, Read, Step, Steps, T, drive
+from producers.steps import Pause, Send, Step, Steps, T, drive
 from producers.submission import Directory, submit
 from producers.task import Task
 
@@ -91,16 +91,16 @@ class Client:
         self.close()
 
     def _perform(self, step: Step) -> Any:
-        if isinstance(step, Call):
-            return run(self._store, step)
-        if isinstance(step, Read):
-            with self._store.pipeline(transaction=False) as pipe:
-                for command in step.commands:
-                    pipe.execute_command(*command)
-                return pipe.execute()
         if isinstance(step, Pause):
             return time.sleep(step.seconds)
-        return self._send(step.message)
+        if isinstance(step, Call):
+            return run(self._store, step)
+        if isinstance(step, Send):
+            return self._send(step.message)
+        with self._store.pipeline(transaction=False) as pipe:
+            for command in step.commands:
+                pipe.execute_command(*command)
+            return pipe.execute()
 
     def _send(self, message: Message) -> None:
         from kombu.exceptions import OperationalError

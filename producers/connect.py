@@ -29,15 +29,29 @@ def is_redis(url: str) -> bool:
 def connect(url: str) -> redis.Redis:
     """A client with a bounded pool. Raises ValueError for a URL of another kind."""
     pool = redis.BlockingConnectionPool.from_url(
-        _checked(url), max_connections=POOL, timeout=SILENT_S, retry=Retry(NoBackoff(), 0), **_options(url)
+        _checked(url),
+        max_connections=POOL,
+        timeout=SILENT_S,
+        socket_timeout=SILENT_S,
+        retry=Retry(NoBackoff(), 0),
+        **_options(url),
     )
     return redis.Redis.from_pool(pool)
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
-    """`connect` for asyncio."""
+    """`connect` for asyncio, where the caller sets the time limits.
+
+    With a socket timeout, redis-py sends through `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
+    that comes when the sending is done: `asyncio.timeout` around a command, say, would then have no effect.
+    """
     pool = redis.asyncio.BlockingConnectionPool.from_url(
-        _checked(url), max_connections=POOL, timeout=SILENT_S, retry=AsyncRetry(NoBackoff(), 0), **_options(url)
+        _checked(url),
+        max_connections=POOL,
+        timeout=SILENT_S,
+        socket_timeout=None,
+        retry=AsyncRetry(NoBackoff(), 0),
+        **_options(url),
     )
     return redis.asyncio.Redis.from_pool(pool)
 
@@ -61,7 +75,7 @@ def _checked(url: str) -> str:
 
 
 def _options(url: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"socket_timeout": SILENT_S, "protocol": 2}
+    options: dict[str, Any] = {"protocol": 2}
     if urlsplit(url).scheme != "unix":
         options |= {"socket_connect_timeout": SILENT_S, "socket_keepalive": True}
     return options

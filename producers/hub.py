@@ -144,9 +144,7 @@ class Hub:
     async def _run(self) -> None:
         attempt = 0
         while True:
-            # A connection of its own, outside of the pool: with no timeout on reading, messages may be far between.
-            pool = self._store.connection_pool
-            connection = pool.connection_class(**{**pool.connection_kwargs, "socket_timeout": None})
+            connection = self._store.connection_pool.make_connection()
             self._orders = [("SUBSCRIBE", name) for name in self._channels]
             self._ordered.set()
             self._unconfirmed.clear()

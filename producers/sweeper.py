@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 PAGE: Final = 100
 #: Seconds between sweeps, on average.
 EVERY_S: Final = 10.0
+#: Seconds after which a sweep is broken off: a server accepts connections but does not answer.
+LIMIT_S: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -65,7 +67,8 @@ async def run(client: AsyncClient, every_s: float = EVERY_S) -> None:
     """Sweep until cancelled."""
     while True:
         try:
-            swept = await sweep(client)
+            async with asyncio.timeout(LIMIT_S):
+                swept = await sweep(client)
         except (RedisError, OSError) as error:
             log.warning("sweep broken off, trying again: %s", error)
         else:

@@ -26,8 +26,9 @@ class AsyncFace:
         return self.portal.call(self.client.models())
 
     def close(self) -> None:
-        self.portal.call(self.client.aclose())
-        self.portal.close()
+        if self.portal.usable:
+            self.portal.call(self.client.aclose())
+            self.portal.close()
 
 
 class AsyncHandleFace:

@@ -143,7 +143,7 @@ def test_a_lost_request_or_reply_neither_loses_nor_doubles_a_task(
     assert fault.hits >= 1
     record = handle.status()
     assert record.fields["created"] == handle.status().fields["created"]
-    assert sum(key.startswith(b"penstock:task:") for key in valkey.keys()) == 2
+    assert sum(key.startswith(b"penstock:task:") for key in valkey.scan_iter()) == 2
 
     # However many messages there are, they are of this task, and it runs once.
     first = worker.take(QUEUE)

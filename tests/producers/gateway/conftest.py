@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from redis import Redis
 
@@ -34,14 +37,20 @@ class Door:
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.app: FastAPI = create_app(settings)
-        config = uvicorn.Config(self.app, loop="uvloop", http="httptools", log_level="warning", access_log=False)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+        self._server = uvicorn.Server(uvicorn.Config(self.app, http="httptools", log_level="warning", access_log=False))
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve(listener)), daemon=True)
         self._thread.start()
         until(lambda: self._server.started)
 
+    async def _serve(self, listener: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve([listener])
+
+    def end_streams(self) -> None:
+        self._loop.call_soon_threadsafe(self.app.state.streams.end)
+
     def close(self) -> None:
-        self.app.state.streams.end()
+        self.end_streams()
         self._server.should_exit = True
         self._thread.join(20)
         assert not self._thread.is_alive(), "the gateway did not stop"

@@ -127,7 +127,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
     "a list": (b"[]", 400, "invalid_type", None, "object"),
     "a bare number": (b"5", 400, "invalid_type", None, "object"),
     "deep nesting": (b"[" * 100_000, 400, "invalid_json", None, "not JSON"),
-    "invalid UTF-8": (b'{"model": "tiny", "prompt": "\xff"}', 400, "invalid_utf8", None, "byte at 28"),
+    "invalid UTF-8": (b'{"model": "tiny", "prompt": "\xff"}', 400, "invalid_utf8", None, "byte at 29"),
     "UTF-16": ('{"model": "tiny"}'.encode("utf-16"), 400, "invalid_utf8", None, "UTF-8"),
     "too large": (b'{"model": "' + b"x" * (4 << 20) + b'"}', 413, "body_too_large", None, str(4 << 20)),
 }

@@ -1,0 +1,89 @@
+"""`/livez`, `/readyz`, and what callers are told while the store or the broker is away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from redis import Redis
+
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.test_sse import follow
+from tests.producers.proxy import Proxy
+
+#: Nothing listens there.
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+def test_a_gateway_with_store_and_broker_is_alive_and_ready(http: httpx.Client) -> None:
+    assert http.get("/livez").json() == {"status": "ok"}
+    answer = http.get("/readyz")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "checks": {"store": "ok", "broker": "ok"}})
+
+
+@pytest.mark.parametrize("away", [{"store"}, {"broker"}, {"store", "broker"}])
+def test_a_gateway_without_one_is_alive_not_ready_and_says_which(
+    open_door: Callable[..., Door], away: set[str]
+) -> None:
+    door = open_door(**dict.fromkeys(away, NOWHERE))
+    with httpx.Client(base_url=door.url) as http:
+        assert http.get("/livez").status_code == 200
+        answer = http.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    checks = answer.json()["checks"]
+    assert {name for name, state in checks.items() if state != "ok"} == away
+    assert all(name in answer.json()["error"]["message"] for name in away)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/tasks"),
+        ("GET", "/v1/tasks/x"),
+        ("GET", "/v1/tasks/x/events"),
+        ("POST", "/v1/tasks/x/cancel"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/tiny"),
+    ],
+)
+def test_without_a_store_callers_are_told_to_come_back(open_door: Callable[..., Door], method: str, path: str) -> None:
+    door = open_door(store=NOWHERE, patience=0.1)
+    with httpx.Client(base_url=door.url) as http:
+        answer = http.request(method, path, json={"model": "tiny", "prompt": "x"} if path == "/v1/tasks" else None)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
+    assert "127.0.0.1" not in error["message"]
+
+
+def test_without_a_broker_a_task_is_recorded_and_the_caller_told_so(
+    open_door: Callable[..., Door], model: str, valkey: Redis
+) -> None:
+    door = open_door(broker=NOWHERE, patience=0.1)
+    with httpx.Client(base_url=door.url) as http:
+        answer = http.post("/v1/tasks", json={"model": model, "prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "submit_failed")
+        assert "sweeper" in answer.json()["error"]["message"]
+    assert valkey.zcard("penstock:submitting") == 1
+
+
+def test_streams_and_requests_survive_connections_that_break(
+    open_door: Callable[..., Door], model: str, worker: FakeWorker, valkey_url: str
+) -> None:
+    with Proxy(valkey_url) as proxy:
+        door = open_door(store=proxy.url, broker=proxy.url)
+        with httpx.Client(base_url=door.url, timeout=20) as http:
+            task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
+            worker.claim(task_id)
+            with follow(http, task_id) as events:
+                for index in range(6):
+                    proxy.cut()
+                    worker.append(task_id, index, ["x"])
+                    assert next(events)["data"]["position"] == index
+                    assert http.get(f"/v1/tasks/{task_id}").status_code == 200
+                worker.finish(task_id, [6])
+                assert [event["event"] for event in events] == ["end"]
+        door.close()

@@ -1,0 +1,128 @@
+"""`/metrics`: true figures, in Prometheus' format, with labels whose number is bounded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
+
+from producers import keys
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import CARD, QUEUE, Door, until
+from tests.producers.gateway.test_health import NOWHERE
+
+Submit = Callable[..., str]
+POOL = QUEUE.removeprefix("penstock:queue:")
+LEASE = {
+    "worker": "w1",
+    "running": 3,
+    "waiting": 1,
+    "capacity": 64,
+    "kv_blocks_used": 10,
+    "kv_blocks_total": 100,
+    "prompt_tokens": 50,
+    "cached_tokens": 20,
+    "generated_tokens": 70,
+    "preemptions": 2,
+}
+
+
+def figures(http: httpx.Client) -> dict[tuple[str, ...], float]:
+    """Values by name and label values, in the order of the labels' names."""
+    answer = http.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def announce(valkey: Redis, incarnation: str = "w1.abc", **about: object) -> None:
+    pool = {"model": CARD.name, "version": CARD.version, "fingerprint": "test"}
+    valkey.hset(keys.POOLS, QUEUE, json.dumps(pool))
+    valkey.hset(keys.INCARNATIONS, incarnation, QUEUE)
+    valkey.set(keys.lease(incarnation), json.dumps({**LEASE, **about}))
+
+
+def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
+    http: httpx.Client, submit: Submit, valkey: Redis
+) -> None:
+    announce(valkey)
+    for tier, count in {"priority": 1, "default": 2, "batch": 3}.items():
+        for _ in range(count):
+            submit(tier=tier)
+    valkey.lpush(f"{QUEUE}\x06\x169", "{}")
+    valkey.lpush(keys.model_queue("tiny"), "{}")
+    valkey.zadd(keys.delayed(QUEUE), {"x": 1, "y": 2})
+    got = figures(http)
+    assert [got["penstock_queued", "tiny", POOL, tier] for tier in keys.TIERS] == [1, 2, 0, 4]
+    assert [got["penstock_queued", "tiny", "tiny", tier] for tier in keys.TIERS] == [0, 1, 0, 0]
+    assert got["penstock_delayed", "tiny", POOL] == 2
+    assert got["penstock_tasks_submitting",] == 0
+
+
+def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str, valkey: Redis) -> None:
+    announce(valkey)
+    announce(valkey, "w2.def", worker="w2", running=5)
+    valkey.hset(keys.inflight("w1.abc"), mapping={"a": "m", "b": "m"})
+    got = figures(http)
+    assert got["penstock_workers", "tiny", POOL] == 2
+    assert got["penstock_in_flight", "tiny", POOL] == 2
+    assert [got["penstock_worker_running", "tiny", POOL, name] for name in ("w1", "w2")] == [3, 5]
+    assert got["penstock_worker_kv_blocks_used", "tiny", POOL, "w1"] == 10
+    assert got["penstock_worker_kv_blocks", "tiny", POOL, "w1"] == 100
+    assert got["penstock_worker_generated_tokens_total", "tiny", POOL, "w1"] == 70
+    valkey.delete(keys.lease("w1.abc"))
+    got = figures(http)
+    assert got["penstock_workers", "tiny", POOL] == 1
+    assert got["penstock_in_flight", "tiny", POOL] == 2  # until it is reaped
+    assert ("penstock_worker_running", "tiny", POOL, "w1") not in got
+
+
+def test_what_is_stuck_is_counted(http: httpx.Client, model: str, valkey: Redis) -> None:
+    valkey.rpush(keys.DEAD, "a", "b")
+    valkey.zadd(keys.SUBMITTING, {"x": 1})
+    got = figures(http)
+    assert (got["penstock_dead_letters",], got["penstock_tasks_submitting",]) == (2, 1)
+
+
+def test_requests_are_counted_by_template_and_status(http: httpx.Client, submit: Submit) -> None:
+    submit()
+    submit(tier="flex")
+    http.post("/v1/tasks", json={"model": "tiny"})
+    for task_id in "abc":
+        http.get(f"/v1/tasks/{task_id}")
+    for path in ("/no", "/nowhere"):
+        http.request("PROPFIND", path)
+    got = figures(http)
+    requests = {labels[1:]: value for labels, value in got.items() if labels[0] == "penstock_gateway_requests_total"}
+    assert requests == {
+        ("POST", "/v1/tasks", "202"): 2,
+        ("POST", "/v1/tasks", "400"): 1,
+        ("GET", "/v1/tasks/{task_id}", "404"): 3,
+        ("other", "unmatched", "404"): 2,
+    }
+    assert got["penstock_gateway_tasks_submitted_total", "tiny", "default"] == 1
+    assert got["penstock_gateway_tasks_submitted_total", "tiny", "flex"] == 1
+    assert got["penstock_gateway_request_seconds_count", "/v1/tasks"] == 3
+
+
+def test_open_streams_are_counted(http: httpx.Client, submit: Submit, worker: FakeWorker) -> None:
+    task_id = submit()
+    with http.stream("GET", f"/v1/tasks/{task_id}/events"):
+        assert figures(http)["penstock_gateway_open_streams",] == 1
+    until(lambda: figures(http)["penstock_gateway_open_streams",] == 0)
+
+
+def test_without_a_store_the_gateways_own_figures_are_still_told(open_door: Callable[..., Door]) -> None:
+    door = open_door(store=NOWHERE)
+    with httpx.Client(base_url=door.url) as http:
+        got = figures(http)
+    assert got["penstock_up",] == 0
+    assert ("penstock_gateway_open_streams",) in got
+    assert not any(name.startswith("penstock_queued") for name, *_ in got)

@@ -1,0 +1,87 @@
+"""The gateway as a process: how it starts, and how it stops."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.gateway import GatewaySettings, serve
+from producers.gateway.server import listen
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import until
+from tests.producers.gateway.test_sse import follow, subscribers
+
+
+@contextmanager
+def gateway(url: str, drain: float) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
+    """A gateway process and its URL."""
+    listener = listen("127.0.0.1", 0)
+    settings = GatewaySettings(url, url, drain=drain)
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener, "warning"))
+    process.start()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    try:
+        yield address, process
+    finally:
+        process.kill()
+        process.join()
+
+
+def refuses(address: str) -> bool:
+    host, port = address.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
+    valkey_url: str, valkey: Redis, model: str, worker: FakeWorker
+) -> None:
+    with gateway(valkey_url, drain=60) as (address, process), httpx.Client(base_url=address, timeout=20) as http:
+        task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
+        worker.claim(task_id)
+        with follow(http, task_id) as events:
+            until(lambda: subscribers(valkey, task_id))
+            process.terminate()
+            until(lambda: refuses(address))
+            worker.append(task_id, 0, ["a"])
+            worker.finish(task_id, [1])
+            assert [event["event"] for event in events] == ["token", "end"]
+        process.join(20)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("drain", [0.2, 60])
+def test_streams_are_ended_after_the_drain_time_or_at_a_second_signal(
+    valkey_url: str, valkey: Redis, model: str, drain: float
+) -> None:
+    with gateway(valkey_url, drain) as (address, process), httpx.Client(base_url=address, timeout=20) as http:
+        task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
+        with follow(http, task_id) as events:
+            until(lambda: subscribers(valkey, task_id))
+            process.terminate()
+            until(lambda: refuses(address))
+            if drain == 60:
+                process.terminate()
+            assert list(events) == []
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def test_a_port_that_is_taken_is_an_error_of_listen() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_ipv6_is_listened_on_where_asked_for() -> None:
+    with listen("::1", 0) as listener:
+        assert listener.family == socket.AF_INET6

@@ -1,0 +1,60 @@
+"""What `Task` takes, the engine's `SamplingParams` takes, and the other way round."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from producers import InvalidTask, Task
+from tests.producers.conftest import CARD
+
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+EDGES = [-1, 0, 1, 2, 16, 17, 20, 21, 63, 64, 65, 100, 101, 2**31 - 1, 2**31, 2**63 - 1, 2**63]
+NUMBERS = st.one_of(
+    st.sampled_from(EDGES),
+    st.integers(-(2**65), 2**65),
+    st.sampled_from([-0.0, 1e-300, 1.0, 1.0000001, 100.0, 100.1, math.nan, math.inf, -math.inf]),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=3),
+)
+# A Task also refuses lone surrogates, which reach an engine only from Python.
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3) | st.integers(254, 258).map(lambda n: "x" * n)
+LISTS = st.one_of(
+    st.lists(TEXTS, max_size=18), st.lists(NUMBERS, max_size=4), st.integers(63, 66).map(lambda n: [7] * n), NUMBERS
+)
+
+
+def refused(make: Any, fields: dict[str, Any]) -> bool:
+    try:
+        make(**fields)
+    except (InvalidTask, RequestError):
+        return True
+    return False
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), st.one_of(NUMBERS, LISTS), max_size=2))
+@example({"temperature": 100})
+@example({"min_tokens": 2, "max_tokens": 1})
+def test_the_edge_and_the_engine_refuse_the_same(fields: dict[str, Any]) -> None:
+    for name in ("temperature", "top_k", "top_p"):
+        if fields.get(name, 0) is None:  # means the model's default to a Task; it is filled in before an engine sees it
+            del fields[name]
+    if isinstance(fields.get("stop"), str):  # one stop string needs no list, to a Task
+        fields["stop"] = [fields["stop"]]
+    assert refused(lambda **f: Task(model="m", prompt="x", **f), fields) == refused(SamplingParams, fields)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_resolved_task_has_a_value_for_every_parameter(name: str) -> None:
+    task = Task(model="m", prompt="x").resolved(CARD)
+    SamplingParams(**{name: getattr(task, name)})

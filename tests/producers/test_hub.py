@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import PenstockError, hub, keys
+from producers.connect import connect_async
+from producers.hub import Hub
+
+
+@pytest.fixture
+async def a_hub(valkey_url: str) -> AsyncIterator[Hub]:
+    store = connect_async(valkey_url)
+    a_hub = Hub(store)
+    yield a_hub
+    await a_hub.aclose()
+    await store.aclose()
+
+
+async def test_messages_flow_once_the_subscription_is_confirmed(a_hub: Hub, valkey: Redis) -> None:
+    subscription = a_hub.follow("t")
+    assert await subscription.take(10) is None  # confirmed: read the stream now
+    valkey.publish(keys.channel("t"), "one")
+    valkey.publish(keys.channel("t"), "two")
+    payloads: list[bytes] = []
+    while len(payloads) < 2:
+        payloads += await subscription.take(10) or []
+    assert payloads == [b"one", b"two"]
+    assert await subscription.take(0.01) is None  # silence
+
+
+async def test_only_the_last_confirmation_of_a_channel_counts(a_hub: Hub) -> None:
+    """Left and joined again before the first SUBSCRIBE was confirmed: an UNSUBSCRIBE is still to take effect."""
+    first = a_hub.follow("t")
+    name = first.channel
+    a_hub._unconfirmed[name] = 2  # SUBSCRIBE, UNSUBSCRIBE, SUBSCRIBE are on their way
+    a_hub._heed([b"subscribe", name, 1])
+    assert not first.stale
+    a_hub._heed([b"unsubscribe", name, 0])
+    assert not first.stale
+    a_hub._heed([b"subscribe", name, 1])
+    assert first.stale
+
+
+async def test_coming_and_going_in_one_breath_ends_as_ordered(a_hub: Hub, valkey: Redis) -> None:
+    for _ in range(20):
+        a_hub.leave(a_hub.follow("t"))
+    last = a_hub.follow("t")
+    assert await last.take(10) is None
+    assert valkey.publish(keys.channel("t"), "x") == 1
+    assert await last.take(10) == [b"x"]
+    a_hub.leave(last)
+    a_hub.leave(last)  # twice is once
+    other = a_hub.follow("other")
+    assert await other.take(10) is None
+    assert valkey.pubsub_channels() == [keys.channel("other").encode()]
+
+
+async def test_a_reader_that_joins_a_live_channel_is_told_to_read_at_once(a_hub: Hub) -> None:
+    first = a_hub.follow("t")
+    assert await first.take(10) is None
+    assert a_hub.follow("t").stale
+
+
+async def test_too_many_messages_are_dropped_and_the_reader_told(a_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "BACKLOG", 3)
+    subscription = a_hub.follow("t")
+    subscription.stale = False
+    for k in range(3):
+        subscription.put(b"%d" % k)
+    assert await subscription.take(1) == [b"0", b"1", b"2"]
+    for k in range(4):
+        subscription.put(b"%d" % k)
+    assert await subscription.take(1) is None
+
+
+async def test_a_server_that_says_nothing_is_left_for_a_new_connection(
+    a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "PING_S", 0.05)
+    deaf: list[Any] = []
+    heed = Hub._heed
+
+    def hear(self: Hub, reply: Any) -> None:
+        if len(deaf) < 3 and b"pong" in reply:
+            deaf.append(reply)  # as if the answer to PING had not come
+        else:
+            heed(self, reply)
+
+    monkeypatch.setattr(Hub, "_heed", hear)
+    subscription = a_hub.follow("t")
+    assert await subscription.take(10) is None
+    assert await subscription.take(10) is None  # told again: there was a reconnect
+    assert len(deaf) >= 1
+    valkey.publish(keys.channel("t"), "x")
+    assert await subscription.take(10) == [b"x"]
+
+
+async def test_an_idle_connection_is_kept_by_its_pongs(
+    a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "PING_S", 0.02)
+    subscription = a_hub.follow("t")
+    assert await subscription.take(10) is None
+    (before,) = [c["id"] for c in valkey.client_list() if int(c["sub"])]
+    await asyncio.sleep(0.3)
+    a_hub.leave(subscription)
+    await asyncio.sleep(0.3)  # with nothing subscribed PONG has another form
+    again = a_hub.follow("t")
+    assert await again.take(10) is None
+    assert [c["id"] for c in valkey.client_list() if int(c["sub"])] == [before]
+
+
+async def test_a_closed_hub_ends_its_readers_and_takes_no_more(a_hub: Hub) -> None:
+    subscription = a_hub.follow("t")
+    waiting = asyncio.create_task(_drain(subscription))
+    await asyncio.sleep(0.05)
+    await a_hub.aclose()
+    with pytest.raises(PenstockError, match="closed"):
+        await waiting
+    with pytest.raises(PenstockError, match="closed"):
+        a_hub.follow("t")
+
+
+async def _drain(subscription: hub.Subscription) -> None:
+    while True:
+        await subscription.take(10)
