@@ -71,19 +71,17 @@ def test_without_a_broker_a_task_is_recorded_and_the_caller_told_so(
 
 
 def test_streams_and_requests_survive_connections_that_break(
-    open_door: Callable[..., Door], model: str, worker: FakeWorker, valkey_url: str
+    proxy: Proxy, open_door: Callable[..., Door], model: str, worker: FakeWorker
 ) -> None:
-    with Proxy(valkey_url) as proxy:
-        door = open_door(store=proxy.url, broker=proxy.url)
-        with httpx.Client(base_url=door.url, timeout=20) as http:
-            task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
-            worker.claim(task_id)
-            with follow(http, task_id) as events:
-                for index in range(6):
-                    proxy.cut()
-                    worker.append(task_id, index, ["x"])
-                    assert next(events)["data"]["position"] == index
-                    assert http.get(f"/v1/tasks/{task_id}").status_code == 200
-                worker.finish(task_id, [6])
-                assert [event["event"] for event in events] == ["end"]
-        door.close()
+    door = open_door(store=proxy.url, broker=proxy.url)
+    with httpx.Client(base_url=door.url, timeout=20) as http:
+        task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
+        worker.claim(task_id)
+        with follow(http, task_id) as events:
+            for index in range(6):
+                proxy.cut()
+                worker.append(task_id, index, ["x"])
+                assert next(events)["data"]["position"] == index
+                assert http.get(f"/v1/tasks/{task_id}").status_code == 200
+            worker.finish(task_id, [6])
+            assert [event["event"] for event in events] == ["end"]
