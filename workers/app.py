@@ -33,7 +33,7 @@ def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
         worker_pool="workers.pool.engine_pool:EnginePool",
         worker_consumer="workers.consumer:Consumer",
         worker_hijack_root_logger=False,
-        worker_send_task_events=False,
+        worker_send_task_events=settings.events,
         # Deliveries belong to the worker's incarnation, not to a connection: losing the connection ends nothing.
         worker_cancel_long_running_tasks_on_connection_loss=False,
         worker_enable_prefetch_count_reduction=False,

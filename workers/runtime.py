@@ -246,6 +246,10 @@ class Runtime:
         """Run `action` after a while on the housekeeper's thread."""
         self.housekeeper.later(delay, action)
 
+    def __json__(self) -> str:
+        """As `inspect stats` shows the transport's options, of which this is one."""
+        return self.settings.name
+
     def about(self) -> str:
         """What the lease says of this worker (JSON)."""
         stats = self.engine.stats()

@@ -40,3 +40,5 @@ class WorkerSettings:
     """Workers that may die between fetching a message and claiming its task before it is given up."""
     max_retries: int = 3
     """Times that a task is put back by Celery's retry after a fault of the engine."""
+    events: bool = False
+    """Send Celery's task events, for whoever watches them (Flower)."""
