@@ -1,0 +1,24 @@
+"""A gateway imports engine.text, and must not pay for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import engine
+
+
+@pytest.mark.parametrize("module", ["engine", "engine.text", "engine.scheduler", "engine.params", "engine.kv"])
+def test_importing_what_needs_no_weights_imports_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_is_there_and_no_other():
+    for name in engine.__all__:
+        assert getattr(engine, name).__name__ == name
+    assert dir(engine) == sorted(engine.__all__)
+    with pytest.raises(AttributeError, match="'engine' has no attribute 'Nonsense'"):
+        getattr(engine, "Nonsense")  # noqa: B009

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+import struct
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ModelError
+from engine.text.card import ModelCard
+from engine.text.checkpoint import WHOLE_FILE, count_parameters, model_version
+
+TENSORS = {"a": [3, 4], "b": [5], "c": []}
+
+
+def write_safetensors(path: Path, tensors: dict[str, list[int]], padding: int = 64) -> None:
+    header = {"__metadata__": {"format": "pt"}} | {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in tensors.items()
+    }
+    data = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(data)) + data)
+        file.truncate(file.tell() + padding)
+
+
+@pytest.fixture
+def folder(byte_level, tmp_path) -> Path:
+    root = tmp_path / "tiny"
+    root.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 512,
+        "vocab_size": 640,
+        "eos_token_id": 1,
+    }
+    (root / "config.json").write_text(json.dumps(config))
+    (root / "tokenizer.json").write_text(byte_level.to_str())
+    (root / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (root / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 5, "top_k": 20, "x": 1}))
+    write_safetensors(root / "model-1.safetensors", TENSORS)
+    write_safetensors(root / "model-2.safetensors", {"d": [2, 2, 2]})
+    return root
+
+
+def test_a_card_says_what_the_folder_holds(folder):
+    card = ModelCard.from_folder(folder)
+    assert (card.name, card.architecture, card.context_length) == ("tiny", "LlamaForCausalLM", 512)
+    assert (card.vocab_size, card.parameters) == (640, 12 + 5 + 1 + 8)
+    assert card.capabilities == ("generate", "chat")
+    assert (card.eos_token_ids, card.bos_token_id) == ((1,), None)
+    # top_p=5 is nothing that a request could ask for.
+    assert card.defaults == {"temperature": 0.6, "top_k": 20}
+    assert card.version == model_version(folder)
+    files = ModelCard.tokenizer_files(folder)
+    assert card.files == {name: sha256(data).hexdigest() for name, data in files.items()}
+    assert sorted(files) == ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert ModelCard.from_folder(folder, name="other").name == "other"
+
+
+def test_without_a_template_there_is_no_chat(folder):
+    (folder / "tokenizer_config.json").unlink()
+    assert ModelCard.from_folder(folder).capabilities == ("generate",)
+
+
+KNOWN = (
+    '{"v":1,"name":"tiny","version":"0123456789ab","architecture":"LlamaForCausalLM","context_length":512,'
+    '"vocab_size":640,"parameters":26,"capabilities":["generate","chat"],"eos_token_ids":[1,2],"bos_token_id":null,'
+    '"defaults":{"temperature":0.6},"files":{"tokenizer.json":"ab"},"created":1700000000}'
+)
+
+
+def test_the_format_is_fixed():
+    card = ModelCard(
+        name="tiny",
+        version="0123456789ab",
+        architecture="LlamaForCausalLM",
+        context_length=512,
+        vocab_size=640,
+        parameters=26,
+        capabilities=("generate", "chat"),
+        eos_token_ids=(1, 2),
+        bos_token_id=None,
+        defaults={"temperature": 0.6},
+        files={"tokenizer.json": "ab"},
+        created=1700000000,
+    )
+    assert card.to_json() == KNOWN
+    assert ModelCard.from_json(KNOWN) == card
+    assert ModelCard.from_json(KNOWN.encode()) == card
+
+
+def test_keys_of_later_versions_are_passed_over():
+    later = json.dumps(json.loads(KNOWN) | {"licence": "MIT", "context": {"rope": 1}})
+    assert ModelCard.from_json(later) == ModelCard.from_json(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "v=1"),
+        ('{"v": 2}', "v=1"),
+        ('{"v": 1, "name": "x"}', "lacks 'version'"),
+        (KNOWN.replace("[1,2]", "1"), "eos_token_ids=1"),
+    ],
+)
+def test_a_text_that_is_no_card_is_refused(text, message):
+    with pytest.raises(ModelError, match=message):
+        ModelCard.from_json(text)
+
+
+def test_a_version_is_that_of_the_manifest_where_there_is_one(folder):
+    before = model_version(folder)
+    (folder / "manifest.json").write_bytes(b"{}")
+    assert model_version(folder) == sha256(b"{}").hexdigest()[:12] != before
+
+
+def test_a_version_follows_names_sizes_and_contents_as_written_down(tmp_path):
+    (tmp_path / "b.json").write_bytes(b"two")
+    (tmp_path / "a.json").write_bytes(b"one")
+    (tmp_path / ".hidden").write_bytes(b"x")
+    (tmp_path / "folder").mkdir()
+    lines = "".join(
+        f"{name}\t3\t{sha256(data).hexdigest()}\n" for name, data in [("a.json", b"one"), ("b.json", b"two")]
+    )
+    assert model_version(tmp_path) == sha256(lines.encode()).hexdigest()[:12]
+    seen = {model_version(tmp_path)}
+    (tmp_path / "a.json").write_bytes(b"One")
+    seen.add(model_version(tmp_path))
+    (tmp_path / "a.json").rename(tmp_path / "c.json")
+    seen.add(model_version(tmp_path))
+    assert len(seen) == 3
+
+
+def test_the_version_of_a_large_file_takes_its_header_and_its_pages(tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, TENSORS, padding=WHOLE_FILE + 1000)
+    size = path.stat().st_size
+    data = path.read_bytes()
+    header = data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
+    pages = b"".join(data[start : start + 65536] for start in ((size - 65536) * page // 63 for page in range(64)))
+    line = f"model.safetensors\t{size}\t{sha256(header + pages).hexdigest()}\n"
+    assert model_version(tmp_path) == sha256(line.encode()).hexdigest()[:12]
+    first = model_version(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(size - 1)
+        file.write(b"\x01")
+    assert model_version(tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x05\0\0",
+        struct.pack("<Q", 1000) + b"{}",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{{",
+        struct.pack("<Q", 8) + b'{"a": 1}',
+        struct.pack("<Q", 22) + b'{"a": {"shape": [-1]}}',
+    ],
+)
+def test_a_broken_checkpoint_is_refused_by_name(tmp_path, data):
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        count_parameters(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": None}, "names no architecture"),
+        ({"architectures": []}, "names no architecture"),
+        ({"vocab_size": None}, "vocab_size=None"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings='512'"),
+        ({"vocab_size": True}, "vocab_size=True"),
+    ],
+)
+def test_a_broken_config_is_refused_by_setting(folder, change, message):
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        ModelCard.from_folder(folder)
+
+
+def test_a_folder_without_weights_has_no_card(folder):
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ModelError, match=r"has no .+safetensors file"):
+        ModelCard.from_folder(folder)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from engine.errors import ModelError
+from engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def files(byte_level) -> dict[str, bytes]:
+    return {"tokenizer.json": byte_level.to_str().encode()}
+
+
+def test_a_folder_and_its_bytes_make_the_same_tokenizer(files, tmp_path):
+    files["generation_config.json"] = b'{"eos_token_id": [1, 5], "bos_token_id": 0}'
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    for tokenizer in (Tokenizer.from_folder(tmp_path), Tokenizer.from_bytes(files)):
+        assert tokenizer.eos_token_ids == (1, 5)
+        assert tokenizer.bos_token_id == 0
+        assert tokenizer.decode(tokenizer.encode("import os\n🗼")) == "import os\n🗼"
+
+
+def test_special_tokens_are_added_on_request_and_read_from_text(files, byte_level):
+    tokenizer = Tokenizer(files)
+    assert tokenizer.encode("x")[0] == byte_level.token_to_id("<|begin|>")
+    assert tokenizer.encode("x", add_special_tokens=False) == tokenizer.encode("x")[1:]
+    assert tokenizer.encode("<|end|>", add_special_tokens=False) == [byte_level.token_to_id("<|end|>")]
+    assert tokenizer.vocab_size == byte_level.get_vocab_size()
+    assert (tokenizer.token(0), tokenizer.token(10**6)) == ("<|begin|>", None)
+
+
+def test_truncation_and_padding_in_the_file_do_not_touch_a_prompt(byte_level):
+    state = json.loads(byte_level.to_str())
+    state["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    state["padding"] = {
+        "strategy": {"Fixed": 99},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|begin|>",
+    }
+    tokenizer = Tokenizer({"tokenizer.json": json.dumps(state).encode()})
+    assert len(tokenizer.encode("one two three four five six seven", add_special_tokens=False)) not in (4, 99)
+
+
+def test_a_lone_surrogate_is_a_question_mark(files):
+    tokenizer = Tokenizer(files)
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+
+
+def test_many_threads_may_encode_and_decode_at_once(files):
+    tokenizer = Tokenizer(files)
+    texts = [f"def f{i}(x): return x * {i}\n" * 20 for i in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda text: tokenizer.decode(tokenizer.encode(text)), texts)) == texts
+
+
+@pytest.mark.parametrize(
+    ("config", "bos", "eos"),
+    [
+        ({}, None, ()),
+        ({"generation_config.json": {"eos_token_id": 7}, "config.json": {"eos_token_id": 8}}, None, (7,)),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": [8, 8], "bos_token_id": 2}}, 2, (8,)),
+        ({"tokenizer_config.json": {"eos_token": "<|end|>", "bos_token": {"content": "<|begin|>"}}}, 0, (1,)),
+        ({"tokenizer_config.json": {"eos_token": "unknown", "bos_token": None}}, None, ()),
+    ],
+)
+def test_where_the_ends_are_read_from(files, config, bos, eos):
+    tokenizer = Tokenizer(files | {name: json.dumps(value).encode() for name, value in config.items()})
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (bos, eos)
+
+
+@pytest.mark.parametrize("value", ["2", -1, [1, None], 1.5, True])
+def test_a_bad_end_is_refused_by_file_and_value(files, value):
+    files["generation_config.json"] = json.dumps({"eos_token_id": value}).encode()
+    with pytest.raises(ModelError, match=r"generation_config\.json has eos_token_id="):
+        Tokenizer(files)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}',
+        b'{"model": {"type": "Nonsense"}}',
+    ],
+)
+def test_a_broken_file_is_refused_by_name(data):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer({"tokenizer.json": data})
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
+        Tokenizer({})
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
