@@ -103,6 +103,13 @@ class Runtime:
             delivery.plain = plain_fields(self, job.headers, job.headers)
         return delivery
 
+    def take_beside(self, uuid: str) -> Delivery | None:
+        """Celery wants it run on a thread; None where the delivery is not ours any more."""
+        delivery = self.deliveries.get(uuid)
+        if delivery is not None:
+            delivery.beside = True
+        return delivery
+
     # ---- what Celery says of a delivery ---------------------------------------------------------------------------
 
     def celery_ack(self, uuid: str) -> None:
@@ -130,7 +137,7 @@ class Runtime:
     def celery_forgets(self, uuid: str) -> None:
         """The consumer's channel closed: what it had not yet handed to the pool (an ETA, say) goes back."""
         delivery = self.deliveries.get(uuid)
-        if delivery is not None and not delivery.owned:
+        if delivery is not None and not delivery.owned and not delivery.beside:
             self.let_go(delivery)
 
     def revoke(self, request: Any, expired: bool) -> None:

@@ -46,6 +46,8 @@ class Delivery:
     """Its workers died before they could claim it, too often."""
     owned: bool = False
     """The pool acknowledges it, not Celery."""
+    beside: bool = False
+    """An ordinary Celery task that the pool runs beside the engine."""
     plain: Plain | None = None
     job: Job | None = None
     record: Record | None = None

@@ -8,15 +8,20 @@ chords are all stock code. Tasks that are not the engine's run on a few threads 
 from __future__ import annotations
 
 import itertools
+import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from celery.concurrency.base import BasePool, apply_target
 from celery.worker.state import task_ready
 
 from workers.pool.delivery import Delivery, Job
+
+logger = logging.getLogger(__name__)
 
 #: Threads for tasks that are not the engine's.
 SIDE_THREADS = 4
@@ -32,7 +37,9 @@ class EnginePool(BasePool):
     def on_start(self) -> None:
         # ids that can never be a process': Celery hands them back to terminate_job
         self._pids = itertools.count(1 << 40)
-        self._side = ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="penstock-side")
+        self._beside: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for k in range(SIDE_THREADS):  # daemons: a task that outlasts the drain must not keep the process
+            threading.Thread(target=self._side_thread, name=f"penstock-side-{k}", daemon=True).start()
 
     @property
     def runtime(self) -> Any:
@@ -53,7 +60,11 @@ class EnginePool(BasePool):
         uuid = headers["properties"]["delivery_tag"]
         request = accept_callback.__self__  # type: ignore[attr-defined]
         if not getattr(self.app.tasks[name], "engine_task", False):
-            self._side.submit(self._run_beside, target, args, callback, accept_callback, request, uuid)
+            side = self.runtime.take_beside(uuid)
+            if side is None:
+                task_ready(request)
+            else:
+                self._beside.put(partial(self._run_beside, side, target, args, callback, accept_callback, request))
             return None
         delivery: Delivery | None = self.runtime.take_job(uuid, Job(target, args, callback, request))
         # Active from here on, so that `inspect` shows it. A request terminated before it came here is revoked at once.
@@ -64,18 +75,37 @@ class EnginePool(BasePool):
             self.runtime.claimer.submit(delivery)
         return delivery
 
+    def _side_thread(self) -> None:
+        while True:
+            self._beside.get()()
+
     def _run_beside(
         self,
+        delivery: Delivery,
         target: Callable[..., Any],
         args: tuple[Any, ...],
         callback: Callable[..., Any],
         accept_callback: Callable[..., Any],
         request: Any,
-        uuid: str,
     ) -> None:
-        apply_target(target, args, {}, callback, accept_callback)
-        if request.acknowledged:  # now: at shutdown, nobody runs the event loop that would carry it
-            self.runtime.celery_ack(uuid)
+        """Acknowledges and rejects at once: Celery leaves both to the event loop, which nobody runs at shutdown."""
+        if delivery.put_down:
+            task_ready(request)
+            return
+
+        def reject(log: Any, errors: Any, requeue: bool) -> None:
+            self.runtime.celery_reject(delivery.uuid, requeue)
+            on_reject(log, errors, requeue)
+
+        on_reject, request.on_reject = request.on_reject, reject
+        try:
+            apply_target(target, args, {}, callback, accept_callback)
+        except BaseException as exc:  # a task that exits must not take the thread along
+            logger.exception("Celery failed around task %s", delivery.task_id)
+            task_ready(request)
+            self.runtime.done(delivery, f"Celery failed around it: {exc!r}")
+        if request.acknowledged:
+            self.runtime.celery_ack(delivery.uuid)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Nothing more: Celery announces the revocation next, and `EngineRequest` passes that on."""
@@ -85,12 +115,10 @@ class EnginePool(BasePool):
 
     def on_stop(self) -> None:
         """SIGTERM: drain."""
-        self._side.shutdown(wait=True)
         self.runtime.drain(self.runtime.settings.drain)
 
     def on_terminate(self) -> None:
         """SIGQUIT: hand everything back at once."""
-        self._side.shutdown(wait=False, cancel_futures=True)
         self.runtime.drain(0.0)
 
     @property
