@@ -56,15 +56,14 @@ class Group:
         error: str | None = None,
     ) -> Event:
         """The news of a choice, to be told after it was entered that it has ended. `sampled` is its last token."""
-        count = 0 if sampled is None else 1
-        logprobs = None if sampled is None or sampled.logprobs is None else [sampled.logprobs]
+        token_ids = [] if sampled is None else [sampled.token_id]
         return Event(
             request_id=self.request.id,
             choice=seq.choice,
-            index=len(seq.tokens) - seq.prompt_len - count,
-            token_ids=[] if sampled is None else [sampled.token_id],
+            index=len(seq.tokens) - seq.prompt_len - len(token_ids),
+            token_ids=token_ids,
             texts=[] if sampled is None else [text],
-            logprobs=logprobs,
+            logprobs=None if sampled is None or sampled.logprobs is None else [sampled.logprobs],
             finish_reason=reason,
             stop_match=match,
             done=self.unfinished == 0,

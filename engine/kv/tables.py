@@ -74,6 +74,8 @@ class BlockTables:
     def grow(self, seq: Sequence) -> bool:
         """Make room for all of the sequence's tokens; False, with nothing taken, where blocks are lacking."""
         lacking = -(-len(seq.tokens) // self.block_size) - len(seq.block_table)
+        if lacking <= 0:
+            return True
         if lacking > self.pool.available:
             return False
         seq.block_table += self.pool.allocate(lacking)
