@@ -1,11 +1,18 @@
-"""A worker for tests: `python -m tests.worker_process '{"broker": ..., "store": ..., ...}'`."""
+"""A worker for tests: `python -m tests.worker_process '{"broker": ..., "store": ..., ...}'`.
+
+Environment: WORKER_PLUGINS names functions (`module:function,...`) to be called before it starts.
+"""
 
 import json
 import os
 import sys
+from importlib import import_module
 
 from workers.settings import WorkerSettings
 from workers.worker import run_worker
 
 if __name__ == "__main__":
+    for plugin in filter(None, os.environ.get("WORKER_PLUGINS", "").split(",")):
+        module, _, function = plugin.partition(":")
+        getattr(import_module(module), function)()
     sys.exit(run_worker(WorkerSettings(**json.loads(sys.argv[1])), os.environ.get("LOG_LEVEL", "INFO")))

@@ -1,0 +1,24 @@
+"""Fixtures of the worker's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.workers.rig import Rig, rig
+
+
+@pytest.fixture(name="rig")
+def _rig() -> Iterator[Rig]:
+    """An empty Valkey; the workers started on it are killed at the end."""
+    with rig() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Rig]:
+    """A Valkey with one worker, shared by a module's tests: a step takes 10 ms, ordinary tasks run beside."""
+    with rig() as made:
+        made.worker(lease=10.0, events=True, STUB_STEP_S=0.01, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
+        yield made

@@ -1,0 +1,91 @@
+"""What a worker process under test does besides: named by the environment variable WORKER_PLUGINS."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from celery import Celery
+from celery.exceptions import Reject
+from celery.result import AsyncResult
+
+import workers.worker
+from workers.pool.claimer import Claimer
+from workers.transport import intake
+
+
+def ordinary_tasks() -> None:
+    """Celery tasks that are not the engine's, as an application adds them."""
+    make_app = workers.worker.make_app
+
+    def with_tasks(*args: Any) -> Celery:
+        app = make_app(*args)
+
+        @app.task(name="app.add")
+        def add(x: int, y: int) -> int:
+            return x + y
+
+        @app.task(name="app.texts")
+        def texts(results: list[dict[str, Any]]) -> list[str]:
+            return [result["text"] for result in results]
+
+        @app.task(name="app.text")
+        def text(result: dict[str, Any], prefix: str = "") -> str:
+            return prefix + str(result["text"])
+
+        @app.task(name="app.failed", bind=True)
+        def failed(self: Any, task_id: str) -> str:
+            result = AsyncResult(task_id, app=self.app)
+            self.app.backend.client.rpush("seen:failed", task_id)
+            return f"{task_id} {result.state}"
+
+        @app.task(name="app.note")
+        def note(key: str, pause: float = 0) -> None:
+            app.backend.client.rpush(f"seen:{key}", "begun")
+            time.sleep(pause)
+            app.backend.client.rpush(f"seen:{key}", "done")
+
+        @app.task(name="app.reject_once", bind=True)
+        def reject_once(self: Any) -> str:
+            if app.backend.client.incr(f"rejected:{self.request.id}") == 1:
+                raise Reject("not now", requeue=True)
+            return "taken the second time"
+
+        @app.task(name="app.retry_once", bind=True)
+        def retry_once(self: Any) -> str:
+            if not self.request.retries:
+                raise self.retry(countdown=0)
+            return "done at the second try"
+
+        @app.task(name="app.exits")
+        def exits() -> None:
+            raise SystemExit(3)
+
+        @app.task(name="app.deadly")
+        def deadly() -> None:
+            os._exit(9)
+
+        return app
+
+    workers.worker.make_app = with_tasks
+
+
+def dies_before_claim() -> None:
+    """The process dies with a message in hand whose task's id begins with `deadly`, before it is claimed.
+
+    As a message does that kills whoever decodes it: one that is claimed unread (condemned) goes by.
+    """
+    call = Claimer._call
+
+    def deadly(self: Claimer, delivery: Any) -> Any:
+        if delivery.task_id.startswith("deadly") and not delivery.condemned:
+            os._exit(9)
+        return call(self, delivery)
+
+    Claimer._call = deadly  # type: ignore[method-assign]
+
+
+def never_looks_idly() -> None:
+    """The intake looks only when it is woken."""
+    intake.IDLE_S = 1e6

@@ -1,0 +1,155 @@
+"""A Valkey with real workers on it, and eyes to see what became of each task."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from celery import Celery
+from redis import Redis
+
+from producers import keys
+from producers.record import Record
+from tests.processes import Worker, fill, valkey
+from tests.stub_engine import token
+
+POOL = keys.pool_queue("stub", "v1", "stub")
+MODEL = keys.model_queue("stub")
+#: Of workers that are to be found dead soon, seconds.
+LEASE = 1.0
+
+
+class Rig:
+    """`redis` is the broker, `store` the store: one server unless two are given."""
+
+    def __init__(self, url: str, redis: Redis, store_url: str | None = None, store: Redis | None = None) -> None:
+        self.url = url
+        self.redis = redis
+        self.store_url = store_url or url
+        self.store = store or redis
+        self.workers: list[Worker] = []
+
+    # ---- workers ----------------------------------------------------------------------------------------------
+
+    def worker(self, **fields: Any) -> Worker:
+        """A worker that is up. Killed with the rig, unless it is stopped before."""
+        worker = self.begin_worker(**fields)
+        worker.wait_ready()
+        self.until(self.redis.pubsub_numpat)  # it listens to remote control
+        return worker
+
+    def begin_worker(self, **fields: Any) -> Worker:
+        """A worker that may not be up yet."""
+        worker = Worker(self.url, store=self.store_url, **{"lease": LEASE, "LOG_LEVEL": "INFO", **fields})
+        self.workers.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.wait()
+            worker.log.unlink(missing_ok=True)
+
+    def until(self, condition: Callable[[], Any], seconds: float = 30) -> None:
+        """Wait for it; what the workers' logs say is in the error otherwise."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {seconds} s; the workers say:\n{self.logs()}")
+            time.sleep(0.02)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {w.name} ({w.process.poll()})\n{w.log.read_text()[-5000:]}" for w in self.workers)
+
+    # ---- tasks ------------------------------------------------------------------------------------------------
+
+    def fill(self, count: int, **task: Any) -> list[str]:
+        """As a client does, into the pool's queue."""
+        return fill(self.redis, POOL, count, **task)
+
+    def sender(self, **conf: Any) -> Celery:
+        """A plain Celery application with stock settings, which knows the servers and nothing of Penstock."""
+        app = Celery("sender", broker=self.url, backend=self.store_url, set_as_current=False)
+        app.conf.update(task_default_queue=MODEL, **conf)
+        return app
+
+    def record(self, task_id: str) -> dict[str, str]:
+        return dict(self.store.hgetall(keys.task(task_id)))
+
+    def status(self, task_id: str) -> str | None:
+        return self.store.hget(keys.task(task_id), "status")
+
+    def entries(self, task_id: str) -> list[Any]:
+        return [json.loads(fields["e"]) for _, fields in self.store.xrange(keys.stream(task_id))]
+
+    def tokens(self, task_id: str) -> int:
+        """Entries in its stream."""
+        return self.store.xlen(keys.stream(task_id))
+
+    def settled(self, ids: list[str]) -> bool:
+        return all(self.store.hexists(keys.task(task_id), "settled") for task_id in ids)
+
+    def until_settled(self, ids: list[str], seconds: float = 40) -> None:
+        self.until(lambda: self.settled(ids), seconds)
+
+    # ---- what must hold ---------------------------------------------------------------------------------------
+
+    def check(self, ids: list[str], status: str = "completed") -> None:
+        """Settled with this status, every token the right one at its place, one terminal entry at the end."""
+        for task_id in ids:
+            record = Record.parse(task_id, self.record(task_id))
+            assert record.fields["status"] == record.fields["end"] == status, record.fields
+            assert "settled" in record.fields
+            assert not record.fields.keys() & {"claim", "owner"}
+            *tokens, end = self.entries(task_id)
+            assert end["end"] == status
+            seed, max_tokens = record.task.get("seed", 0), record.task.get("max_tokens", 16)
+            for choice in range(record.n):
+                mine = [entry for entry in tokens if entry[0] == choice]
+                assert [entry[1] for entry in mine] == list(range(len(mine))), "not contiguous from 0"
+                assert [entry[2] for entry in mine] == [token(seed, choice, i) for i in range(len(mine))]
+                assert record.nexts[choice] == len(mine)
+                assert status != "completed" or len(mine) == max_tokens
+
+    def check_nothing_left(self) -> None:
+        """No message anywhere: neither waiting, nor in flight, nor held back."""
+        left = [name for name in self.redis.keys("penstock:*") if _holds_messages(name)]
+        assert left == [], {name: self.redis.type(name) for name in left}
+
+    def dead(self) -> list[dict[str, Any]]:
+        """The dead-letter list, oldest first."""
+        return [json.loads(entry) for entry in self.redis.lrange(keys.DEAD, 0, -1)]
+
+    def leases(self) -> list[dict[str, Any]]:
+        """What the living workers say of themselves."""
+        found = [self.store.get(name) for name in self.store.keys(keys.lease("*"))]
+        return [json.loads(said) for said in found if said]
+
+
+def _holds_messages(name: str) -> bool:
+    return name.startswith((keys.inflight(""), keys.delayed(""), "penstock:queue:"))
+
+
+@contextlib.contextmanager
+def rig(**config: Any) -> Iterator[Rig]:
+    """A rig on a server of its own."""
+    with valkey(**config) as (url, redis):
+        made = Rig(url, redis)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@contextlib.contextmanager
+def two_servers() -> Iterator[Rig]:
+    """A rig whose broker and store are two servers."""
+    with valkey() as (url, redis), valkey() as (store_url, store):
+        made = Rig(url, redis, store_url, store)
+        try:
+            yield made
+        finally:
+            made.close()

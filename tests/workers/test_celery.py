@@ -1,0 +1,218 @@
+"""What Celery's users know keeps working: results, links, groups, chords, chains, ETA, expiry, events, inspect."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.result import AsyncResult
+
+from producers import keys
+from producers.protocol import cancel
+from producers.script import run
+from tests.stub_engine import text_of
+from tests.workers.rig import MODEL, Rig
+
+SEEDS = itertools.count(1000)
+
+
+@pytest.fixture
+def app(served: Rig) -> Iterator[Celery]:
+    app = served.sender()
+    yield app
+    app.close()
+
+
+def generate(app: Celery, seed: int, max_tokens: int = 4, **options: Any) -> Any:
+    """A signature of the task."""
+    return app.signature(
+        keys.TASK_NAME,
+        kwargs={"prompt": [1, 2, 3], "seed": seed, "max_tokens": max_tokens},
+        **options,
+    )
+
+
+def test_a_result_comes_back_through_the_result_backend(served: Rig, app: Celery) -> None:
+    seed = next(SEEDS)
+    result = generate(app, seed, 5).apply_async()
+    value = result.get(timeout=20)
+    assert value["text"] == text_of(seed, 0, 5)
+    assert value["status"] == "completed"
+    assert value["id"] == result.id
+    assert value["model"] == "stub"
+    assert [choice["finish_reason"] for choice in value["choices"]] == ["length"]
+    assert value["usage"] == {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 5}
+    assert result.state == "SUCCESS"
+    served.until_settled([result.id])
+    served.check([result.id])
+
+
+def test_an_ignored_result_is_not_stored(served: Rig, app: Celery) -> None:
+    result = generate(app, next(SEEDS)).apply_async(ignore_result=True)
+    served.until_settled([result.id])
+    served.check([result.id])
+    assert not served.redis.exists(f"celery-task-meta-{result.id}")
+
+
+def test_an_invalid_task_fails_with_its_reason(served: Rig, app: Celery) -> None:
+    result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokenz": 4})
+    with pytest.raises(Exception, match="max_tokenz"):
+        result.get(timeout=20)
+    assert result.state == "FAILURE"
+    served.until_settled([result.id])
+    assert served.record(result.id)["status"] == "failed"
+    assert "unknown_parameter" in served.record(result.id)["error"]
+    assert served.entries(result.id)[-1]["error"]["param"] == "max_tokenz"
+
+
+def test_inspect_shows_a_task_while_it_runs_and_no_longer(served: Rig, app: Celery) -> None:
+    result = generate(app, next(SEEDS), 4000).apply_async()
+    served.until(lambda: served.tokens(result.id) > 2)
+    assert result.id in active(served, app)
+    assert run(served.store, cancel(result.id)) == [1, "in_progress"]
+    served.until_settled([result.id])
+    served.until(lambda: result.id not in active(served, app))
+
+
+def active(served: Rig, app: Celery) -> list[str]:
+    """Ids of the active tasks of the one worker."""
+    hostname = f"penstock@{served.workers[0].name}"
+    answer = app.control.inspect(destination=[hostname], timeout=10).active()
+    assert answer, "the worker does not answer"
+    return [task["id"] for task in answer[hostname]]
+
+
+def test_inspect_tells_the_pool(served: Rig, app: Celery) -> None:
+    hostname = f"penstock@{served.workers[0].name}"
+    stats = app.control.inspect(destination=[hostname], timeout=10).stats()
+    assert stats[hostname]["pool"]["max-concurrency"] == 64
+
+
+def test_a_link_gets_the_result(served: Rig, app: Celery) -> None:
+    seed = next(SEEDS)
+    linked = app.signature("app.text", kwargs={"prefix": "linked:"})
+    linked.freeze("linked-1")
+    generate(app, seed).apply_async(link=linked)
+    assert AsyncResult("linked-1", app=app).get(timeout=20) == "linked:" + text_of(seed, 0, 4)
+
+
+def test_link_error_hears_of_a_failure(served: Rig, app: Celery) -> None:
+    failed = app.signature("app.failed")
+    result = app.send_task(keys.TASK_NAME, kwargs={"prompt": []}, link_error=failed)
+    served.until(lambda: served.redis.lrange("seen:failed", 0, -1))
+    assert served.redis.lrange("seen:failed", 0, -1) == [result.id]
+
+
+def test_a_chord_calls_back_when_all_are_done(served: Rig, app: Celery) -> None:
+    seeds = [next(SEEDS) for _ in range(5)]
+    result = chord([generate(app, seed) for seed in seeds], app=app)(app.signature("app.texts"))
+    assert result.get(timeout=20) == [text_of(seed, 0, 4) for seed in seeds]
+
+
+def test_a_chord_with_a_failure_fails(served: Rig, app: Celery) -> None:
+    bad = app.signature(keys.TASK_NAME, kwargs={"prompt": [1], "temperature": -1.0})
+    result = chord([generate(app, next(SEEDS)), bad], app=app)(app.signature("app.texts"))
+    with pytest.raises(Exception, match="temperature"):
+        result.get(timeout=20)
+
+
+def test_a_group_gives_results_in_order(served: Rig, app: Celery) -> None:
+    seeds = [next(SEEDS) for _ in range(6)]
+    result = group([generate(app, seed) for seed in seeds], app=app).apply_async()
+    assert [value["text"] for value in result.get(timeout=20)] == [text_of(seed, 0, 4) for seed in seeds]
+
+
+def test_a_chain_goes_from_the_engine_to_ordinary_tasks(served: Rig, app: Celery) -> None:
+    seed = next(SEEDS)
+    result = chain(generate(app, seed), app.signature("app.text", kwargs={"prefix": ">"}), app=app).apply_async()
+    assert result.get(timeout=20) == ">" + text_of(seed, 0, 4)
+
+
+def test_an_ordinary_task_runs_beside(served: Rig, app: Celery) -> None:
+    assert app.send_task("app.add", (2, 3)).get(timeout=20) == 5
+
+
+def test_an_ordinary_task_may_retry(served: Rig, app: Celery) -> None:
+    assert app.send_task("app.retry_once").get(timeout=20) == "done at the second try"
+
+
+def test_an_ordinary_task_that_rejects_its_message_is_taken_again(served: Rig, app: Celery) -> None:
+    results = [app.send_task("app.reject_once") for _ in range(20)]
+    assert {result.get(timeout=20) for result in results} == {"taken the second time"}
+
+
+def test_a_countdown_is_waited_out(served: Rig, app: Celery) -> None:
+    later = generate(app, next(SEEDS)).apply_async(countdown=1.5)
+    at_once = generate(app, next(SEEDS)).apply_async()
+    served.until_settled([later.id, at_once.id])
+    served.check([later.id, at_once.id])
+    eta = served.redis.time()[0]
+    sent, started = (int(served.record(r.id)["started"]) for r in (at_once, later))
+    assert started - sent >= 1000, f"began before its time (now {eta})"
+
+
+def test_an_expired_task_is_revoked_and_fails(served: Rig, app: Celery) -> None:
+    result = generate(app, next(SEEDS)).apply_async(expires=-5.0)
+    served.until_settled([result.id])
+    assert served.record(result.id)["status"] == "failed"
+    assert "expired" in served.record(result.id)["error"]
+    assert result.state == "REVOKED"
+    assert served.entries(result.id)[-1]["end"] == "failed"
+
+
+def test_a_task_that_expires_while_it_runs_ends(served: Rig, app: Celery) -> None:
+    result = generate(app, next(SEEDS), 4000).apply_async(expires=1.5)
+    served.until_settled([result.id])
+    assert served.record(result.id)["status"] == "failed"
+    assert "expired" in served.record(result.id)["error"]
+    with pytest.raises(Exception, match="deadline"):
+        result.get(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("priority", "tier"),
+    [(None, "default"), (0, "default"), (3, "priority"), (6, "flex"), (9, "batch"), (5, "priority")],
+)
+def test_a_stock_sender_s_priority_chooses_the_tier(served: Rig, app: Celery, priority: int | None, tier: str) -> None:
+    result = generate(app, next(SEEDS)).apply_async(priority=priority)
+    served.until_settled([result.id])
+    served.check([result.id])
+    assert served.record(result.id)["tier"] == tier
+
+
+def test_events_tell_of_a_task(served: Rig, app: Celery) -> None:
+    heard: list[dict[str, Any]] = []
+    patterns = served.redis.pubsub_numpat()
+    receiver = app.events.Receiver(app.connection_for_read(), handlers={"*": heard.append})
+    with receiver.consumer_context() as (connection, _, _):
+        served.until(lambda: _drain(connection) or served.redis.pubsub_numpat() > patterns)
+        result = generate(app, next(SEEDS)).apply_async()
+
+        def seen() -> list[str]:
+            _drain(connection)
+            return [event["type"] for event in heard if event.get("uuid") == result.id]
+
+        served.until(lambda: "task-succeeded" in seen())
+        assert seen() == ["task-received", "task-started", "task-succeeded"]
+
+
+def _drain(connection: Any) -> None:
+    with contextlib.suppress(TimeoutError):
+        connection.drain_events(timeout=0.1)
+
+
+def test_messages_of_the_model_s_queue_and_the_pool_s_are_both_taken(served: Rig, app: Celery) -> None:
+    plain = generate(app, next(SEEDS)).apply_async(queue=MODEL)
+    (ours,) = served.fill(1)
+    served.until_settled([plain.id, ours])
+    served.check([plain.id, ours])
+
+
+def test_nothing_is_left_behind(served: Rig, app: Celery) -> None:
+    served.until(lambda: all(lease["tasks"] == 0 for lease in served.leases()))
+    served.check_nothing_left()
+    assert served.dead() == []
