@@ -152,7 +152,7 @@ class Engine:
             for collector in collectors:
                 self._loop.submit(collector.request, collector.take)
             for collector in collectors:
-                collector.finished.wait()
+                collector.wait()
         except BaseException:
             for collector in collectors:
                 self._loop.abort(collector.request.id)
@@ -220,7 +220,7 @@ class _Collector:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.finished = threading.Event()
+        self._finished = threading.Event()
         self._choices = [Choice() for _ in range(request.params.n)]
         self._pieces: list[list[str]] = [[] for _ in self._choices]
         self._prompt_tokens = len(request.prompt_ids)
@@ -235,7 +235,10 @@ class _Collector:
         choice.finish_reason = event.finish_reason
         self._cached_tokens = event.cached_tokens
         if event.done:
-            self.finished.set()
+            self._finished.set()
+
+    def wait(self) -> None:
+        self._finished.wait()
 
     def output(self) -> Output:
         for choice, pieces in zip(self._choices, self._pieces, strict=True):

@@ -1,0 +1,381 @@
+"""The step loop with a stand-in for the model: who hears what, whatever fails, aborts or closes meanwhile."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError, RequestError
+from engine.loop import StepLoop
+from engine.params import SamplingParams
+from engine.plan import Sampled, StepPlan
+from engine.request import Event, Request
+from engine.scheduler import Scheduler
+
+PATIENCE = 20.0
+
+
+class Steps:
+    """An executor whose tokens count up from the prompt's last. `before` may hold a step up or fail it."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[StepPlan], None] = lambda plan: None
+        self.plans: list[list[str]] = []
+        self.copied: list[tuple[int, int]] = []
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        self.plans.append([row.seq.request.id for row in plan.rows])
+        self.before(plan)
+        self.copied += plan.copies
+        return [Sampled(row.seq.tokens[-1] + 1) for row in plan.rows if row.samples]
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        self.copied += copies
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.done = threading.Event()
+        self.heard = threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        self.heard.set()
+        if event.done:
+            self.done.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events for token in event.token_ids]
+
+    def wait(self) -> Listener:
+        assert self.done.wait(PATIENCE), "the request did not end"
+        return self
+
+
+class Gate:
+    """Holds one step up until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, plan: StepPlan) -> None:
+        self.reached.set()
+        assert self._open.wait(PATIENCE)
+
+    def wait(self) -> None:
+        assert self.reached.wait(PATIENCE), "no step began"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler(num_blocks=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
+
+
+@pytest.fixture
+def loop(steps: Steps, scheduler: Scheduler) -> Iterator[StepLoop]:
+    made = StepLoop(scheduler, steps, lambda: None)
+    yield made
+    made.close()
+    scheduler.check_integrity()
+    assert scheduler.stats().kv_blocks_used == 0
+
+
+def request(name: str, first: int = 10, length: int = 3, max_tokens: int = 4, **params: Any) -> Request:
+    return Request(name, [first] * length, SamplingParams(max_tokens=max_tokens, **params))
+
+
+def test_a_request_is_run_to_its_end(loop: StepLoop) -> None:
+    heard = Listener()
+    loop.submit(request("a"), heard)
+    heard.wait()
+    assert heard.tokens == [11, 12, 13, 14]
+    assert [event.index for event in heard.events] == [0, 1, 2, 3]
+    assert [event.finish_reason for event in heard.events] == [None, None, None, "length"]
+
+
+def test_refusals_come_in_the_callers_thread_and_leave_nothing(loop: StepLoop) -> None:
+    with pytest.raises(RequestError, match="context"):
+        loop.submit(request("long", length=70), Listener())
+    heard = Listener()
+    loop.submit(request("long"), heard)
+    heard.wait()
+
+
+def test_an_id_in_use_is_refused_until_its_request_has_ended(loop: StepLoop, steps: Steps) -> None:
+    gate = steps.before = Gate()
+    first, second = Listener(), Listener()
+    loop.submit(request("a"), first)
+    gate.wait()
+    with pytest.raises(RequestError, match="in use"):
+        loop.submit(request("a"), second)
+    gate.open()
+    first.wait()
+    loop.submit(request("a", first=50), second)
+    assert second.wait().tokens == [51, 52, 53, 54]
+
+
+def test_an_abort_during_a_step_frees_the_memory_when_the_step_ends_and_nothing_is_heard(
+    loop: StepLoop, steps: Steps
+) -> None:
+    gate = steps.before = Gate()
+    heard, other = Listener(), Listener()
+    loop.submit(request("a"), heard)
+    gate.wait()
+    assert loop.abort("a")
+    assert not loop.abort("a")
+    loop.submit(request("b"), other)
+    steps.before = lambda plan: None
+    gate.open()
+    other.wait()
+    assert heard.events == []
+    assert all(plan == ["b"] for plan in steps.plans[1:])
+    assert loop.stats().aborted == 1
+
+
+def test_an_aborted_id_may_be_used_at_once_and_hears_only_its_own_news(loop: StepLoop, steps: Steps) -> None:
+    gate = steps.before = Gate()
+    old, new = Listener(), Listener()
+    loop.submit(request("a", first=10), old)
+    gate.wait()
+    loop.abort("a")
+    loop.submit(request("a", first=50), new)
+    steps.before = lambda plan: None
+    gate.open()
+    assert new.wait().tokens == [51, 52, 53, 54]
+    assert old.events == []
+
+
+def test_a_request_aborted_before_it_was_taken_in_never_runs(loop: StepLoop, steps: Steps) -> None:
+    gate = steps.before = Gate()
+    loop.submit(request("first"), first := Listener())
+    gate.wait()
+    loop.submit(request("a"), heard := Listener())
+    loop.abort("a")
+    gate.open()
+    first.wait()
+    assert heard.events == []
+    assert not any("a" in plan for plan in steps.plans)
+
+
+def test_abort_from_within_an_event_ends_the_events(loop: StepLoop) -> None:
+    heard: list[Event] = []
+    other = Listener()
+
+    def on_event(event: Event) -> None:
+        heard.append(event)
+        loop.abort("a")
+
+    loop.submit(request("a", max_tokens=30), on_event)
+    loop.submit(request("b", max_tokens=10), other)
+    other.wait()
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_abort_at_any_step_leaves_the_pool_whole(steps: Steps, scheduler: Scheduler, at: int) -> None:
+    loop = StepLoop(scheduler, steps, lambda: None)
+    others = [Listener() for _ in range(2)]
+
+    def abort(plan: StepPlan) -> None:
+        if len(steps.plans) == at:
+            loop.abort("victim")
+
+    steps.before = abort
+    # 30 tokens of prompt take two steps; with n=3 blocks are shared and copied.
+    loop.submit(request("victim", length=30, max_tokens=6, n=3), victim := Listener())
+    for i, other in enumerate(others):
+        loop.submit(request(f"other-{i}", first=100 * i, max_tokens=8), other)
+    for i, other in enumerate(others):
+        assert other.wait().tokens == [100 * i + k for k in range(1, 9)]
+    loop.close()
+    assert not victim.done.is_set()
+    scheduler.check_integrity()
+    assert scheduler.stats().kv_blocks_used == 0
+
+
+def test_a_listener_that_raises_stops_nothing(loop: StepLoop, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(event: Event) -> None:
+        raise ValueError("deaf")
+
+    loop.submit(request("a"), broken)
+    loop.submit(request("b"), heard := Listener())
+    assert heard.wait().tokens == [11, 12, 13, 14]
+    assert "on_event of request 'a' raised" in caplog.text
+
+
+@pytest.mark.parametrize("length", [3, 30])
+def test_a_fault_fails_the_request_that_caused_it_alone(
+    loop: StepLoop, steps: Steps, caplog: pytest.LogCaptureFixture, length: int
+) -> None:
+    """Also when the culprit is in the middle of its prompt and samples nothing."""
+
+    def fail(plan: StepPlan) -> None:
+        if any(row.seq.request.id == "culprit" for row in plan.rows):
+            raise ZeroDivisionError("bad\nday")
+
+    gate = steps.before = Gate()
+    loop.submit(request("first", max_tokens=8), first := Listener())
+    gate.wait()
+    loop.submit(request("culprit", length=length), culprit := Listener())
+    loop.submit(request("last"), last := Listener())
+    steps.before = fail
+    gate.open()
+    assert first.wait().tokens == [11, 12, 13, 14, 15, 16, 17, 18]
+    assert last.wait().tokens == [11, 12, 13, 14]
+    assert [event.finish_reason for event in culprit.wait().events] == ["error"]
+    assert culprit.events[0].error == "the model failed on this request: ZeroDivisionError: bad"
+    assert "run one by one" in caplog.text
+
+
+def test_copies_of_a_failed_step_are_made_before_its_rows_run_alone(loop: StepLoop, steps: Steps) -> None:
+    def fail_together(plan: StepPlan) -> None:
+        if len(plan.rows) > 1:
+            raise ZeroDivisionError
+
+    steps.before = fail_together
+    loop.submit(request("a", length=6, n=2), heard := Listener())
+    heard.wait()
+    assert len(steps.copied) == 1
+
+
+def test_a_row_that_the_model_gives_up_fails_alone(loop: StepLoop, steps: Steps) -> None:
+    plain = steps.execute
+
+    def execute(plan: StepPlan) -> list[Sampled]:
+        found = plain(plan)
+        sampling = [row for row in plan.rows if row.samples]
+        return [
+            Sampled(-1, error="not finite") if row.seq.request.id == "bad" else one
+            for row, one in zip(sampling, found, strict=True)
+        ]
+
+    steps.execute = execute  # type: ignore[method-assign]
+    loop.submit(request("good"), good := Listener())
+    loop.submit(request("bad"), bad := Listener())
+    assert good.wait().tokens == [11, 12, 13, 14]
+    assert (bad.wait().events[0].finish_reason, bad.events[0].error) == ("error", "not finite")
+
+
+def test_a_fault_of_the_engine_itself_ends_what_is_in_and_the_loop_goes_on(
+    loop: StepLoop, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object) -> list[Event]:
+        raise RuntimeError("upside down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "update", broken)
+        loop.submit(request("a"), heard := Listener())
+        assert heard.wait().events[0].error == "the engine failed: RuntimeError: upside down"
+    loop.submit(request("b"), after := Listener())
+    assert after.wait().tokens == [11, 12, 13, 14]
+    assert "a step failed as a whole" in caplog.text
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone(
+    loop: StepLoop, scheduler: Scheduler, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = scheduler.add
+
+    def add(one: Request) -> list[Event]:
+        if one.id == "bad":
+            raise RuntimeError("torn")
+        return plain(one)
+
+    monkeypatch.setattr(scheduler, "add", add)
+    loop.submit(request("good"), good := Listener())
+    loop.submit(request("bad"), bad := Listener())
+    assert good.wait().tokens == [11, 12, 13, 14]
+    assert [event.finish_reason for event in bad.wait().events] == ["error"]
+    assert "torn" in (bad.events[0].error or "")
+
+
+def test_a_resumed_request_that_had_ended_says_so(loop: StepLoop, steps: Steps) -> None:
+    one = request("a", max_tokens=2)
+    one.resume = [[11, 12]]
+    loop.submit(one, heard := Listener())
+    assert heard.wait().tokens == []
+    assert heard.events[0].finish_reason == "length"
+    assert steps.plans == []
+
+
+def test_on_step_comes_after_all_events_of_the_step(loop: StepLoop, caplog: pytest.LogCaptureFixture) -> None:
+    order: list[str] = []
+    ended = threading.Event()
+
+    def on_step() -> None:
+        order.append("step")
+        if order.count("b") == 4:
+            ended.set()
+        raise ValueError("late")
+
+    loop.on_step = on_step
+    loop.submit(request("a"), lambda event: order.append("a"))
+    loop.submit(request("b"), lambda event: order.append("b"))
+    assert ended.wait(PATIENCE)
+    # Whether b was in time for a's first step or not, no step ends between two events of one plan.
+    assert re.fullmatch("(as|bs|abs)+", "".join(name[0] for name in order))
+    assert "on_step raised" in caplog.text
+
+
+def test_closing_ends_what_is_in_with_abort(steps: Steps, scheduler: Scheduler) -> None:
+    loop = StepLoop(scheduler, steps, lambda: None)
+    gate = steps.before = Gate()
+    loop.submit(request("running", max_tokens=20, n=2), running := Listener())
+    gate.wait()
+    loop.submit(request("waiting"), waiting := Listener())
+    closer = threading.Thread(target=loop.close)
+    closer.start()
+    gate.open()
+    closer.join(PATIENCE)
+    assert not closer.is_alive()
+    for heard in (running.wait(), waiting.wait()):
+        assert heard.events[-1].finish_reason == "abort"
+    assert loop.stats().kv_blocks_used == 0
+    with pytest.raises(EngineError, match="closed"):
+        loop.submit(request("late"), Listener())
+    loop.close()
+
+
+def test_closing_from_within_an_event_does_not_wait_for_itself(steps: Steps, scheduler: Scheduler) -> None:
+    loop = StepLoop(scheduler, steps, lambda: None)
+    heard = Listener()
+
+    def on_event(event: Event) -> None:
+        heard(event)
+        loop.close()
+
+    loop.submit(request("a", max_tokens=30), on_event)
+    assert heard.wait().events[-1].finish_reason == "abort"
+    loop.close()
+
+
+def test_an_idle_loop_notices_a_pool_that_is_not_whole(
+    loop: StepLoop, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = threading.Event()
+
+    def check_idle() -> None:
+        looked.set()
+        raise EngineError("2 blocks are held")
+
+    monkeypatch.setattr(scheduler, "check_idle", check_idle)
+    loop.submit(request("a"), heard := Listener())
+    heard.wait()
+    assert looked.wait(PATIENCE)
+    loop.submit(request("b"), heard := Listener())
+    heard.wait()
+    assert "not whole" in caplog.text
