@@ -2,8 +2,8 @@
 
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
-requests that is true, by their seeds; unset: of all). A prompt that contains DEADLY
-kills the process in the step of its first token.
+requests that is true, by their seeds; unset: of all). A prompt that contains DEADLY kills the process in its first
+step, one that contains STALLED makes no token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.errors import RequestError
 from engine.request import Event, Request
 
 VOCABULARY = 1000
-DEADLY = 666
+DEADLY, STALLED = 666, 667
 WORDS = [f" w{i}" for i in range(VOCABULARY)]
 
 
@@ -159,6 +159,8 @@ class StubEngine:
             request = running.request
             if DEADLY in request.prompt_ids:
                 os._exit(9)
+            if STALLED in request.prompt_ids:
+                continue
             seed = request.params.seed or 0
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
             fault = faulty and self._failed.get(str(seed), 0) < self.faults

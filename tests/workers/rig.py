@@ -12,7 +12,9 @@ from celery import Celery
 from redis import Redis
 
 from producers import keys
+from producers.protocol import cancel
 from producers.record import Record
+from producers.script import run
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import token
 
@@ -88,6 +90,11 @@ class Rig:
     def tokens(self, task_id: str) -> int:
         """Entries in its stream."""
         return self.store.xlen(keys.stream(task_id))
+
+    def cancel(self, task_id: str) -> list[Any]:
+        """Answers [accepted 0|1, status]."""
+        accepted, status = run(self.store, cancel(task_id))
+        return [accepted, status]
 
     def settled(self, ids: list[str]) -> bool:
         return all(self.store.hexists(keys.task(task_id), "settled") for task_id in ids)

@@ -1,0 +1,121 @@
+"""A cancel accepted before FINISH wins, wherever the task is; deadlines end a task likewise."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from producers import Client, keys
+from tests.stub_engine import STALLED, StubEngine
+from tests.workers.rig import POOL, Rig
+
+
+def test_before_any_worker_is_up(rig: Rig) -> None:
+    ids = rig.fill(3)
+    assert rig.cancel(ids[0]) == [1, "cancelled"]
+    assert rig.entries(ids[0])[-1]["end"] == "cancelled"
+    rig.worker()
+    rig.until_settled(ids)
+    rig.check(ids[:1], "cancelled")
+    rig.check(ids[1:])
+    rig.until(lambda: not rig.leases()[0]["tasks"])
+    rig.check_nothing_left()
+
+
+def test_while_it_is_queued_behind_others(rig: Rig) -> None:
+    rig.worker(STUB_SEQS=1, STUB_STEP_S=0.01)
+    running, waiting = rig.fill(2, max_tokens=200)
+    rig.until(lambda: rig.tokens(running))
+    assert rig.cancel(waiting) == [1, "cancelled"]
+    rig.until_settled([running, waiting])
+    rig.check([running])
+    rig.check([waiting], "cancelled")
+    assert rig.tokens(waiting) == 1
+
+
+def test_while_it_runs(rig: Rig) -> None:
+    rig.worker(STUB_STEP_S=0.02)
+    cancelled, other = rig.fill(2, max_tokens=200)
+    rig.until(lambda: rig.tokens(cancelled) > 2)
+    assert rig.cancel(cancelled) == [1, "in_progress"]
+    at = rig.tokens(cancelled)
+    rig.until_settled([cancelled])
+    rig.check([cancelled], "cancelled")
+    assert rig.tokens(cancelled) <= at + 2, "a step at most, and the terminal entry"
+    assert rig.status(other) == "in_progress"
+    rig.until_settled([other])
+    rig.check([other])
+    rig.until(lambda: rig.leases()[0]["running"] == 0)
+
+
+def test_while_it_runs_and_makes_no_token(rig: Rig) -> None:
+    """The word reaches the worker by itself, not only with the answer to the next APPEND."""
+    rig.worker(STUB_STEP_S=0.02)
+    (task_id,) = rig.fill(1, prompt=[STALLED])
+    rig.until(lambda: rig.status(task_id) == "in_progress")
+    rig.until(lambda: rig.redis.pubsub_numsub(keys.control(rig.record(task_id)["owner"]))[0][1] == 1)
+    assert rig.cancel(task_id) == [1, "in_progress"]
+    rig.until_settled([task_id])
+    rig.check([task_id], "cancelled")
+    assert rig.tokens(task_id) == 1
+
+
+def test_after_the_end_it_is_not_accepted(rig: Rig) -> None:
+    rig.worker()
+    (task_id,) = rig.fill(1)
+    rig.until_settled([task_id])
+    assert rig.cancel(task_id) == [0, "completed"]
+    rig.check([task_id])
+    assert rig.cancel("nobody") == [0, "gone"]
+
+
+def test_at_every_moment_the_answer_is_kept(rig: Rig) -> None:
+    """Cancels that race with the end: accepted means cancelled, not accepted means completed."""
+    rig.worker(STUB_STEP_S=0.001)
+    ids = rig.fill(120, max_tokens=12)
+    accepted = {}
+    for task_id in itertools.islice(ids, 0, None, 2):
+        accepted[task_id] = rig.cancel(task_id)[0]
+    rig.until_settled(ids)
+    for task_id in ids:
+        rig.check([task_id], "cancelled" if accepted.get(task_id) else "completed")
+
+
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_a_deadline_ends_a_task(rig: Rig, state: str) -> None:
+    if state == "running":
+        rig.worker(STUB_STEP_S=0.02)
+    client = Client(rig.url)
+    ids = rig.fill(1)  # makes nothing of the deadline
+    _publish_card(rig)
+    handle = client.submit(model="stub", prompt=[1, 2], max_tokens=4000, timeout=1.0, seed=0)
+    if state == "queued":
+        deadline = int(rig.record(handle.id)["deadline"])
+        rig.until(lambda: _server_ms(rig) > deadline)
+        rig.worker()
+    else:
+        rig.until(lambda: rig.tokens(handle.id) > 2)
+    rig.until_settled([handle.id, *ids])
+    rig.check([handle.id], "failed")
+    assert '"expired"' in rig.record(handle.id)["error"]
+    assert (rig.tokens(handle.id) == 1) == (state == "queued")
+    rig.check(ids)
+    rig.until(lambda: rig.leases()[0]["running"] == 0)
+    rig.check_nothing_left()
+    client.close()
+
+
+def _server_ms(rig: Rig) -> int:
+    seconds, micros = rig.store.time()
+    return int(seconds * 1000 + micros // 1000)
+
+
+def _publish_card(rig: Rig) -> None:
+    """As a worker does; a client knows a model by it."""
+    engine = StubEngine()
+    card = json.loads(engine.card.to_json())
+    engine.close()
+    rig.store.hset(keys.MODELS, "stub", json.dumps(card))
+    rig.store.hset(keys.ROUTES, "stub", POOL)

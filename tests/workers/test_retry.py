@@ -1,0 +1,74 @@
+"""An engine's fault is answered by Celery's retry: a copy is published, which goes on where the stream ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from producers import keys
+from tests.workers.rig import Rig
+
+
+def test_a_plain_task_is_retried_and_its_stream_goes_on(rig: Rig) -> None:
+    rig.worker(STUB_FAULTS=1)
+    app = rig.sender()
+    result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3, "max_tokens": 20})
+    assert result.get(timeout=20)["choices"][0]["finish_reason"] == "length"
+    assert result.state == "SUCCESS"
+    rig.until_settled([result.id])
+    rig.check([result.id])
+    record = rig.record(result.id)
+    assert record["claims"] == "2"
+    assert record["deaths"] == "0", "a fault of the engine is no death"
+    rig.until(lambda: not rig.leases()[0]["tasks"])
+    rig.check_nothing_left()
+
+
+def test_a_client_s_task_is_retried(rig: Rig) -> None:
+    rig.worker(STUB_FAULTS=1)
+    ids = rig.fill(8, max_tokens=20, n=2)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert {rig.record(task_id)["claims"] for task_id in ids} == {"2"}
+    assert not rig.redis.keys("celery-task-meta-*"), "its result is ignored, also in a retry"
+
+
+def test_a_retry_may_run_on_another_worker(rig: Rig) -> None:
+    first = rig.worker(STUB_FAULTS=1)
+    (task_id,) = rig.fill(1, max_tokens=20)
+    rig.until(lambda: rig.status(task_id) == "queued" and rig.tokens(task_id))
+    first.process.kill()
+    rig.worker()
+    rig.until_settled([task_id])
+    rig.check([task_id])
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_when_no_retry_is_left_it_fails(rig: Rig, plain: bool) -> None:
+    rig.worker(STUB_FAULTS=9, max_retries=1)
+    if plain:
+        result = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3, "max_tokens": 20})
+        task_id = result.id
+    else:
+        (task_id,) = rig.fill(1, max_tokens=20)
+    rig.until_settled([task_id])
+    rig.check([task_id], "failed")
+    record = rig.record(task_id)
+    assert "a fault of the stub" in record["error"]
+    assert record["claims"] == "2"
+    if plain:
+        assert result.state == "FAILURE"
+        with pytest.raises(Exception, match="a fault of the stub"):
+            result.get(timeout=10)
+    rig.until(lambda: not rig.leases()[0]["tasks"])
+    rig.check_nothing_left()
+
+
+def test_cancelled_between_two_tries_it_never_runs_again(rig: Rig) -> None:
+    rig.worker(STUB_FAULTS=1)
+    (task_id,) = rig.fill(1, max_tokens=20)
+    rig.until(lambda: rig.status(task_id) == "queued" and rig.tokens(task_id))
+    before = rig.tokens(task_id)
+    assert rig.cancel(task_id) == [1, "cancelled"]
+    rig.until_settled([task_id])
+    rig.check([task_id], "cancelled")
+    assert rig.tokens(task_id) == before + 1
