@@ -171,17 +171,19 @@ class Housekeeper(threading.Thread):
             self._changed.notify_all()
 
     def run(self) -> None:
+        tick = min(TICK_S, self._runtime.settings.lease / 8)
         while not self._stopping:
+            # First of all: a worker that starts anew finds at once what its predecessor left.
+            self._guarded(self._round)
             with self._changed:
                 next_due = self._due[0][0] if self._due else float("inf")
-                self._changed.wait(max(0.0, min(TICK_S, next_due - time.monotonic())))
+                self._changed.wait(max(0.0, min(tick, next_due - time.monotonic())))
                 now = time.monotonic()
                 ready = []
                 while self._due and self._due[0][0] <= now:
                     ready.append(heapq.heappop(self._due)[2])
             for action in ready:
                 self._guarded(action)
-            self._guarded(self._round)
 
     def _round(self) -> None:
         life, now = self._runtime.incarnation, time.monotonic()
