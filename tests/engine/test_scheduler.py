@@ -95,10 +95,9 @@ def test_the_stop_token_is_listed_and_never_cached():
 
 def test_a_prompt_finds_what_another_left_but_computes_its_last_token():
     s = scheduler()
-    prompt = list(range(8))
-    s.add(request("a", prompt, max_tokens=1))
+    s.add(request("a", list(range(8)), max_tokens=1))
     step(s)
-    s.add(request("b", prompt, max_tokens=1))
+    s.add(request("b", list(range(8)), max_tokens=1))
     plan, events = step(s)
     assert rows(plan) == {"b": (4, 4)}
     assert (events[0].prompt_tokens, events[0].cached_tokens) == (8, 4)
@@ -108,18 +107,17 @@ def test_a_prompt_finds_what_another_left_but_computes_its_last_token():
 @pytest.mark.parametrize("other", [{"salt": "tenant"}, {"adapter": "lora"}])
 def test_nothing_is_shared_across_salts_or_adapters(other):
     s = scheduler()
-    prompt = list(range(8))
-    s.add(request("a", prompt, max_tokens=1))
+    s.add(request("a", list(range(8)), max_tokens=1))
     step(s)
-    s.add(request("b", prompt, max_tokens=1, **other))
+    s.add(request("b", list(range(8)), max_tokens=1, **other))
     assert rows(step(s)[0]) == {"b": (0, 8)}
 
 
 def test_without_prefix_caching_everything_is_computed():
     s = scheduler(enable_prefix_caching=False)
-    for name in "ab":
-        s.add(request(name, list(range(8)), max_tokens=1))
-        assert rows(step(s)[0]) == {name: (0, 8)}
+    for _ in range(2):
+        s.add(request("a", 8, max_tokens=1))
+        assert rows(step(s)[0]) == {"a": (0, 8)}
 
 
 def test_what_a_failed_sequence_wrote_is_not_found_again():
@@ -156,16 +154,19 @@ def test_choices_share_the_prompt_and_copy_its_last_partial_block():
     assert [(e.choice, e.finish_reason, e.done) for e in events] == [(1, "length", False), (2, "length", True)]
 
 
-def test_a_choice_admitted_in_this_step_gives_nothing_to_copy_yet():
-    s = scheduler(max_num_seqs=3, enable_prefix_caching=False)
-    s.add(request("a", 6, n=3, max_tokens=9, resume=[[5], [6], [7]]))
-    step(s)
-    first, second, third = s._groups["a"].seqs
-    s._planner.remove(first)
-    plan = s.schedule(0.0)
-    # The only computed prompt is gone: neither of the two may take the other's empty block for one.
-    assert plan.copies == []
-    assert [(row.seq, row.start, row.count) for row in plan.rows] == [(second, 0, 7), (third, 0, 7)]
+def test_a_choice_admitted_in_this_step_has_nothing_to_copy_yet():
+    s = scheduler(max_num_seqs=3, enable_prefix_caching=False, ageing_s=10.0)
+    s.add(request("x", 4, Tier.PRIORITY, max_tokens=3))
+    s.add(request("a", 6, n=3, max_tokens=9))
+    step(s, now=0.0)
+    # Choice 1 gets the last row, aged to tier 0; choice 0 has tier 1 and so makes room for p.
+    step(s, now=20.0)
+    s.add(request("p", 4, Tier.PRIORITY, arrival=20.0, max_tokens=1))
+    assert rows(step(s, now=20.0)[0]) == {"x": (5, 1), "a": (6, 1), "p": (0, 4)}
+    plan, _ = step(s, now=40.0)
+    assert [(row.seq.choice, row.start) for row in plan.rows] == [(1, 7), (0, 6), (2, 5)]
+    donor, again, new = (row.seq.block_table for row in plan.rows)
+    assert plan.copies == [(donor[1], again[1]), (donor[1], new[1])]
 
 
 def test_choices_go_on_when_the_first_ends_before_they_began():
@@ -239,8 +240,7 @@ def test_nobody_is_put_out_for_a_request_that_would_not_fit_all_the_same():
     s = scheduler(num_blocks=12, enable_prefix_caching=False)
     s.add(request("same", 30, Tier.DEFAULT, max_tokens=5))
     s.add(request("lower", 8, Tier.BATCH, max_tokens=5))
-    step(s, now=0.0)
-    step(s, now=0.0)
+    step(s)
     s.add(request("big", 20, Tier.DEFAULT, max_tokens=1))
     assert set(rows(step(s)[0])) == {"same", "lower"}
     assert s.stats().preemptions == 0
@@ -252,9 +252,7 @@ def test_an_equal_or_lower_tier_waits_its_turn(tier):
     s.add(request("a", 4, Tier.DEFAULT, arrival=5.0, max_tokens=3))
     step(s, now=5.0)
     s.add(request("b", 4, tier, arrival=0.0, max_tokens=1))
-    assert rows(step(s, now=6.0)[0]) == {"a": (4, 1)}
-    assert rows(step(s, now=6.0)[0]) == {"a": (5, 1)}
-    assert rows(step(s, now=6.0)[0]) == {"b": (0, 4)}
+    assert [rows(step(s, now=6.0)[0]) for _ in range(3)] == [{"a": (4, 1)}, {"a": (5, 1)}, {"b": (0, 4)}]
 
 
 def test_for_want_of_blocks_the_latest_of_the_worst_tier_goes():
