@@ -1,0 +1,12 @@
+"""The `penstock` command.
+
+    up, demo                     -> system -> supervisor -> children: valkey, gateway, workers
+    worker, gateway, sweeper     -> one of those processes, by itself
+    submit, tail, result, cancel -> client -> a gateway, over HTTP
+
+Modules import what they need when a command runs, so that `--help` is quick and a caller's machine needs no torch.
+"""
+
+from workers.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,5 @@
+"""`python -m workers.cli`."""
+
+from workers.cli.app import main
+
+main()

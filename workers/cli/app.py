@@ -1,0 +1,46 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from workers.cli import demo, processes, tasks, up
+from workers.cli.exits import Failure
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="Event-driven, serverless LLM inference on a queue.",
+    epilog="Begin with: penstock up -- then, elsewhere: penstock submit tiny 'def fibonacci(n):' --stream",
+)
+for group in (up, demo, tasks, processes):
+    group.add_to(app)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("penstock"))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point of `penstock`."""
+    try:
+        app()
+    except Failure as failure:
+        typer.echo(f"penstock: {failure}", err=True)
+        sys.exit(failure.status)

@@ -1,0 +1,158 @@
+"""The gateway's HTTP API, as the commands use it. The standard library is enough: no dependency for a few requests."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+from workers.cli.exits import Exit, Failure
+
+#: A gateway is heard of at least every 10 s while a stream is open: after this long (s) it is gone.
+SILENCE_S: Final = 30.0
+#: How long a stream that broke is tried again (s).
+PATIENCE_S: Final = 30.0
+
+FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
+
+
+class Unreachable(Failure):
+    """No gateway answers there, or it cannot reach its store or broker."""
+
+    def __init__(self, url: str, reason: object) -> None:
+        super().__init__(
+            f"no answer from {url} ({reason}); start it with `penstock up`, or name another with --url or PENSTOCK_URL",
+            Exit.UNREACHABLE,
+        )
+
+
+class Refused(Failure):
+    """The gateway said no. `error` is its `{"message", "type", "param", "code"}`."""
+
+    def __init__(self, http_status: int, error: Mapping[str, Any]) -> None:
+        super().__init__(str(error["message"]), Exit.UNREACHABLE if http_status >= 500 else Exit.REFUSED)
+        self.http_status = http_status
+        self.error = error
+
+
+class Gateway:
+    """A gateway by its URL. Thread-safe: every call has a connection of its own.
+
+    Raises Failure for a URL that is none; its methods raise Unreachable and Refused.
+    """
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise Failure(f"{url!r} is no URL of a gateway; it looks like http://127.0.0.1:8000")
+        self.url = parts.geturl().rstrip("/")
+        self._tls = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = port
+        self._base = parts.path.rstrip("/")
+
+    def submit(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Queue a task; what the gateway says of it, with its `id`."""
+        return self._json("POST", "/v1/tasks", task)
+
+    def task(self, task_id: str) -> dict[str, Any]:
+        return self._json("GET", _path(task_id))
+
+    def cancel(self, task_id: str) -> dict[str, Any]:
+        return self._json("POST", _path(task_id, "/cancel"))
+
+    def models(self) -> list[dict[str, Any]]:
+        models: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
+        return models
+
+    def ready(self) -> bool:
+        """Whether it answers, and can take tasks."""
+        try:
+            self._json("GET", "/readyz")
+        except Failure:
+            return False
+        return True
+
+    def events(self, task_id: str, start: int = 0, patience: float = PATIENCE_S) -> Iterator[dict[str, Any]]:
+        """Events from position `start` on, each with its kind as `event`; the last is `end`.
+
+        A stream that breaks is taken up where it broke, until the gateway has been away for `patience` seconds.
+        """
+        away_since: float | None = None
+        pause = 0.05
+        while True:
+            try:
+                with self._request("GET", _path(task_id, f"/events?from={start}")) as response:
+                    if response.status == 204:  # it had ended before
+                        return
+                    for event in _parse(response):
+                        start, away_since, pause = event["position"] + 1, None, 0.05
+                        yield event
+                        if event["event"] == "end":
+                            return
+            except (Unreachable, Refused) as failure:
+                if failure.status != Exit.UNREACHABLE:
+                    raise
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > patience:
+                    raise
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        with self._request(method, path, body) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+
+    @contextmanager
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+        make = HTTPSConnection if self._tls else HTTPConnection
+        connection = make(self._host, self._port, timeout=SILENCE_S)
+        headers = {"content-type": "application/json"} if body is not None else {}
+        try:
+            connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status not in (200, 202, 204):
+                raise Refused(response.status, _error(response))
+            yield response
+        except (OSError, HTTPException, ValueError) as error:
+            raise Unreachable(self.url, str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+
+
+def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The events in a stream's lines. Raises Refused for an `error`."""
+    kind = ""
+    for line in lines:
+        name, _, value = line.decode().rstrip("\n").partition(": ")
+        if name == "event":
+            kind = value
+        elif name == "data":
+            data: dict[str, Any] = json.loads(value)
+            if kind == "error":
+                raise Refused(404 if data["error"]["code"] == "task_not_found" else 503, data["error"])
+            yield {"event": kind, **data}
+
+
+def _path(task_id: str, rest: str = "") -> str:
+    return f"/v1/tasks/{quote(task_id, safe='')}{rest}"
+
+
+def _error(response: HTTPResponse) -> dict[str, Any]:
+    """The error in an answer, also where that did not come from a gateway."""
+    text = response.read().decode(errors="replace")
+    try:
+        error = json.loads(text)["error"]
+        return {"message": error["message"], "code": error["code"], "param": error["param"]}
+    except (ValueError, KeyError, TypeError):
+        shown = " ".join(text.split())[:200] or response.reason
+        return {"message": f"HTTP {response.status}: {shown}", "code": None, "param": None}

@@ -1,0 +1,33 @@
+"""Exit statuses that scripts can rely on, and the error that carries one."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class Exit(IntEnum):
+    """What a command's exit status says."""
+
+    OK = 0
+    TASK_FAILED = 1
+    REFUSED = 2
+    UNREACHABLE = 3
+    TIMEOUT = 4
+    INTERRUPTED = 130
+
+
+#: For the end of a --help page.
+CALLER_STATUS: Final = (
+    "Exit status: 0 done, 1 the task failed or was cancelled, 2 refused, 3 no answer from the gateway, 4 timed out, "
+    "130 interrupted."
+)
+PROCESS_STATUS: Final = "Exit status: 0 stopped as told, 1 failed, 2 refused to start, 130 stopped at once."
+
+
+class Failure(Exception):
+    """Ends the command with a message on standard error. Messages say what to do."""
+
+    def __init__(self, message: str, status: Exit = Exit.REFUSED) -> None:
+        super().__init__(message)
+        self.status = status

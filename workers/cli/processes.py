@@ -1,0 +1,154 @@
+"""`penstock worker`, `gateway` and `sweeper`: one process each, for the Procfile and for whoever runs many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from workers.cli.exits import PROCESS_STATUS, Failure
+
+Broker = Annotated[
+    str, typer.Option(envvar="BROKER_URL", help="The Redis or Valkey server with the queues: redis://HOST:PORT/DB.")
+]
+Store = Annotated[
+    str | None, typer.Option(envvar="STORE_URL", help="The one with records and streams; unset: the broker.")
+]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    examples: dict[Callable[..., None], str] = {
+        worker: "penstock worker --broker redis://10.0.0.5:6379/0 --model tiny --max-num-seqs 32",
+        gateway: "penstock gateway --broker redis://10.0.0.5:6379/0 --host 0.0.0.0 --port 8000",
+        sweeper: "penstock sweeper --broker redis://10.0.0.5:6379/0",
+    }
+    for command, example in examples.items():
+        epilog = f"Example: {example}\n\n{PROCESS_STATUS}"
+        app.command(epilog=epilog, rich_help_panel="Processes")(command)
+
+
+def worker(
+    broker: Broker,
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or the name of a bundled model.")],
+    store: Store = None,
+    name: Annotated[str | None, typer.Option(help="Of this process, in leases and logs; unset: HOST.PID.")] = None,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds of silence after which its tasks go to others.")] = 10.0,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at SIGTERM.")] = 30.0,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one batch.")] = None,
+    max_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
+    kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; unset: torch's choice.")] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Serve a model: take tasks from its queue, run them in the engine, publish their tokens."""
+    with needs("worker"):
+        from engine.errors import EngineError
+        from workers.connect import Refused
+        from workers.settings import WorkerSettings
+        from workers.worker import run_worker
+    asked: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_batched_tokens,
+        "kv_cache_bytes": kv_cache_bytes,
+        "dtype": dtype,
+        "device": device,
+        "threads": threads,
+    }
+    engine = {option: value for option, value in asked.items() if value is not None}
+    settings = WorkerSettings(broker, store or broker, model, engine=engine, lease=lease, drain=drain)
+    if name is not None:
+        settings = replace(settings, name=name)
+    try:
+        status = run_worker(settings, checked_level(log_level))
+    except (Refused, EngineError) as refusal:
+        raise Failure(str(refusal)) from refusal
+    raise typer.Exit(status)
+
+
+def gateway(
+    broker: Broker,
+    store: Store = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that open streams may go on at SIGTERM.")] = 30.0,
+    log_level: LogLevel = "info",
+    fd: Annotated[int | None, typer.Option(hidden=True, help="A socket that listens already.")] = None,
+) -> None:
+    """Serve the HTTP API."""
+    import socket
+
+    with needs("gateway"):
+        from producers.gateway import GatewaySettings, serve
+    listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
+    settings = GatewaySettings(broker, store or broker, host, port, drain=drain)
+    with _bad_urls():
+        serve(settings, listener, checked_level(log_level))
+
+
+def sweeper(broker: Broker, store: Store = None, log_level: LogLevel = "info") -> None:
+    """Send tasks that were recorded but never queued, because who submitted them died. Gateways do this too."""
+    import asyncio
+    import logging
+
+    logging.basicConfig(level=checked_level(log_level), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with _bad_urls():
+        asyncio.run(_sweep(broker, store or broker))
+
+
+async def _sweep(broker: str, store: str) -> None:
+    import asyncio
+    import signal
+    from contextlib import suppress
+
+    from producers import sweeper as sweeping
+    from producers.aio import AsyncClient
+
+    async with AsyncClient(broker, store) as client:
+        task = asyncio.create_task(sweeping.run(client))
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, task.cancel)
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def open_port(host: str, port: int) -> Any:
+    """A listening socket. Raises Failure where the address is not to be had."""
+    with needs("gateway"):
+        from producers.gateway.server import listen
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise Failure(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --port (0: any)"
+        ) from error
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """What is imported here comes with an extra of the distribution. Raises Failure, which says so."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise Failure(f"{error.name} is not installed; it comes with: pip install 'penstock[{extra}]'") from error
+
+
+@contextmanager
+def _bad_urls() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise Failure(str(error)) from error
+
+
+def checked_level(name: str) -> str:
+    """A log level as Python's logging names it. Raises Failure."""
+    if name.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise Failure(f"--log-level is {name!r}; it must be debug, info, warning or error")
+    return name.upper()

@@ -1,0 +1,178 @@
+"""`penstock submit`, `tail`, `result` and `cancel`: a caller's commands. They need a gateway's URL and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.exits import CALLER_STATUS, Exit, Failure
+
+if TYPE_CHECKING:
+    from workers.cli.client import Gateway
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="Where the gateway is.")]
+TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: an object, or for a stream one event a line.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    examples: dict[Callable[..., None], str] = {
+        submit: "penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream",
+        tail: "penstock tail 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11 --from 40",
+        result: "penstock result 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11 --timeout 60 --json",
+        cancel: "penstock cancel 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11",
+    }
+    for command, example in examples.items():
+        epilog = f"Example: {example}\n\n{CALLER_STATUS}"
+        app.command(epilog=epilog, rich_help_panel="Tasks")(command)
+
+
+def submit(
+    model: Annotated[str, typer.Argument(help="A model that `up` or a worker serves.")],
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
+    tier: Annotated[str, typer.Option(help="priority, default, flex or batch.")] = "default",
+    max_tokens: Annotated[int | None, typer.Option(help="Longest output; unset: as far as the context goes.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Shortest output.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the output repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
+    n: Annotated[int | None, typer.Option("-n", help="How many outputs.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Alternatives to each token; see --json.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the task fails as expired.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="On whose behalf.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help="Yours; may be repeated.")] = None,
+    ttl: Annotated[int | None, typer.Option(help="Seconds that the result is kept.")] = None,
+    as_json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Queue a task and print its id, or its text as it comes."""
+    gateway = _gateway(url)
+    asked = {
+        "model": model,
+        "prompt": sys.stdin.read() if prompt == "-" else prompt,
+        "tier": tier,
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop,
+        "ignore_eos": ignore_eos or None,
+        "n": n,
+        "logprobs": logprobs,
+        "timeout": timeout,
+        "tenant": tenant,
+        "metadata": dict(map(_pair, metadata)) if metadata else None,
+        "ttl": ttl,
+    }
+    # Unset is left out, so that defaults are the gateway's; and what is wrong is for it alone to say.
+    task = gateway.submit({name: value for name, value in asked.items() if value is not None})
+    if stream:
+        if not as_json:
+            typer.echo(f"task {task['id']}", err=True)
+        _follow(gateway, task, 0, as_json)
+    else:
+        typer.echo(json.dumps(task) if as_json else task["id"])
+
+
+def tail(
+    task_id: TaskId,
+    start: Annotated[int, typer.Option("--from", min=0, help="The position of the first token to print.")] = 0,
+    as_json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Print a task's text, from any position, as it comes."""
+    gateway = _gateway(url)
+    _follow(gateway, gateway.task(task_id), start, as_json)
+
+
+def result(
+    task_id: TaskId,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Longest wait in seconds; 0 only looks; unset: as long as it takes.")
+    ] = None,
+    as_json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Wait for a task's end and print its text."""
+    from workers.cli.client import FINAL
+    from workers.cli.show import choices, printable
+
+    gateway = _gateway(url)
+    give_up = None if timeout is None else time.monotonic() + timeout
+    pause = 0.02
+    while (task := gateway.task(task_id))["status"] not in FINAL:
+        left = pause if give_up is None else give_up - time.monotonic()
+        if left <= 0:
+            raise Failure(f"task {task_id} is still {task['status']} after {timeout:g} s; it goes on", Exit.TIMEOUT)
+        time.sleep(min(pause, left))
+        pause = min(0.5, 1.5 * pause)
+    typer.echo(json.dumps(task) if as_json else printable(choices(task["choices"]), sys.stdout.isatty()))
+    _end(task_id, task["status"], task["error"])
+
+
+def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """Ask for a task's end. Accepted: it will end `cancelled`. Exit status 1: it was final before."""
+    answer = _gateway(url).cancel(task_id)
+    if as_json:
+        typer.echo(json.dumps(answer))
+    elif answer["accepted"]:
+        typer.echo(f"{task_id} is cancelled")
+    if not answer["accepted"]:
+        raise Failure(f"task {task_id} is {answer['status']} already", Exit.TASK_FAILED)
+
+
+def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
+    """Show a task's events. Raises Failure for a task that failed, and for what broke off: it says how to go on."""
+    from workers.cli.show import JsonLines, TextStream
+
+    shown = JsonLines() if as_json else TextStream(task["n"])
+    last: dict[str, Any] = {"event": "none", "position": start - 1}
+    try:
+        for last in gateway.events(task["id"], start):
+            shown.show(last)
+    except KeyboardInterrupt:
+        raise Failure(f"interrupted; the task goes on: {_tail(task, last)}", Exit.INTERRUPTED) from None
+    except Failure as failure:
+        raise Failure(f"{failure}; then: {_tail(task, last)}", failure.status) from None
+    finally:
+        shown.close()
+    if last["event"] == "end":
+        _end(task["id"], last["status"], last["error"])
+
+
+def _tail(task: dict[str, Any], last: dict[str, Any]) -> str:
+    return f"penstock tail {task['id']} --from {last['position'] + 1}"
+
+
+def _end(task_id: str, status: str, error: dict[str, Any] | None) -> None:
+    """A task that failed is a failure of the command."""
+    if status in ("failed", "cancelled"):
+        what = "was cancelled" if status == "cancelled" else "failed"
+        raise Failure(f"task {task_id} {what}{': ' + error['message'] if error else ''}", Exit.TASK_FAILED)
+
+
+def _gateway(url: str) -> Gateway:
+    from workers.cli.client import Gateway
+
+    return Gateway(url)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise Failure(f"--metadata is {text!r}; it looks like KEY=TEXT")
+    return key, value

@@ -1,0 +1,88 @@
+"""`penstock up`: the whole system on one machine, until it is told to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from workers.cli.exits import PROCESS_STATUS
+from workers.cli.tasks import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from workers.cli.system import System
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock up --port 8000 --data-dir ~/penstock --model tiny --workers 2"
+    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="The whole system")(up)
+
+
+def up(
+    host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    data_dir: Annotated[Path, typer.Option(help="Where the embedded Valkey keeps queues and results.")] = Path(
+        ".penstock"
+    ),
+    broker: Annotated[
+        str | None, typer.Option(envvar="BROKER_URL", help="Use this Redis or Valkey; none is started then.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(envvar="STORE_URL", help="With --broker: records and streams; unset: the broker.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A Hugging Face folder or a bundled model; may be repeated. Unset: tiny.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes for each model.")] = 1,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at Ctrl-C.")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
+) -> None:
+    """Start Valkey, a gateway and workers; Ctrl-C drains and stops them. What was queued is found at the next start."""
+    import asyncio
+
+    from workers.cli.exits import Failure
+    from workers.cli.processes import checked_level, needs
+
+    with needs("gateway"), needs("worker"):
+        from workers.cli.system import Plan, System, conduct
+
+    if store is not None and broker is None:
+        raise Failure("--store goes with --broker; without them both are the embedded Valkey server")
+    models = tuple(model or ["tiny"])
+    plan = Plan(models, data_dir, host, port, broker, store, workers, drain, checked_level(log_level))
+
+    def say(name: str, line: str) -> None:
+        typer.echo(f"{name} | {line}", err=True)
+
+    server = "an embedded Valkey server" if broker is None else "the broker that was given"
+    say("up", f"starting {server}, a gateway, {workers * len(models)} worker(s) for {', '.join(models)}")
+    finished = asyncio.run(conduct(System(plan, say), _serve))
+    assert not finished, "it is used until a signal comes"
+    say("up", "stopped; what was queued is found at the next start")
+
+
+async def _serve(system: System) -> None:
+    import asyncio
+
+    from workers.cli.client import Gateway
+
+    models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
+    elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
+    kept = f", kept in {system.plan.data_dir}" if system.plan.broker is None else ""
+    typer.echo(
+        f"\nPenstock is ready at {system.url}\n"
+        f"  models  {', '.join(models)}\n"
+        f"  broker  {_without_password(system.broker)}{kept}\n"
+        f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
+        "Ctrl-C drains and stops it.\n"
+    )
+    await asyncio.Event().wait()
+
+
+def _without_password(url: str) -> str:
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
