@@ -1,0 +1,87 @@
+"""Scheduler and runner stepped by hand, so that a test decides what happens between two steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from engine.models import Model
+from engine.params import SamplingParams
+from engine.request import Request
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+
+#: Far more steps than any history here needs: a livelock fails instead of hanging.
+_MOST_STEPS = 5000
+
+
+class Driver:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        blocks: int = 256,
+        block_size: int = 16,
+        sequences: int = 8,
+        tokens: int = 64,
+        **settings: Any,
+    ) -> None:
+        self.runner = Runner(
+            model, num_blocks=blocks, block_size=block_size, max_num_seqs=sequences, max_model_len=model.context_length
+        )
+        self.scheduler = Scheduler(
+            num_blocks=blocks,
+            block_size=block_size,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=tokens,
+            max_model_len=model.context_length,
+            vocab_size=model.vocab_size,
+            **settings,
+        )
+        self.found: dict[str, dict[int, list[int]]] = {}
+        self.cached: dict[str, int] = {}
+        self.finished: set[str] = set()
+        self.steps = 0
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams, **more: Any) -> None:
+        self.found[name] = {choice: [] for choice in range(params.n)}
+        self.scheduler.add(Request(name, prompt, params, arrival=0.0, **more))
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule(0.0)
+        assert plan is not None
+        for event in self.scheduler.update(plan, self.runner.execute(plan), 0.0):
+            assert event.error is None
+            self.found[event.request_id][event.choice] += event.token_ids
+            self.cached[event.request_id] = event.cached_tokens
+            if event.done:
+                self.finished.add(event.request_id)
+        self.steps += 1
+        assert self.steps < _MOST_STEPS, "the history does not come to an end"
+
+    def run(self, preempt_every: int | None = None) -> dict[str, list[int]]:
+        """Step to the end; the tokens of every request's choice 0."""
+        while self.scheduler.has_work:
+            if preempt_every is not None and self.steps % preempt_every == preempt_every - 1:
+                self.preempt()
+            self.step()
+        self.scheduler.check_integrity()
+        assert self.scheduler.stats().kv_blocks_used == 0
+        return {name: choices[0] for name, choices in self.found.items()}
+
+    def preempt(self) -> None:
+        """Put the last running sequence out, as a lack of blocks would."""
+        planner = self.scheduler._planner
+        if planner.running:
+            planner._preempt_last(SimpleNamespace(reserved=0, now=0.0))  # type: ignore[arg-type]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def prompts_of(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
