@@ -83,7 +83,7 @@ class Planner:
                     freely = False
             elif head is not None:
                 tier, seq = head
-                if step.budget - step.reserved < 1:
+                if step.budget == 0:
                     below = 0
                 elif self._admit(seq, tier, step, freely):
                     place += 1
@@ -115,10 +115,10 @@ class Planner:
         """
         group = self._groups[seq.request.id]
         claim = self._claim(group, seq, step)
-        if not (freely and self._fits(claim, tier)):
-            if not self._fits_displacing(seq, claim, tier):
+        if not (freely and self._fits(claim, tier, step)):
+            if not self._fits_displacing(seq, claim, tier, step):
                 return False
-            while not freely or not self._fits(claim, tier):
+            while not freely or not self._fits(claim, tier, step):
                 if not self._displaceable(seq):
                     return False
                 self._preempt_last(step)
@@ -144,14 +144,21 @@ class Planner:
     def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
         return self._tables.claim(seq, group.root, group.donor(step.entered))
 
-    def _fits(self, claim: Claim, tier: int) -> bool:
-        return bool(self._slots) and claim.cost + self._headroom_for(tier) <= self._tables.pool.available
+    def _fits(self, claim: Claim, tier: int, step: _Step) -> bool:
+        """Whether there is a row, a token of the budget, and blocks enough."""
+        if not self._slots or step.budget == step.reserved:
+            return False
+        return claim.cost + self._headroom_for(tier) <= self._tables.pool.available
 
-    def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int) -> bool:
+    def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
+        """Whether there would be, with all those put out whom the sequence may displace."""
         victims = [other for other in self.running if other.effective_tier > seq.request.tier]
+        reserved = sum(len(victim.tokens) - victim.computed == 1 for victim in victims)
+        if not victims or step.budget == step.reserved - reserved:
+            return False
         pool = self._tables.pool
         freed = pool.freed_by((victim.block_table for victim in victims), keep=claim.shared)
-        return bool(victims) and claim.cost + self._headroom_for(tier) <= pool.available + freed
+        return claim.cost + self._headroom_for(tier) <= pool.available + freed
 
     def _displaceable(self, seq: Sequence) -> bool:
         return bool(self.running) and self.running[-1].effective_tier > seq.request.tier

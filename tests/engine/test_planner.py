@@ -1,0 +1,185 @@
+"""Who is let in, who is put out and how a step's tokens are shared, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.plan import Sampled
+from engine.request import Tier
+from tests.engine.stepping import request, rows, scheduler, step
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_decodes_go_on():
+    s = scheduler(max_num_batched_tokens=8)
+    s.add(request("decode", 4, max_tokens=20))
+    step(s)
+    s.add(request("long", 20, arrival=1.0, max_tokens=1))
+    assert rows(step(s)[0]) == {"decode": (4, 1), "long": (0, 7)}
+    assert rows(step(s)[0]) == {"decode": (5, 1), "long": (7, 7)}
+    plan, events = step(s)
+    assert rows(plan) == {"decode": (6, 1), "long": (14, 6)}
+    assert {e.request_id for e in events} == {"decode", "long"}
+
+
+def test_a_decode_keeps_its_token_though_a_better_tier_prefills_the_whole_budget():
+    s = scheduler(max_num_batched_tokens=8)
+    s.add(request("batch", 4, Tier.BATCH, max_tokens=20))
+    step(s)
+    s.add(request("priority", 30, Tier.PRIORITY, max_tokens=1))
+    assert rows(step(s)[0]) == {"priority": (0, 7), "batch": (4, 1)}
+
+
+def test_a_higher_tier_takes_the_row_of_a_lower_one_at_once():
+    s = scheduler(max_num_seqs=2)
+    for name in ("old", "new"):
+        s.add(request(name, 4, Tier.BATCH, arrival=float(name == "new"), max_tokens=20))
+    step(s)
+    s.add(request("p", 4, Tier.PRIORITY, arrival=2.0, max_tokens=1))
+    assert rows(step(s, now=5.0)[0]) == {"p": (0, 4), "old": (4, 1)}
+    assert s.preempted(7.0) == [("new", 2.0)]
+    assert rows(step(s, now=8.0)[0]) == {"old": (5, 1), "new": (4, 1)}
+    assert s.preempted(8.0) == []
+    assert s.stats().preemptions == 1
+
+
+def test_a_higher_tier_takes_the_last_token_of_the_budget_from_a_lower_one():
+    s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
+    for place in range(4):
+        s.add(request(f"b{place}", 2, Tier.BATCH, arrival=float(place), max_tokens=20))
+    while len(plan := step(s)[0].rows) < 4 or not all(row.start >= 2 for row in plan):
+        pass
+    s.add(request("p", 4, Tier.PRIORITY, arrival=9.0, max_tokens=1))
+    plan, _ = step(s)
+    assert [(row.seq.request.id, row.count) for row in plan.rows] == [("p", 1), ("b0", 1), ("b1", 1), ("b2", 1)]
+
+
+def test_a_higher_tier_takes_the_blocks_of_lower_ones_but_only_as_many_as_it_needs():
+    s = scheduler(num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
+    for place, name in enumerate(("x", "y", "z")):
+        s.add(request(name, 12, Tier.FLEX, arrival=float(place), max_tokens=3))
+    step(s)
+    s.add(request("p", 15, Tier.DEFAULT, arrival=9.0, max_tokens=1))
+    # z made room for p; y then for x, which had filled its blocks.
+    assert rows(step(s)[0]) == {"p": (0, 15), "x": (12, 1)}
+    assert {name for name, _ in s.preempted(0.0)} == {"y", "z"}
+
+
+def test_nobody_is_put_out_for_a_request_that_would_not_fit_all_the_same():
+    s = scheduler(num_blocks=12, enable_prefix_caching=False)
+    s.add(request("same", 30, Tier.DEFAULT, max_tokens=5))
+    s.add(request("lower", 8, Tier.BATCH, max_tokens=5))
+    step(s)
+    s.add(request("big", 20, Tier.DEFAULT, max_tokens=1))
+    assert set(rows(step(s)[0])) == {"same", "lower"}
+    assert s.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
+def test_an_equal_or_lower_tier_waits_its_turn(tier):
+    s = scheduler(max_num_seqs=1)
+    s.add(request("a", 4, Tier.DEFAULT, arrival=5.0, max_tokens=3))
+    step(s, now=5.0)
+    s.add(request("b", 4, tier, arrival=0.0, max_tokens=1))
+    assert [rows(step(s, now=6.0)[0]) for _ in range(3)] == [{"a": (4, 1)}, {"a": (5, 1)}, {"b": (0, 4)}]
+
+
+def test_for_want_of_blocks_the_latest_of_the_worst_tier_goes():
+    s = scheduler(num_blocks=7, enable_prefix_caching=False)
+    for place, (name, tier) in enumerate([("a", 2), ("b", 1), ("c", 2)]):
+        s.add(request(name, 7, tier, arrival=float(place), max_tokens=9))
+    step(s)
+    assert rows(step(s)[0]) == {"b": (7, 1), "a": (7, 1), "c": (7, 1)}
+    # b takes the last free block and a, in want of one, that of c.
+    assert rows(step(s)[0]) == {"b": (8, 1), "a": (8, 1)}
+    assert [name for name, _ in s.preempted(0.0)] == ["c"]
+
+
+def test_a_starved_batch_request_ages_to_the_front_and_is_then_left_in_peace():
+    s = scheduler(max_num_seqs=1, ageing_s=10.0)
+    s.add(request("batch", 4, Tier.BATCH, arrival=0.0, max_tokens=3))
+    s.add(request("p0", 4, Tier.PRIORITY, arrival=0.0, max_tokens=1))
+    served = []
+    for second in range(60):
+        if "batch" not in served:
+            s.add(request(f"p{second + 1}", 4, Tier.PRIORITY, arrival=float(second), max_tokens=1))
+        plan = s.schedule(float(second))
+        served += rows(plan)
+        s.update(plan, [Sampled(1)] * len(plan.rows), float(second))
+        if served.count("batch") == 3:
+            break
+    assert served.index("batch") == 30
+    assert served[-3:] == ["batch"] * 3
+
+
+def test_an_aged_request_does_not_put_out_those_of_its_own_tier():
+    s = scheduler(max_num_seqs=1, ageing_s=10.0)
+    s.add(request("a", 4, Tier.DEFAULT, arrival=100.0, max_tokens=30))
+    step(s, now=100.0)
+    s.add(request("b", 4, Tier.DEFAULT, arrival=100.0, max_tokens=30))
+    assert rows(step(s, now=500.0)[0]) == {"a": (4, 1)}
+
+
+def test_a_fresh_priority_request_displaces_though_an_aged_one_waits_before_it():
+    s = scheduler(max_num_seqs=1, ageing_s=10.0)
+    s.add(request("running", 4, Tier.DEFAULT, arrival=0.0, max_tokens=30))
+    step(s)
+    s.add(request("aged", 4, Tier.DEFAULT, arrival=0.0, max_tokens=30))
+    s.add(request("p", 4, Tier.PRIORITY, arrival=500.0, max_tokens=1))
+    assert rows(step(s, now=500.0)[0]) == {"p": (0, 4)}
+    assert rows(step(s, now=501.0)[0]) == {"aged": (0, 4)}
+
+
+def test_a_large_request_is_not_overtaken_for_ever_by_small_ones():
+    s = scheduler(num_blocks=8, max_num_seqs=4, enable_prefix_caching=False)
+    s.add(request("s0", 8, arrival=0.0, max_tokens=4))
+    step(s)
+    s.add(request("large", 28, arrival=1.0, max_tokens=1))
+    for number in range(1, 30):
+        s.add(request(f"s{number}", 8, arrival=1.0 + number, max_tokens=4))
+        if "large" in rows(step(s)[0]):
+            break
+    assert number < 6
+
+
+def test_a_request_as_large_as_the_pool_runs_alone():
+    s = scheduler(num_blocks=4, max_model_len=100)
+    s.add(request("small", 4, Tier.BATCH, max_tokens=9))
+    step(s)
+    s.add(request("all", 16, max_tokens=1))
+    assert rows(step(s)[0]) == {"all": (0, 16)}
+    s.add(request("rest", 4))
+    events = []
+    while s.has_work:
+        events += [event for event in step(s)[1] if event.request_id == "rest"]
+    # The last token is never computed: prompt and output are one more than the pool holds.
+    assert (events[-1].finish_reason, events[-1].index) == ("length", 16 - 4)
+
+
+def test_an_admission_leaves_a_block_to_those_who_run():
+    s = scheduler(num_blocks=4, enable_prefix_caching=False)
+    s.add(request("a", 8, max_tokens=5))
+    step(s)
+    s.add(request("b", 4, arrival=1.0, max_tokens=5))
+    s.add(request("c", 4, arrival=2.0, max_tokens=5))
+    assert rows(step(s)[0]) == {"a": (8, 1)}
+    assert s.stats().preemptions == 0
+
+
+def test_a_priority_request_does_not_take_the_room_that_an_aged_one_waits_for():
+    s = scheduler(num_blocks=8, enable_prefix_caching=False, ageing_s=10.0)
+    s.add(request("running", 8, Tier.PRIORITY, max_tokens=3))
+    step(s)
+    s.add(request("aged", 28, Tier.BATCH, max_tokens=1))
+    s.add(request("p", 4, Tier.PRIORITY, arrival=99.0, max_tokens=1))
+    served = [list(rows(step(s, now=100.0)[0])) for _ in range(4)]
+    assert served == [["running"], ["running"], ["aged"], ["p"]]
+
+
+def test_blocks_shared_with_those_put_out_are_counted_when_they_are_out():
+    s = scheduler(num_blocks=9)
+    s.add(request("first", 9, Tier.BATCH, max_tokens=9))
+    s.add(request("same", list(range(17)), Tier.BATCH, arrival=1.0, max_tokens=9))
+    step(s)
+    s.add(request("p", list(range(33)), Tier.PRIORITY, arrival=2.0, max_tokens=1))
+    # Of its nine blocks four are those of "same"; once that is out they are no longer held for it by another.
+    assert rows(step(s)[0]) == {"p": (16, 17)}
