@@ -101,8 +101,10 @@ def persistently(step: Step, patience_s: float) -> Steps[Any]:
         try:
             return (yield step)
         except FAILURES as error:
+            if not lost(error):
+                raise
             pause = backoff(attempt)
-            if not lost(error) or time.monotonic() + pause > give_up:
+            if time.monotonic() + pause > give_up:
                 raise
         yield Pause(pause)
         attempt += 1
