@@ -35,6 +35,8 @@ BATCH = 64
 #: Endings that are no final status: published again by Celery's retry; handed back.
 RETRY, BACK = "retry", "back"
 RETRY_S = 1.0
+#: When the worker stops, how long an absent store is tried again, seconds.
+STOP_S = 5.0
 
 
 @dataclass(slots=True)
@@ -163,14 +165,15 @@ class Finisher(threading.Thread):
             else settle(end.delivery.task_id)
             for end in ends
         ]
+        give_up = time.monotonic() + STOP_S
         while calls and not all(end.delivery.put_down for end in ends):
             try:
                 answers = run_many(self._redis, calls)
             except LOST as exc:
-                if stopping:
-                    logger.error("The store is away: %d final tasks will be settled by another worker", len(ends))
+                if stopping and time.monotonic() > give_up:
+                    logger.error("The store is away: %d tasks are left to other workers", len(ends))
                     return
-                logger.warning("Cannot settle %d tasks, trying again: %s", len(ends), exc)
+                logger.warning("Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
                 time.sleep(RETRY_S)
                 continue
             for end, answer in zip(ends, answers, strict=True):

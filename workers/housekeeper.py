@@ -65,12 +65,11 @@ class Housekeeper(threading.Thread):
         threading.Thread(target=self._listen, args=(life,), name="penstock-control", daemon=True).start()
 
     def end_life(self, life: Incarnation) -> None:
-        """Give the lease up, holding nothing any more: nobody has to wait for it to lapse."""
+        """Give the lease up, so that nobody has to wait for it to lapse. What is still in flight is reaped, not left."""
         life.over = True
         try:
-            self._broker.hdel(keys.INCARNATIONS, life.id)
-            self._broker.delete(keys.lease(life.id))
-            self._store.delete(keys.lease(life.id))
+            self.abandon_life(life)
+            run(self._broker, broker.reap(life.id))
         except LOST as exc:
             logger.warning("The lease was not given up, it lapses by itself: %s", exc)
 
