@@ -52,17 +52,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama3-rope": {"rope_scaling": LLAMA3_SCALING, "rope_theta": 500000.0},
 }
 
-#: Large enough that the likeliest tokens stand well apart; transformers' 0.02 makes nearly flat logits.
-_SPREAD = 0.15
+#: Standard deviation of the weights: large enough that in these small shapes the likeliest tokens stand well apart.
+SPREAD = 0.15
 
 
-def tensors(settings: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors(settings: dict[str, Any], seed: int = 0, spread: float = SPREAD) -> dict[str, torch.Tensor]:
     """A checkpoint of random numbers for `settings`, by transformers' names."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, settings["dtype"])
 
     def normal(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * _SPREAD).to(dtype)
+        return (torch.randn(*shape, generator=generator) * spread).to(dtype)
 
     hidden, inner = settings["hidden_size"], settings["intermediate_size"]
     q = settings["num_attention_heads"] * settings["head_dim"]
@@ -88,12 +88,14 @@ def tensors(settings: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
-def write_model(folder: Path, *, seed: int = 0, shards: int = 1, tokenizer: bool = True, **changes: Any) -> Path:
+def write_model(
+    folder: Path, *, seed: int = 0, spread: float = SPREAD, shards: int = 1, tokenizer: bool = True, **changes: Any
+) -> Path:
     """Write config.json, safetensors (in `shards` files) and a byte-level tokenizer; BASE with `changes`."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = BASE | changes
     (folder / "config.json").write_text(json.dumps(settings))
-    made = tensors(settings, seed)
+    made = tensors(settings, seed, spread)
     if shards == 1:
         save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
     else:

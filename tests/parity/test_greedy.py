@@ -11,8 +11,8 @@ from engine.models import Model, load_model
 from tests.parity.conftest import Truth
 from tests.parity.driver import Driver, greedy, prompts_of
 
-LENGTHS = [1, 2, 15, 16, 17, 40, 64, 100, 150]
-COUNT = 20
+LENGTHS = [1, 2, 15, 16, 17, 50, 120]
+COUNT = 14
 
 
 def check_all(truth: Truth, prompts: list[list[int]], found: dict[str, list[int]]) -> None:
@@ -50,7 +50,7 @@ def test_with_a_preemption_at_every_kth_step(model: Model, truth: Truth, every: 
 @pytest.mark.parametrize("caching", [True, False])
 def test_with_too_little_memory_for_all(model: Model, truth: Truth, caching: bool) -> None:
     prompts = prompts_of(LENGTHS, model.vocab_size)
-    driver = Driver(model, blocks=14, tokens=64, enable_prefix_caching=caching)
+    driver = Driver(model, blocks=38, block_size=4, tokens=64, enable_prefix_caching=caching)
     submit(driver, prompts)
     check_all(truth, prompts, driver.run())
     assert driver.scheduler.stats().preemptions > 0
