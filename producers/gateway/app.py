@@ -22,13 +22,17 @@ from producers.gateway.sse import Streams
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The gateway as an ASGI application. Nothing connects before it is started."""
+    """The gateway as an ASGI application, to be started once. Nothing connects before that.
+
+    Raises ValueError for a broker or store that is no Redis or Valkey.
+    """
+    client = AsyncClient(settings.broker, settings.store, patience=settings.patience)
     streams = Streams()
     figures = Metrics(streams.__len__)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with AsyncClient(settings.broker, settings.store, patience=settings.patience) as client:
+        async with client:
             prompts = Prompts(client.store)
             app.state.gateway = Gateway(settings, client, prompts, figures, streams)
             sweeping = asyncio.create_task(sweeper.run(client)) if settings.sweep else None

@@ -1,0 +1,87 @@
+"""A gateway with a fake worker behind it, and the commands run against it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.producers.gateway.conftest import Door, door, model, open_door, worker
+from workers.cli import main
+
+__all__ = ["door", "model", "open_door", "worker"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left: its exit status, and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a `penstock` command within this process."""
+
+    def command(*args: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["penstock", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        status = ended.value.code
+        assert status is None or isinstance(status, int)
+        out, err = capfd.readouterr()
+        return Ran(status or 0, out, err)
+
+    return command
+
+
+@pytest.fixture
+def penstock(run: Run, door: Door, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run`, with the gateway's URL in the environment."""
+    monkeypatch.setenv("PENSTOCK_URL", door.url)
+    return run
+
+
+class Scripted:
+    """An HTTP server that answers each request as the next of `answers` says, and notes the paths."""
+
+    def __init__(self) -> None:
+        self.answers: list[Callable[[BaseHTTPRequestHandler], None]] = []
+        self.paths: list[str] = []
+        scripted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                scripted.paths.append(self.path)
+                answer = scripted.answers.pop(0) if scripted.answers else None
+                if answer is not None:
+                    answer(self)
+
+            do_POST = do_GET
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing: its requests are in `paths`."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    server = Scripted()
+    yield server
+    server.close()

@@ -1,0 +1,65 @@
+"""The command as a whole: its help, its version, and what it does not load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.workers.cli.conftest import Run
+
+COMMANDS = ["up", "demo", "submit", "tail", "result", "cancel", "worker", "gateway", "sweeper"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_commands_help_has_an_example_and_its_exit_statuses(run: Run, command: str) -> None:
+    ran = run(command, "--help")
+    said = " ".join(ran.out.split())
+    assert ran.status == 0
+    assert f"Example: penstock {command}" in said
+    assert "Exit status: 0" in said
+
+
+def test_the_help_names_all_commands(run: Run) -> None:
+    said = run("--help").out
+    assert [command for command in COMMANDS if f" {command} " not in said] == []
+
+
+def test_the_version_is_the_distributions(run: Run) -> None:
+    from importlib.metadata import version
+
+    assert run("--version").out.strip() == version("penstock")
+
+
+def test_an_unknown_command_has_status_2(run: Run) -> None:
+    assert run("sumbit").status == 2
+
+
+def test_callers_commands_load_neither_engine_nor_server() -> None:
+    source = "import sys; import workers.cli.app, workers.cli.client, workers.cli.show; print(*sys.modules)"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert loaded & {"torch", "engine", "fastapi", "celery", "redis", "pydantic", "asyncio", "rich.live"} == set()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny"), "cannot reach the broker"),
+        (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny", "--log-level", "loud"), "--log-level"),
+        (("gateway", "--broker", "amqp://x"), "is not spoken to here"),
+        (("gateway", "--broker", "redis://x", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1 port 8000"),
+        (("sweeper", "--broker", "amqp://x"), "is not spoken to here"),
+        (("up", "--store", "redis://x"), "--store goes with --broker"),
+        (("up", "--model", "nowhere/at/all", "--port", "0"), "no model 'nowhere/at/all'"),
+        (("up", "--model", "tiny", "--model", "tiny", "--port", "0"), "two models are named 'tiny'"),
+        (("up", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
+        (("up", "--workers", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_a_process_that_cannot_start_says_why_with_status_2(run: Run, args: tuple[str, ...], says: str) -> None:
+    ran = run(*args)
+    assert ran.status == 2
+    assert says in " ".join(ran.err.split())

@@ -1,0 +1,255 @@
+"""`submit`, `tail`, `result`, `cancel` against a real gateway: what they print, and their exit status."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from redis import Redis
+
+from producers import keys
+from producers.record import Record
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.workers.cli.conftest import Ran, Run
+
+
+def task_of(valkey: Redis, task_id: str) -> dict[str, object]:
+    return Record.parse(task_id, valkey.hgetall(keys.task(task_id))).task
+
+
+def served(worker: FakeWorker, *pieces: str) -> threading.Thread:
+    """A worker that serves the next task, whenever it comes."""
+
+    def serve() -> None:
+        worker.serve(until(lambda: worker.take(QUEUE)), pieces)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
+def submitted(penstock: Run, *args: str) -> str:
+    ran = penstock("submit", "tiny", "def f", *args)
+    assert (ran.status, ran.err) == (0, "")
+    return ran.out.strip()
+
+
+class TestSubmit:
+    def test_prints_the_id_and_nothing_else(self, penstock: Run, valkey: Redis) -> None:
+        assert valkey.exists(keys.task(submitted(penstock)))
+
+    def test_sends_every_option_and_leaves_the_others_to_the_gateway(self, penstock: Run, valkey: Redis) -> None:
+        options = "--tier flex --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 7"
+        options += " --stop a --stop b --ignore-eos -n 2 --logprobs 1 --timeout 60 --tenant t"
+        options += " --metadata k=v=w --metadata l= --ttl 120"
+        task = task_of(valkey, submitted(penstock, *options.split()))
+        del task["prompt"]
+        assert task == {
+            "model": "tiny",
+            "tier": "flex",
+            "max_tokens": 9,
+            "min_tokens": 2,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.9,
+            "seed": 7,
+            "stop": ["a", "b"],
+            "stop_token_ids": [],
+            "ignore_eos": True,
+            "n": 2,
+            "logprobs": 1,
+            "timeout": 60.0,
+            "tenant": "t",
+            "metadata": {"k": "v=w", "l": ""},
+            "ttl": 120,
+        }
+        plain = task_of(valkey, submitted(penstock))
+        assert (plain["temperature"], plain["max_tokens"], plain["tier"]) == (0.7, None, "default")
+
+    def test_reads_the_prompt_from_standard_input(
+        self, penstock: Run, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("def f"))
+        ran = penstock("submit", "tiny", "-")
+        assert task_of(valkey, ran.out.strip())["prompt"] == task_of(valkey, submitted(penstock))["prompt"]
+
+    def test_streams_the_text_as_it_is(self, penstock: Run, worker: FakeWorker) -> None:
+        serving = served(worker, "(x):\n", "    return \x1b[31m", "é\u2028")
+        ran = penstock("submit", "tiny", "def f", "--stream")
+        serving.join()
+        assert (ran.status, ran.out) == (0, "(x):\n    return \x1b[31mé\u2028\n")
+        assert ran.err.startswith("task ")
+
+    def test_streams_json_lines(self, penstock: Run, worker: FakeWorker) -> None:
+        serving = served(worker, "a", "b")
+        ran = penstock("submit", "tiny", "def f", "--stream", "--json")
+        serving.join()
+        events = [json.loads(line) for line in ran.out.splitlines()]
+        assert [(event["event"], event["position"]) for event in events] == [("token", 0), ("token", 1), ("end", 2)]
+        assert ran.err == ""
+
+    def test_prints_the_task_as_json(self, penstock: Run) -> None:
+        task = json.loads(penstock("submit", "tiny", "def f", "--json").out)
+        assert (task["object"], task["status"]) == ("task", "queued")
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            (("huge", "x"), "There is no model 'huge'; there are tiny"),
+            (("tiny", ""), "prompt is empty"),
+            (("tiny", "x", "--temperature", "-1"), "temperature is -1"),
+            (("tiny", "x", "--tier", "gold"), "tier is 'gold'"),
+            (("tiny", "x", "--metadata", "k"), "--metadata is 'k'; it looks like KEY=TEXT"),
+            (("tiny", "x", "--max-tokens", "many"), "as an integer"),
+            (("tiny",), "'prompt'"),
+            (("tiny", "x", "--url", "gopher://x"), "is no URL of a gateway"),
+        ],
+    )
+    def test_says_what_is_wrong_with_status_2(
+        self, penstock: Run, valkey: Redis, args: tuple[str, ...], says: str
+    ) -> None:
+        before = valkey.dbsize()
+        ran = penstock("submit", *args)
+        assert (ran.status, ran.out) == (2, "")
+        assert says in " ".join(ran.err.split())
+        assert valkey.dbsize() == before
+
+    def test_without_a_gateway_says_what_to_do_with_status_3(self, run: Run) -> None:
+        ran = run("submit", "tiny", "x", "--url", "http://127.0.0.1:1")
+        assert ran.status == 3
+        assert "penstock up" in ran.err
+
+    def test_of_a_task_that_fails_has_status_1(self, penstock: Run, worker: FakeWorker) -> None:
+        def fail() -> None:
+            task_id = until(lambda: worker.take(QUEUE))
+            worker.claim(task_id)
+            worker.append(task_id, 0, ["a"])
+            worker.finish(task_id, [1], status="failed", reasons=[], error={"code": "c", "message": "It broke."})
+
+        threading.Thread(target=fail, daemon=True).start()
+        ran = penstock("submit", "tiny", "def f", "--stream")
+        assert (ran.status, ran.out) == (1, "a\n")
+        assert ran.err.rstrip().endswith("failed: It broke.")
+
+
+class TestTail:
+    def test_begins_at_any_position(self, penstock: Run, worker: FakeWorker) -> None:
+        task_id = submitted(penstock)
+        worker.serve(task_id, list("abc"))
+        assert [penstock("tail", task_id, "--from", str(start)).out for start in range(5)] == [
+            "abc\n",
+            "bc\n",
+            "c\n",
+            "",
+            "",
+        ]
+
+    def test_shows_several_outputs_one_after_the_other(self, penstock: Run, worker: FakeWorker) -> None:
+        task_id = submitted(penstock, "-n", "3")
+        worker.claim(task_id)
+        for step, reason in enumerate([None, "length"]):
+            for choice in range(2):
+                worker.append(task_id, step, [f"{choice}{step}"], choice=choice, finish_reason=reason)
+        worker.append(task_id, 0, ["cut"], choice=2)
+        worker.finish(task_id, [2, 2, 1], reasons=["length", "length", "stop"])
+        assert (
+            penstock("tail", task_id).out
+            == "--- 0 (length) ---\n0001\n--- 1 (length) ---\n1011\n--- 2 (None) ---\ncut\n"
+        )
+
+    def test_of_an_unknown_id_has_status_2(self, penstock: Run) -> None:
+        ran = penstock("tail", "nobody")
+        assert (ran.status, ran.out) == (2, "")
+        assert "There is no task nobody" in ran.err
+
+    def test_interrupted_leaves_the_task_and_says_how_to_go_on(
+        self, penstock: Run, worker: FakeWorker, valkey: Redis
+    ) -> None:
+        task_id = submitted(penstock)
+        worker.claim(task_id)
+        worker.append(task_id, 0, ["a", "b"])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workers.cli", "tail", task_id],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ,
+        )
+        assert process.stdout is not None
+        assert process.stdout.read(2) == b"ab"  # before any line has ended
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert f"penstock tail {task_id} --from 2" in err.decode()
+        assert not valkey.hexists(keys.task(task_id), "cancel")
+
+
+class TestResult:
+    def test_waits_for_the_end_and_prints_the_text(self, penstock: Run, worker: FakeWorker) -> None:
+        task_id = submitted(penstock)
+        serving = served(worker, "a", "b")
+        assert penstock("result", task_id) == Ran(0, "ab\n", "")
+        serving.join()
+
+    def test_prints_the_task_as_json(self, penstock: Run, worker: FakeWorker) -> None:
+        task_id = submitted(penstock)
+        worker.serve(task_id, ["a"])
+        task = json.loads(penstock("result", task_id, "--json").out)
+        assert (task["id"], task["choices"][0]["token_ids"]) == (task_id, [0])
+
+    def test_gives_up_after_the_timeout_with_status_4(self, penstock: Run) -> None:
+        task_id = submitted(penstock)
+        for timeout in ("0", "0.05"):
+            ran = penstock("result", task_id, "--timeout", timeout)
+            assert (ran.status, ran.out) == (4, "")
+            assert "still queued" in ran.err
+
+    def test_of_a_cancelled_task_has_status_1(self, penstock: Run) -> None:
+        task_id = submitted(penstock)
+        penstock("cancel", task_id)
+        ran = penstock("result", task_id, "--json")
+        assert ran.status == 1
+        assert json.loads(ran.out)["status"] == "cancelled"
+        assert "was cancelled" in ran.err
+
+    def test_several_outputs_have_a_heading_each(self, penstock: Run, worker: FakeWorker) -> None:
+        task_id = submitted(penstock, "-n", "2")
+        worker.claim(task_id)
+        for choice in range(2):
+            worker.append(task_id, 0, [f"x{choice}"], choice=choice)
+        worker.finish(task_id, [1, 1])
+        assert penstock("result", task_id).out == "--- 0 (stop) ---\nx0\n--- 1 (stop) ---\nx1\n"
+
+
+class TestCancel:
+    def test_is_accepted_once_and_says_so(self, penstock: Run) -> None:
+        task_id = submitted(penstock)
+        assert penstock("cancel", task_id) == Ran(0, f"{task_id} is cancelled\n", "")
+        ran = penstock("cancel", task_id, "--json")
+        assert (ran.status, json.loads(ran.out)["accepted"]) == (1, False)
+        assert "is cancelled already" in ran.err
+
+    def test_of_an_unknown_id_has_status_2(self, penstock: Run) -> None:
+        assert penstock("cancel", "nobody").status == 2
+
+
+def test_a_stream_goes_on_with_another_gateway_at_the_same_place(penstock: Run, door: Door, worker: FakeWorker) -> None:
+    """The gateway ends its streams, as it does when it stops; the command comes back for the rest."""
+    task_id = submitted(penstock)
+    worker.claim(task_id)
+    worker.append(task_id, 0, ["a"])
+
+    def go_on() -> None:
+        until(lambda: len(door.app.state.streams))
+        door.end_streams()
+        worker.append(task_id, 1, ["b"])
+        worker.finish(task_id, [2])
+
+    threading.Thread(target=go_on, daemon=True).start()
+    assert penstock("tail", task_id) == Ran(0, "ab\n", "")
