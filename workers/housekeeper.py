@@ -65,7 +65,7 @@ class Housekeeper(threading.Thread):
         threading.Thread(target=self._listen, args=(life,), name="penstock-control", daemon=True).start()
 
     def end_life(self, life: Incarnation) -> None:
-        """Give the lease up, so that nobody has to wait for it to lapse. What is still in flight is reaped, not left."""
+        """Give the lease up: nobody has to wait for it to lapse. What is still in flight is reaped, not left."""
         life.over = True
         try:
             self.abandon_life(life)
