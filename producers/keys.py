@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 #: Separates a queue's name from its tier's number in the name of a list: printable, so that any scaler can name it.
-SEP: Final = ":"
+#: Not part of any queue's name, because kombu finds a list's queue by cutting its name at the last separator.
+SEP: Final = "#"
+#: What kombu takes unless it is told otherwise. Plain Celery senders do not know ours, and what they send must not lie
+#: in a list that nobody reads.
+KOMBU_SEP: Final = "\x06\x16"
 
 #: Service tier -> (rank: lower goes first, kombu priority: the list it is put into).
 #: kombu gives a message without a priority 0, its first list: hence `default` is 0.
@@ -86,3 +90,9 @@ def tier_list(queue: str, tier: str) -> str:
     """The list that holds a tier of a queue, as kombu names it."""
     priority = TIERS[tier][1]
     return f"{queue}{SEP}{priority}" if priority else queue
+
+
+def tier_lists(queue: str, tier: str) -> list[str]:
+    """Every list that may hold a tier of a queue: ours, and where a sender with kombu's own separator puts it."""
+    priority = TIERS[tier][1]
+    return [tier_list(queue, tier), *([f"{queue}{KOMBU_SEP}{priority}"] if priority else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from redis import Redis
 from producers import keys
 from workers.connect import Refused
 
+#: What a model may be called: its name is part of queues' names.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: Models that come with Penstock.
 BUNDLED = Path(__file__).parent / "models"
 
@@ -36,6 +39,11 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
         raise Refused(f"cannot serve {folder}: {exc}") from exc
     if engine.card is None:
         raise Refused(f"cannot serve {folder}: it has no tokenizer.json")
+    if not NAME.fullmatch(engine.card.name):
+        raise Refused(
+            f"cannot serve {folder}: a model is known by its folder's name, and {engine.card.name!r} is none for a queue; "
+            "use letters, digits, '.', '_' and '-'"
+        )
     return engine, ModelCard.tokenizer_files(folder)
 
 

@@ -16,8 +16,6 @@ from producers import keys
 from producers.script import text
 
 QUEUE_PREFIX: Final = keys.model_queue("")
-#: Between a queue's name and its priority, as stock kombu has it: where plain Celery senders put theirs.
-KOMBU_SEP: Final = "\x06\x16"
 
 
 @dataclass(slots=True)
@@ -50,7 +48,7 @@ async def read_fleet(store: Redis, broker: Redis) -> Fleet:
     )
     served = {keys.model_queue(text(model)): text(model) for model in models}
     served |= {text(queue): json.loads(pool)["model"] for queue, pool in about.items()}
-    lists = [(queue, tier, name) for queue in served for tier in keys.TIERS for name in lists_of(queue, tier)]
+    lists = [(queue, tier, name) for queue in served for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
     alive, dead_letters, *counts = await _ask(
         broker,
         ("HGETALL", keys.INCARNATIONS),
@@ -74,12 +72,6 @@ async def read_fleet(store: Redis, broker: Redis) -> Fleet:
         if lease is not None:
             pool.workers.append(json.loads(lease))
     return Fleet(list(pools.values()), submitting, dead_letters)
-
-
-def lists_of(queue: str, tier: str) -> list[str]:
-    """Where messages of a tier wait: our list, and kombu's where it names it otherwise."""
-    priority = keys.TIERS[tier][1]
-    return [keys.tier_list(queue, tier), *([f"{queue}{KOMBU_SEP}{priority}"] if priority else [])]
 
 
 async def _ask(server: Redis, *commands: tuple[str, ...]) -> list[Any]:

@@ -63,11 +63,11 @@ def test_tiers_land_in_their_lists(client: Face, valkey: Redis) -> None:
 
 
 def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey: Redis, valkey_url: str) -> None:
-    # kombu's own consumer tells a list's queue by cutting at the last separator: no colon in this one's name.
-    valkey.hset(keys.ROUTES, "tiny", "stock")
+    # kombu's own consumer tells a list's queue by cutting its name at the last separator
+    valkey.hset(keys.ROUTES, "tiny", QUEUE)
     app = Celery("stock", broker=valkey_url, set_as_current=False)
     app.conf.broker_transport_options = {"sep": keys.SEP, "priority_steps": [0, 3, 6, 9]}
-    app.conf.task_default_queue = "stock"
+    app.conf.task_default_queue = QUEUE
     app.conf.worker_hijack_root_logger = False
     seen: dict[str, Any] = {}
     every = threading.Event()

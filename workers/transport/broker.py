@@ -14,19 +14,11 @@ from producers.script import Call, script, text
 
 PACKAGE: Final = "workers.transport"
 
-#: What kombu puts between a queue's name and its priority unless it is told otherwise. Plain Celery senders do not
-#: know our separator, and what they send must not lie in a list that nobody reads.
-KOMBU_SEP: Final = "\x06\x16"
-
 
 def lists(queues: Sequence[str]) -> list[tuple[str, int]]:
     """The lists of the queues, each with its tier's rank, best tier first."""
-    found: list[tuple[str, int]] = []
-    for rank, priority in sorted(keys.TIERS.values()):
-        for queue in queues:
-            names = [queue] if not priority else [f"{queue}{sep}{priority}" for sep in (keys.SEP, KOMBU_SEP)]
-            found += [(name, rank) for name in names]
-    return found
+    ranked = sorted((rank, tier) for tier, (rank, _) in keys.TIERS.items())
+    return [(name, rank) for rank, tier in ranked for queue in queues for name in keys.tier_lists(queue, tier)]
 
 
 @dataclass(frozen=True, slots=True)
