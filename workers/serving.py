@@ -41,7 +41,7 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
         raise Refused(f"cannot serve {folder}: it has no tokenizer.json")
     if not NAME.fullmatch(engine.card.name):
         raise Refused(
-            f"cannot serve {folder}: a model is known by its folder's name, and {engine.card.name!r} is none for a queue; "
+            f"cannot serve {folder}: a model is called as its folder, and {engine.card.name!r} cannot name a queue; "
             "use letters, digits, '.', '_' and '-'"
         )
     return engine, ModelCard.tokenizer_files(folder)
