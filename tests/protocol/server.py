@@ -1,0 +1,113 @@
+"""The real scripts on a real server, one of them broken on purpose where asked, and what they leave there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+
+from producers import keys
+from producers.script import Call, Script, run, script
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A script in which `old` was replaced by `new`."""
+
+    package: str
+    name: str
+    old: str
+    new: str
+
+    def text(self) -> str:
+        whole = script(self.package, self.name).text
+        if whole.count(self.old) != 1:
+            raise ValueError(f"{self.name}.lua holds {whole.count(self.old)} times, not once: {self.old}")
+        return whole.replace(self.old, self.new)
+
+
+@dataclass(slots=True)
+class Server:
+    """Sends calls. `heard` is every message since the last `listen`: (channel, payload)."""
+
+    redis: Redis
+    mutant: Mutant | None = None
+    _ears: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.redis.flushall()
+        self._ears = self.redis.pubsub()
+        self._ears.psubscribe("penstock:*")
+        self.listen()
+
+    def close(self) -> None:
+        self._ears.close()
+
+    def run(self, call: Call) -> Any:
+        if self.mutant and call.script is script(self.mutant.package, self.mutant.name):
+            text = self.mutant.text()
+            call = Call(Script(text, hashlib.sha1(text.encode()).hexdigest()), call.keys, call.args)
+        return run(self.redis, call)
+
+    def listen(self) -> list[tuple[str, str]]:
+        """What was published since the last time, in order. A PING's answer stands behind all of it."""
+        self._ears.ping("all")
+        heard = []
+        while True:
+            message = self._ears.get_message(timeout=5)
+            if message is None:
+                raise TimeoutError("the server did not answer a PING within 5 s")
+            if message["type"] == "pong":
+                return heard
+            if message["type"] == "pmessage":
+                heard.append((message["channel"].decode(), message["data"].decode()))
+
+    def now(self) -> int:
+        """The server's clock in ms."""
+        seconds, micros = self.redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    def lease(self, inc: str, alive: bool) -> None:
+        if alive:
+            self.redis.set(keys.lease(inc), "{}")
+        else:
+            self.redis.delete(keys.lease(inc))
+
+    def stored(self, task_ids: Iterable[str]) -> dict[str, Stored]:
+        """All that the store holds of these tasks."""
+        ids = list(task_ids)
+        with self.redis.pipeline(transaction=False) as pipe:
+            for task_id in ids:
+                pipe.hgetall(keys.task(task_id))
+                pipe.xrange(keys.stream(task_id))
+                pipe.ttl(keys.task(task_id))
+                pipe.ttl(keys.stream(task_id))
+            pipe.zrange(keys.SUBMITTING, 0, -1)
+            *parts, listed = pipe.execute()
+        found = {}
+        for k, task_id in enumerate(ids):
+            fields, entries, ttl, stream_ttl = parts[4 * k : 4 * k + 4]
+            found[task_id] = Stored(
+                {name.decode(): value.decode() for name, value in fields.items()},
+                [(entry_id.decode(), value[b"e"].decode()) for entry_id, value in entries],
+                ttl,
+                stream_ttl,
+                task_id.encode() in listed,
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    fields: dict[str, str]
+    entries: list[tuple[str, str]]
+    ttl: int
+    stream_ttl: int
+    listed: bool
+
+    def json(self, name: str) -> Any:
+        return json.loads(self.fields[name])

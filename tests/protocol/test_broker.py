@@ -1,0 +1,299 @@
+"""The broker's real scripts do what the reference says: every answer, and every list, hash and dead letter after it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from redis import Redis
+
+from producers import keys
+from tests.protocol.broker_reference import Broker, Sent
+from tests.protocol.server import Mutant, Server
+from workers.transport import broker
+
+QUEUES = ["penstock:m", "penstock:m@1"]
+INCS = ("i1", "i2")
+LISTS = dict(broker.lists(QUEUES))
+CAPACITY = (8, 1000)
+PLAIN_TOKENS = 300
+LIMIT = 2
+#: So long that a test's own time is nothing beside it.
+AGEING_MS = 10**8
+
+GOOD = {"properties": {"delivery_info": {}}, "headers": {"id": "x", "task": keys.TASK_NAME}, "body": "e30="}
+
+
+def _bad(reason: str, **changes: Any) -> Sent:
+    return Sent(json.dumps({**GOOD, **changes}).encode(), poison=reason)
+
+
+NOT_JSON = (b"", b"\xff\xfe\x00", b"penstock", b"{} {}", b"\xef\xbb\xbf{}", b'{"a":', b"[" * 5000, b'"\\ud800x"')
+POISON = [
+    *(Sent(raw, poison="not JSON") for raw in NOT_JSON),
+    *(
+        Sent(raw, poison="not a JSON object")
+        for raw in (b"null", b"7", b"NaN", b'"text"', b"true", '"é/\\u0007"'.encode())
+    ),
+    *(Sent(raw, poison="no properties") for raw in (b"{}", b"[]", b"[[[1]]]", b'{"\xff": 1}')),
+    *(_bad("no properties", properties=v) for v in (None, "text", 3)),
+    *(_bad("no delivery_info", properties=v) for v in ({}, [], {"delivery_info": 7})),
+    *(
+        _bad("no task id and name in the headers", headers=v)
+        for v in (None, "x", {}, {"id": 5, "task": "x"}, {"id": "x"})
+    ),
+    *(_bad("no body", body=v) for v in (None, {}, [1], 3.5)),
+]
+
+#: What a header may say, and what it means: None where it is not believed.
+SEQS = [
+    (1, 1),
+    (2, 2),
+    (3.9, 3),
+    (0, None),
+    (-4, None),
+    ("3", None),
+    (True, None),
+    (None, None),
+    ([2], None),
+    (10**9, 10**9),
+]
+TOKENS = [(100, 100), (400, 400), (1000, 1000), (float("nan"), None), (float("inf"), 10**9), ({}, None), (-1e300, None)]
+
+
+def _good(id_: str, task: str, seqs: tuple[Any, int | None], tokens: tuple[Any, int | None], said: bool) -> Sent:
+    headers: dict[str, Any] = {"id": id_, "task": task}
+    if said:
+        headers["penstock"] = {"n": seqs[0], "tokens": tokens[0]}
+    raw = json.dumps({**GOOD, "headers": headers, "body": "é\x00\\/"}, ensure_ascii=False).encode()
+    sized = task == keys.TASK_NAME
+    return Sent(raw, id_, "", sized, seqs[1] if said else None, tokens[1] if said else None)
+
+
+messages = st.one_of(
+    st.builds(
+        _good,
+        st.sampled_from("abcde"),
+        st.sampled_from([keys.TASK_NAME, keys.TASK_NAME, keys.TASK_NAME, "other.task"]),
+        st.sampled_from(SEQS),
+        st.sampled_from(TOKENS),
+        st.booleans(),
+    ),
+    st.builds(
+        _good, st.sampled_from("abcde"), st.just(keys.TASK_NAME), st.just(SEQS[0]), st.just(TOKENS[0]), st.just(True)
+    ),
+    st.sampled_from(POISON),
+)
+batches = st.lists(messages, min_size=1, max_size=6)
+incs = st.sampled_from(INCS)
+full = st.just([8, 8, 8, 8])
+credit = st.one_of(full, full, st.lists(st.integers(-1, 8), min_size=4, max_size=4))
+#: Mostly the same few lists, so that something stands behind their heads.
+names = st.sampled_from([*sorted(LISTS), *[n for n in sorted(LISTS) if n.startswith("penstock:m@1")] * 3])
+
+#: Unpacks what only Lua can: deliveries in flight (inc, uuid, order, list, message), and what is held back.
+DUMP = """
+local out = {{}, {}}
+for i, inc in ipairs(ARGV) do
+  local all = redis.call('HGETALL', KEYS[1] .. inc)
+  for k = 1, #all, 2 do
+    local e = cmsgpack.unpack(all[k + 1])
+    table.insert(out[1], { inc, all[k], e[1], e[2], e[4] })
+  end
+end
+for _, packed in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+  local e = cmsgpack.unpack(packed)
+  table.insert(out[2], { e[3], e[1], e[2], packed })
+end
+return out
+"""
+
+
+def holding(machine: BrokerMachine) -> bool:
+    return any(machine.model.inflight.values())
+
+
+class BrokerMachine(RuleBasedStateMachine):
+    redis: Redis
+    mutant: Mutant | None = None
+
+    @initialize(name=names, batch=batches)
+    def begin(self, name: str, batch: list[Sent]) -> None:
+        self.server = Server(self.redis, self.mutant)
+        self.model = Broker(LISTS, CAPACITY, PLAIN_TOKENS, LIMIT)
+        self.last: Callable[[], None] = lambda: None
+        self.names = 0
+        self.known: dict[str, list[str]] = {inc: [] for inc in INCS}
+        for inc in INCS:
+            self.server.lease(inc, True)
+            self.model.live.add(inc)
+        self.send(name, batch)
+
+    def teardown(self) -> None:
+        if hasattr(self, "server"):
+            self.server.close()
+
+    def do(self, step: Callable[[], None]) -> None:
+        self.last = step
+        step()
+        self.compare()
+
+    def compare(self) -> None:
+        redis, model = self.server.redis, self.model
+        inflight, delayed = redis.eval(DUMP, 2, keys.inflight(""), keys.delayed(QUEUES[0]), *INCS)
+        real = {name: redis.lrange(name, 0, -1) for name in LISTS}
+        assert real == {name: [m.raw for m in waiting] for name, waiting in model.lists.items()}
+        assert sorted((i, u, n, where, raw) for i, u, n, where, raw in inflight) == sorted(
+            (inc.encode(), d.uuid.encode(), d.order, d.list.encode(), d.message.raw)
+            for inc, held in model.inflight.items()
+            for d in held.values()
+        )
+        assert sorted(tuple(e[:3]) for e in delayed) == sorted(
+            (d.uuid.encode(), d.list.encode(), d.message.raw) for d in model.delayed
+        )
+        dead = [json.loads(letter.decode("utf-8", "surrogateescape")) for letter in redis.lrange(keys.DEAD, 0, -1)]
+        assert [(d["reason"], d["list"], d["message"].encode("utf-8", "surrogateescape")) for d in dead] == model.dead
+        assert redis.hgetall(keys.REAPED) == {t.encode(): b"%d" % n for t, n in model.reaped.items()}
+        now = self.server.now()
+        ages = {name.decode(): (now - int(since)) // AGEING_MS for name, since in redis.hgetall(keys.UNSERVED).items()}
+        assert ages == model.ages
+
+    # ---- the scripts -----------------------------------------------------------------------------------------
+
+    @rule(name=names, batch=batches)
+    def send(self, name: str, batch: list[Sent]) -> None:
+        for message in batch:
+            self.server.redis.lpush(name, message.raw)  # as kombu does
+            self.model.lists[name].insert(0, message)
+
+    @rule(inc=incs, count=st.integers(0, 6), repeat=st.sampled_from([0, 0, 1, 3]), seqs=credit, tokens=credit)
+    def fetch(self, inc: str, count: int, repeat: int, seqs: list[int], tokens: list[int]) -> None:
+        known = self.known[inc][len(self.known[inc]) - repeat :] if repeat else []
+        uuids = [*known, *(f"u{self.names + k}" for k in range(count))]
+        self.names += count
+        self.known[inc] += uuids[len(known) :]
+        tokens = [n * 125 for n in tokens]
+
+        def step() -> None:
+            call = broker.fetch(
+                inc,
+                QUEUES,
+                uuids,
+                broker.Credit((seqs[0], seqs[1], seqs[2], seqs[3]), (tokens[0], tokens[1], tokens[2], tokens[3])),
+                capacity=CAPACITY,
+                plain_tokens=PLAIN_TOKENS,
+                ageing_ms=AGEING_MS,
+                max_redeliveries=LIMIT,
+            )
+            answer = self.server.run(call)
+            fetched = broker.read_fetch(answer)
+            expected = self.model.fetch(inc, uuids, seqs, tokens)
+            if expected is None:
+                assert fetched is None
+                return
+            assert [tuple(answer[i : i + 4]) for i in range(0, len(answer), 4)] == [
+                (uuid.encode(), name.encode(), raw, said.encode()) for uuid, name, raw, said in expected
+            ]
+            assert fetched is not None
+            assert [f.condemned for f in fetched] == [said == "condemned" for *_, said in expected]
+
+        self.do(step)
+
+    @rule(inc=incs, count=st.integers(1, 6))
+    @precondition(lambda self: any(self.model.lists.values()))
+    def fetch_more(self, inc: str, count: int) -> None:
+        """What a worker with room does."""
+        self.fetch(inc, count, 0, [8, 8, 8, 8], [8, 8, 8, 8])
+
+    def _delivery(self, inc: str, pick: int, other: bool) -> str:
+        """One of its deliveries, or another's."""
+        held = [u for i, d in self.model.inflight.items() if (i != inc) == other for u in d]
+        return held[pick % len(held)] if held else f"u{pick}"
+
+    @rule(
+        inc=incs,
+        pick=st.integers(0, 9),
+        other=st.sampled_from([False, False, False, True]),
+        reason=st.sampled_from(["", "", "no 'é'"]),
+    )
+    @precondition(holding)
+    def ack(self, inc: str, pick: int, other: bool, reason: str) -> None:
+        uuid = self._delivery(inc, pick, other)
+        self.do(lambda: self._agree(broker.ack(inc, uuid, reason), lambda: self.model.ack(inc, uuid, reason)))
+
+    @rule(inc=incs, pick=st.integers(0, 9), other=st.sampled_from([False, False, False, True]), delay=st.booleans())
+    @precondition(holding)
+    def back(self, inc: str, pick: int, other: bool, delay: bool) -> None:
+        uuid = self._delivery(inc, pick, other)
+        call = broker.back(inc, QUEUES[0], uuid, AGEING_MS if delay else 0)
+        self.do(lambda: self._agree(call, lambda: self.model.back(inc, uuid, delay)))
+
+    @rule(inc=incs)
+    @precondition(lambda self: len(self.model.live) < len(INCS))
+    def reap(self, inc: str) -> None:
+        self.server.redis.hset(keys.INCARNATIONS, inc, QUEUES[0])
+        self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
+        assert self.server.redis.hexists(keys.INCARNATIONS, inc) == (inc in self.model.live)
+
+    @rule(inc=incs)
+    @precondition(holding)
+    def dies(self, inc: str) -> None:
+        """What happens to every worker that is killed: its lease lapses, it is reaped; its name is taken up again."""
+        self.server.lease(inc, False)
+        self.model.live.discard(inc)
+        self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
+        self.server.lease(inc, True)
+        self.model.live.add(inc)
+
+    def _agree(self, call: Any, expected: Callable[[], int]) -> None:
+        assert self.server.run(call) == expected()
+
+    # ---- what happens around them ----------------------------------------------------------------------------
+
+    @rule()
+    def again(self) -> None:
+        """The reply was lost: the very same call once more."""
+        self.do(self.last)
+
+    @rule(inc=incs, alive=st.sampled_from([True, True, True, False]))
+    def lease(self, inc: str, alive: bool) -> None:
+        self.server.lease(inc, alive)
+        (self.model.live.add if alive else self.model.live.discard)(inc)
+
+    @rule(pick=st.integers(0, 20), age=st.integers(-1, 4))
+    @precondition(lambda self: self.model.ages)
+    def a_head_waits(self, pick: int, age: int) -> None:
+        """For `age` periods and a half; the clock may have been set back meanwhile."""
+        name = sorted(self.model.ages)[pick % len(self.model.ages)]
+        self.server.redis.hset(keys.UNSERVED, name, self.server.now() - age * AGEING_MS - AGEING_MS // 2)
+        self.model.ages[name] = age
+
+    @rule(pick=st.integers(0, 9))
+    @precondition(lambda self: any(d.due is None for d in self.model.delayed))
+    def a_delay_is_over(self, pick: int) -> None:
+        waiting = [d for d in self.model.delayed if d.due is None]
+        late = waiting[pick % len(waiting)]
+        self.names += 1
+        late.due = self.names
+        _, delayed = self.server.redis.eval(DUMP, 2, keys.inflight(""), keys.delayed(QUEUES[0]), *INCS)
+        packed = next(e[3] for e in delayed if e[0] == late.uuid.encode())
+        self.server.redis.zadd(keys.delayed(QUEUES[0]), {packed: late.due})
+
+
+def check_broker(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
+    """Run the machine; raises AssertionError (or what the server says) where scripts and reference part."""
+    machine = type("Machine", (BrokerMachine,), {"redis": redis, "mutant": mutant})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),
+    )
+
+
+@pytest.mark.usefixtures("valkey_url")
+def test_scripts_and_reference_agree(valkey: Redis) -> None:
+    check_broker(valkey, max_examples=80, stateful_step_count=50)

@@ -1,0 +1,79 @@
+"""The comparisons of `test_scripts` and `test_broker` bite: they notice each of these broken scripts."""
+
+from __future__ import annotations
+
+import pytest
+from redis import Redis
+
+from tests.protocol.server import Mutant
+from tests.protocol.test_broker import check_broker
+from tests.protocol.test_scripts import check_store
+
+STORE = {
+    "ADMIT calls every request its own": ("admit", "known[1] == nonce and 'mine' or 'exists'", "'mine'"),
+    "ADMIT knows no window": ("admit", "now - asked > window", "false"),
+    "QUEUED changes any status": ("queued", "status ~= 'submitting'", "status == ''"),
+    "CLAIM asks for no lease": ("claim", "'penstock:lease:' .. inc) == 0", "'penstock:lease:' .. inc) == 2"),
+    "CLAIM does not repeat itself": ("claim", "held == claim", "held == 0"),
+    "CLAIM counts no deaths": ("claim", "deaths = deaths + 1", ""),
+    "CLAIM takes from the living": ("claim", "'penstock:lease:' .. owner) == 1", "'penstock:lease:' .. owner) == 2"),
+    "CLAIM condemns what others lived to take": ("claim", "(ARGV[6] == '1' and not r[8])", "ARGV[6] == '1'"),
+    "CLAIM leaves the task to the sweeper": ("claim", "redis.call('ZREM', 'penstock:submitting', id)\nif", "if"),
+    "APPEND asks for no claim": ("append", "r[1] ~= claim or r[2]", "r[2]"),
+    "APPEND writes after the end": ("append", "r[1] ~= claim or r[2]", "r[1] ~= claim"),
+    "APPEND publishes an overlap again": ("append", "first = first + (next - i)", ""),
+    "APPEND leaves a gap": ("append", "i > next", "i > next + 1"),
+    "FINISH asks for no claim": ("finish", "not status or r[2] ~= claim", "not status"),
+    "FINISH compares no index": ("finish", "same and next == tonumber(ARGV[k])", "same"),
+    "FINISH writes over a cancel": ("finish", "final = 'cancelled'", "final = ARGV[3]"),
+    "CANCEL ends what is still submitting": ("cancel", "elseif status ~= 'submitting' then", "else"),
+    "CANCEL leaves the dead owner's claim": ("cancel", "redis.call('HDEL', task, 'claim', 'owner')", ""),
+    "RELEASE asks for no claim": ("release", "r[2] ~= ARGV[1]", "false"),
+    "SETTLE keeps the stream for ever": ("settle", "redis.call('EXPIRE', KEYS[2], ttl)", ""),
+    "the end is published elsewhere": ("finish", "'[' .. at .. ',' .. entry", "'[' .. (at + 1) .. ',' .. entry"),
+    "what CLAIM ends used no prompt": (
+        "claim",
+        "'failed', '[]', err, prompt_used(task), 0)",
+        "'failed', '[]', err, 0, 0)",
+    ),
+}
+
+BROKER = {
+    "FETCH asks for no lease": ("fetch", "redis.call('EXISTS', lease) == 0", "false"),
+    "FETCH does not repeat itself": ("fetch", "if known then", "if false then"),
+    "FETCH charges a repeat to nobody": ("fetch", "e[5], e[6], e[7])", "e[5], 0, 0)"),
+    "FETCH takes the last one": ("fetch", "redis.call('RPOP', h.list)", "redis.call('LPOP', h.list)"),
+    "FETCH lets a lower tier pass": ("fetch", "blocked = heads[best].tier\n", "heads[best] = nil\n"),
+    "FETCH holds up higher tiers": ("fetch", "best = blocked > 0 and -1 or nil", "best = nil"),
+    "FETCH believes numbers in strings": (
+        "fetch",
+        "type(value) ~= 'number' or not (value >= 1)",
+        "not (tonumber(value) or 0 >= 1)",
+    ),
+    "FETCH believes NaN": ("fetch", "not (value >= 1)", "value < 1"),
+    "FETCH lets no list age": ("fetch", "math.floor((now - since) / ageing)", "0"),
+    "FETCH believes in a wait yet to come": ("fetch", "not since or since > now", "not since"),
+    "FETCH gives suspects together": ("fetch", "suspect(heads[best].id) and holds_suspect()", "false"),
+    "FETCH condemns too late": ("fetch", "n >= limit and 'condemned'", "n > limit and 'condemned'"),
+    "FETCH drops poison": ("fetch", "redis.call('RPUSH', dead,", "redis.call('RPUSH', dead .. ':lost',"),
+    "ACK keeps no dead letter": ("ack", "ARGV[2] ~= ''", "false"),
+    "ACK forgets no return": ("ack", "redis.call('HDEL', KEYS[2], e[3])", ""),
+    "BACK returns what is not there": ("back", "if not packed then\n  return 0\nend", ""),
+    "BACK puts it behind the others": ("back", "redis.call('RPUSH', e[2], e[4])", "redis.call('LPUSH', e[2], e[4])"),
+    "BACK knows no delay": ("back", "delay > 0", "false"),
+    "REAP robs the living": ("reap", "redis.call('EXISTS', KEYS[1]) == 1", "false"),
+    "REAP turns the order round": ("reap", "a[1] > b[1]", "a[1] < b[1]"),
+    "REAP counts nothing": ("reap", "redis.call('HINCRBY', KEYS[4], e[3], 1)", ""),
+}
+
+
+@pytest.mark.parametrize("broken", STORE)
+def test_a_broken_store_script_is_noticed(broken: str, valkey: Redis) -> None:
+    with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
+        check_store(valkey, Mutant("producers", *STORE[broken]), max_examples=150, stateful_step_count=50)
+
+
+@pytest.mark.parametrize("broken", BROKER)
+def test_a_broken_broker_script_is_noticed(broken: str, valkey: Redis) -> None:
+    with pytest.raises(Exception):  # noqa: B017, PT011 - as above
+        check_broker(valkey, Mutant("workers.transport", *BROKER[broken]), max_examples=150, stateful_step_count=50)

@@ -1,0 +1,383 @@
+"""The record's real scripts do what the model's functions say, answer for answer and field for field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from redis import Redis
+
+from producers import keys, protocol
+from producers.events import encode_token
+from producers.script import text
+from tests.protocol.model import ALL, scripts
+from tests.protocol.model.scripts import FINAL, Rec
+from tests.protocol.server import Mutant, Server, Stored
+
+#: Task -> choices. `p` comes from plain Celery.
+TASKS = {"t1": 1, "t2": 2, "p": 3}
+PROMPT = 7
+LIMIT = 2
+TTL = 500
+INCS = ("i1", "i2", "i3")
+#: Every field that a record may have (see `producers.record`), but for `next:<choice>`.
+FIELDS = {
+    *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain", "n"),
+    *("prompt_tokens", "cancel", "claim", "owner", "deaths", "claims", "end", "reasons", "usage", "error"),
+}
+TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
+
+tasks = st.sampled_from(sorted(TASKS))
+incs = st.sampled_from(INCS)
+mostly = st.sampled_from([True, True, True, True, False])
+rarely = mostly.map(lambda yes: not yes)
+
+
+batches = st.lists(
+    st.tuples(tasks, mostly, st.integers(0, 2), st.sampled_from([0, 0, 0, -1, -2, -3, 1]), st.integers(0, 4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+def running(machine: StoreMachine) -> bool:
+    return any(r and r.claim and not r.end for r in machine.model.values())
+
+
+def claimed(machine: StoreMachine) -> bool:
+    return any(r and r.claim for r in machine.model.values())
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Every rule is one call on both sides; what it does stands in a closure, so that `again` can call it once more."""
+
+    redis: Redis
+    mutant: Mutant | None = None
+
+    @initialize(admitted=st.sets(st.sampled_from(["t1", "t2"])))
+    def begin(self, admitted: set[str]) -> None:
+        self.server = Server(self.redis, self.mutant)
+        self.model: dict[str, Rec | None] = dict.fromkeys(TASKS)
+        self.published: dict[str, list[str]] = {t: [] for t in TASKS}
+        self.live: set[str] = set(INCS)
+        for inc in INCS:
+            self.server.lease(inc, True)
+        self.last: Callable[[], None] = lambda: None
+        self.tokens = 0
+        self.claims = 0
+        for t in sorted(admitted):
+            self.admit(t, "mine", False)
+
+    def teardown(self) -> None:
+        if hasattr(self, "server"):
+            self.server.close()
+
+    # ---- both sides ------------------------------------------------------------------------------------------
+
+    def do(self, step: Callable[[], None]) -> None:
+        self.last = step
+        step()
+        self.compare()
+
+    def apt(self, t: str, wanted: Callable[[Rec], Any]) -> str:
+        """This task if it is such a one; else another that is, if there is any."""
+        fits = [other for other in sorted(TASKS) if (r := self.model[other]) and wanted(r)]
+        return t if t in fits or not fits else fits[0]
+
+    def held(self, t: str, valid: bool) -> str:
+        """The claim that holds the task; or one that does not."""
+        r = self.model[t]
+        return str(r.claim) if valid and r and r.claim else "nobody's"
+
+    def compare(self) -> None:
+        controls = []
+        for channel, payload in self.server.listen():
+            if channel.startswith("penstock:tokens:"):
+                position, *entries = json.loads(payload)
+                news = self.published[channel.removeprefix("penstock:tokens:")]
+                assert position == len(news), "published at another position than in the stream"
+                news += map(json.dumps, entries)
+            else:
+                controls.append((channel, payload))
+        assert controls == self.controls
+        self.controls = []
+        for t, stored in self.server.stored(TASKS).items():
+            self._same(t, self.model[t], stored)
+
+    controls: list[tuple[str, str]] = []  # noqa: RUF012 - replaced, never changed in place
+
+    def _same(self, t: str, r: Rec | None, stored: Stored) -> None:
+        fields = stored.fields
+        if r is None:
+            assert not fields
+            assert not stored.entries
+            assert not stored.listed
+            return
+        nexts = tuple(int(fields.get(f"next:{c}", 0)) for c in range(TASKS[t]))
+        assert set(fields) <= FIELDS | {f"next:{c}" for c in range(TASKS[t])}
+        real = Rec(
+            status=fields["status"],
+            cancel="cancel" in fields,
+            expired="deadline" in fields,
+            claim=fields.get("claim"),
+            owner=fields.get("owner"),
+            deaths=int(fields["deaths"]),
+            settled="settled" in fields,
+            stream=tuple(e for _, e in stored.entries if not e.startswith('{"end"')),
+            next=nexts,
+            end=fields.get("end"),
+            claims=int(fields.get("claims", 0)),
+            nonce=fields.get("nonce"),
+            listed=stored.listed,
+            why=self._why(fields),
+        )
+        assert real == r
+        assert [name for name, _ in stored.entries] == [f"{at + 1}-0" for at in range(len(stored.entries))]
+        assert [json.dumps(json.loads(e)) for _, e in stored.entries] == self.published[t]
+        assert ("first" in fields) == bool(r.stream)
+        assert (0 < stored.ttl <= TTL) if r.settled else stored.ttl == -1
+        assert stored.stream_ttl == (stored.ttl if r.settled else -1 if stored.entries else -2)
+        if r.end:
+            self._same_end(r, stored)
+        else:
+            assert len(stored.entries) == len(r.stream)
+
+    @staticmethod
+    def _why(fields: dict[str, str]) -> str | None:
+        error = json.loads(fields.get("error", "null"))
+        return {"expired": "expired", "dead_lettered": "dead"}.get(error["code"]) if error else None
+
+    @staticmethod
+    def _same_end(r: Rec, stored: Stored) -> None:
+        assert len(stored.entries) == len(r.stream) + 1
+        end = json.loads(stored.entries[-1][1])
+        assert end["end"] == r.end
+        assert {"reasons": end["reasons"], "usage": end["usage"], "error": end["error"]} == {
+            name: stored.json(name) for name in ("reasons", "usage", "error")
+        }
+        assert end["usage"]["output_tokens"] == sum(r.next)
+        assert end["usage"]["prompt_tokens"] == (PROMPT if "started" in stored.fields else 0)
+
+    # ---- the scripts -----------------------------------------------------------------------------------------
+
+    @rule(t=st.sampled_from(["t1", "t2"]), nonce=st.sampled_from(["mine", "another's"]), late=rarely)
+    def admit(self, t: str, nonce: str, late: bool) -> None:
+        def step() -> None:
+            asked = self.server.now() - (protocol.SUBMIT_WINDOW_MS + 1000 if late else 0)
+            fields = {"n": TASKS[t], "prompt_tokens": PROMPT}
+            answer = text(self.server.run(protocol.admit(t, nonce, asked, fields)))
+            new = scripts.SUBMITTED._replace(next=(0,) * TASKS[t])
+            expected, self.model[t] = scripts.admit(self.model[t], nonce, late, ALL, new)
+            assert answer == expected
+
+        self.do(step)
+
+    @rule(t=tasks, valid=mostly)
+    @precondition(lambda self: any(self.model.values()))
+    def queued(self, t: str, valid: bool) -> None:
+        t = self.apt(t, lambda r: r.listed) if valid else t
+
+        def step() -> None:
+            answer = text(self.server.run(protocol.queued(t)))
+            expected, self.model[t] = scripts.queued(self.model[t], ALL)
+            assert answer == expected
+
+        self.do(step)
+
+    @rule(t=tasks, inc=incs, condemned=rarely, same=rarely, valid=mostly)
+    def claim(self, t: str, inc: str, condemned: bool, same: bool, valid: bool) -> None:
+        self.claims += 1
+        t = self.apt(t, lambda r: not r.settled and r.owner not in self.live) if valid else t
+        c = self.held(t, True) if same else f"c{self.claims}"
+        plain = {"n": TASKS[t], "prompt_tokens": PROMPT} if t == "p" else None
+        made = scripts.QUEUED._replace(next=(0,) * TASKS[t]) if plain else None
+
+        def step() -> None:
+            call = protocol.claim(t, c, inc, plain=plain, condemned=condemned, max_deaths=LIMIT)
+            answer = protocol.read_claim(t, self.server.run(call))
+            expected, self.model[t] = scripts.claim(
+                self.model[t], c, inc, self.live, ALL, limit=LIMIT, made=made, condemned=condemned
+            )
+            assert answer.answer == expected
+            assert (answer.record is not None) == (expected in ("go", "settle"))
+            if answer.record:
+                assert answer.record.fields == self.server.stored([t])[t].fields
+
+        self.do(step)
+
+    @rule(batch=batches)
+    @precondition(running)
+    def append(self, batch: list[tuple[str, bool, int, int, int]]) -> None:
+        calls = []
+        for t, valid, choice, offset, count in batch:
+            t = self.apt(t, lambda r: r.claim and not r.end and not r.cancel) if valid else t
+            choice %= TASKS[t]
+            r = self.model[t]
+            i = max(0, (r.next[choice] if r else 0) + offset)
+            entries = []
+            for k in range(count):
+                self.tokens += 1
+                entries.append(encode_token(choice, i + k, self.tokens, TEXTS[self.tokens % len(TEXTS)]))
+            calls.append(protocol.Append(t, self.held(t, valid), choice, i, entries))
+
+        def step() -> None:
+            answers = protocol.read_append(self.server.run(protocol.append(calls)))
+            expected = []
+            for a in calls:
+                said, at, self.model[a.task_id] = scripts.append(
+                    self.model[a.task_id], a.claim_id, a.choice, a.index, tuple(a.entries), ALL
+                )
+                expected.append((said, at))
+            assert answers == expected
+
+        self.do(step)
+
+    @rule(
+        t=tasks,
+        valid=mostly,
+        status=st.sampled_from(["completed", "incomplete", "failed"]),
+        wrong=st.sampled_from([9, 9, 9, 0, 1, 2]),
+    )
+    @precondition(claimed)
+    def finish(self, t: str, valid: bool, status: str, wrong: int) -> None:
+        t = self.apt(t, lambda r: r.claim) if valid else t
+        r, c = self.model[t], self.held(t, valid)
+        nexts = list(r.next if r else (0,) * TASKS[t])
+        if wrong < len(nexts):
+            nexts[wrong] += 1
+        error = '{"code":"internal"}' if status == "failed" else "null"
+
+        def step() -> None:
+            call = protocol.finish(
+                t, c, status, reasons='["stop"]', nexts=nexts, error=error, prompt_tokens=PROMPT, cached_tokens=3
+            )
+            answer = self.server.run(call)
+            expected, after = scripts.finish(self.model[t], c, tuple(nexts), ALL, status)
+            self.model[t] = after
+            assert text(answer[0]) == expected
+            if expected == "won":
+                assert after
+                assert text(answer[1]) == after.status
+            elif expected == "resend":
+                assert after
+                assert tuple(answer[1:]) == after.next
+            else:
+                assert len(answer) == 1
+
+        self.do(step)
+
+    @rule(t=tasks)
+    @precondition(lambda self: any(r and r.end for r in self.model.values()))
+    def settle(self, t: str) -> None:
+        t = self.apt(t, lambda r: r.end and not r.settled)
+
+        def step() -> None:
+            answer = self.server.run(protocol.settle(t, TTL))
+            expected, self.model[t] = scripts.settle(self.model[t])
+            assert answer == expected
+
+        self.do(step)
+
+    @rule(t=tasks, valid=mostly)
+    @precondition(claimed)
+    def release(self, t: str, valid: bool) -> None:
+        t = self.apt(t, lambda r: r.claim) if valid else t
+        c = self.held(t, valid)
+
+        def step() -> None:
+            answer = self.server.run(protocol.release(t, c))
+            expected, self.model[t] = scripts.release(self.model[t], c, ALL)
+            assert answer == expected
+
+        self.do(step)
+
+    @rule(t=tasks, valid=mostly, now=rarely)
+    @precondition(lambda self: any(self.model.values()))
+    def cancel(self, t: str, valid: bool, now: bool) -> None:
+        if not now:
+            return
+        t = self.apt(t, lambda r: not r.end) if valid else t
+
+        def step() -> None:
+            accepted, status = self.server.run(protocol.cancel(t))
+            told, expected, after = scripts.cancel(self.model[t], self.live, ALL)
+            self.model[t] = after
+            assert (accepted, text(status)) == (int(told), expected)
+            if told and expected not in FINAL and after and after.owner in self.live:
+                self.controls = [*self.controls, (keys.control(after.owner), f"cancel {t}")]
+
+        self.do(step)
+
+    @rule(batch=batches)
+    @precondition(running)
+    def append_more(self, batch: list[tuple[str, bool, int, int, int]]) -> None:
+        """What a worker does most of the time."""
+        self.append(batch)
+
+    # ---- what happens around them ----------------------------------------------------------------------------
+
+    @rule()
+    def again(self) -> None:
+        """The reply was lost: the very same call once more."""
+        self.do(self.last)
+
+    @rule(inc=incs, alive=mostly)
+    def lease(self, inc: str, alive: bool) -> None:
+        self.server.lease(inc, alive)
+        (self.live.add if alive else self.live.discard)(inc)
+
+    @rule(t=tasks, now=rarely)
+    @precondition(lambda self: any(r and not r.end and not r.expired for r in self.model.values()))
+    def deadline_passes(self, t: str, now: bool) -> None:
+        r = self.model[t]
+        if r and now:
+            self.server.redis.hset(keys.task(t), "deadline", 1)
+            self.model[t] = r._replace(expired=True)
+
+    @rule(t=tasks)
+    @precondition(lambda self: any(r and r.stream and not r.end for r in self.model.values()))
+    def failover_loses_the_tail(self, t: str) -> None:
+        t = self.apt(t, lambda r: r.stream and not r.end)
+        r = self.model[t]
+        if not r or not r.stream or r.end:
+            return
+        choice = json.loads(r.stream[-1])[0]
+        left = r._replace(stream=r.stream[:-1], next=tuple(n - (c == choice) for c, n in enumerate(r.next)))
+        self.model[t] = left
+        self.published[t].pop()
+        redis = self.server.redis
+        redis.delete(keys.stream(t))  # written anew: a replica that never had the entry knows no later id
+        for at, entry in enumerate(left.stream):
+            redis.xadd(keys.stream(t), {"e": entry}, id=f"{at + 1}-0")
+        redis.hset(keys.task(t), f"next:{choice}", left.next[choice])
+        if not left.stream:
+            redis.hdel(keys.task(t), "first")
+
+    @rule(t=tasks)
+    @precondition(lambda self: any(r and r.settled for r in self.model.values()))
+    def ttl_runs_out(self, t: str) -> None:
+        t = self.apt(t, lambda r: r.settled)
+        r = self.model[t]
+        if r and r.settled:
+            self.server.redis.delete(keys.task(t), keys.stream(t))
+            self.model[t] = None
+            self.published[t] = []
+
+
+def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
+    """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
+    machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),
+    )
+
+
+@pytest.mark.usefixtures("valkey_url")
+def test_scripts_and_model_agree(valkey: Redis) -> None:
+    check_store(valkey, max_examples=80, stateful_step_count=50)
