@@ -77,10 +77,7 @@ class Planner:
         head = self.waiting.first(now)
         while True:
             if place < len(running) and (head is None or running[place].effective_tier <= head[0]):
-                if self._advance(running[place], step):
-                    place += 1
-                else:
-                    freely = False
+                place += self._advance(running[place], step)
             elif head is not None:
                 tier, seq = head
                 if step.budget == 0:

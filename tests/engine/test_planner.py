@@ -183,3 +183,34 @@ def test_blocks_shared_with_those_put_out_are_counted_when_they_are_out():
     s.add(request("p", list(range(33)), Tier.PRIORITY, arrival=2.0, max_tokens=1))
     # Of its nine blocks four are those of "same"; once that is out they are no longer held for it by another.
     assert rows(step(s)[0]) == {"p": (16, 17)}
+
+
+def test_time_waited_before_it_ran_still_counts_after_it_was_put_out():
+    s = scheduler(max_num_seqs=1, ageing_s=10.0)
+    s.add(request("batch", 4, Tier.BATCH, max_tokens=9))
+    step(s, now=25.0)
+    s.add(request("p", 4, Tier.PRIORITY, arrival=25.0, max_tokens=1))
+    s.add(request("later", 4, Tier.DEFAULT, arrival=26.0, max_tokens=1))
+    assert list(rows(step(s, now=26.0)[0])) == ["p"]
+    assert list(rows(step(s, now=31.0)[0])) == ["batch"]
+
+
+def test_past_an_aged_one_that_cannot_enter_a_better_tier_pays_with_anothers_place():
+    s = scheduler(num_blocks=9, enable_prefix_caching=False, ageing_s=10.0)
+    s.add(request("running", 8, Tier.DEFAULT, arrival=99.0, max_tokens=9))
+    step(s, now=99.0)
+    s.add(request("aged", 36, Tier.BATCH, max_tokens=1))
+    s.add(request("p", 4, Tier.PRIORITY, arrival=100.0, max_tokens=2))
+    # There was room for p without this; but what is free is what "aged" waits for.
+    assert list(rows(step(s, now=100.0)[0])) == ["p"]
+    assert s.preempted(100.0) == [("running", 0.0)]
+
+
+def test_nobody_is_put_out_for_blocks_that_the_request_would_share_with_them_anyway():
+    s = scheduler(num_blocks=10)
+    s.add(request("equal", 15, Tier.DEFAULT, max_tokens=3))
+    s.add(request("lower", list(range(17)), Tier.BATCH, max_tokens=3))
+    step(s)
+    s.add(request("big", list(range(33)), Tier.DEFAULT, arrival=1.0, max_tokens=1))
+    assert list(rows(step(s)[0])) == ["equal", "lower"]
+    assert s.stats().preemptions == 0

@@ -122,6 +122,15 @@ def test_choices_go_on_when_the_first_ends_before_they_began():
     assert [(e.choice, e.done) for e in events] == [(1, True)]
 
 
+def test_choices_go_on_when_the_first_fails_in_the_middle_of_its_prompt():
+    s = scheduler(max_num_batched_tokens=4)
+    s.add(request("a", 6, n=2, max_tokens=1))
+    plan, _ = step(s)
+    assert [(e.choice, e.error, e.done) for e in s.fail(plan.rows[0].seq, "broken")] == [(0, "broken", False)]
+    step(s)
+    assert [(e.choice, e.finish_reason, e.done) for e in step(s)[1]] == [(1, "length", True)]
+
+
 def test_more_choices_than_rows_take_turns():
     s = scheduler(max_num_seqs=2)
     s.add(request("a", 4, n=5, max_tokens=2))
