@@ -12,9 +12,11 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
+from kombu.exceptions import OperationalError
 
 from producers.errors import TaskFailed
 from producers.protocol import release, settle
@@ -23,6 +25,7 @@ from producers.result import collect
 from producers.script import run_many
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
+from workers.pool.plain import error_json
 from workers.pool.stream import read_stream
 from workers.task import OUTCOME, Fault
 
@@ -35,6 +38,9 @@ BATCH = 64
 #: Endings that are no final status: published again by Celery's retry; handed back.
 RETRY, BACK = "retry", "back"
 RETRY_S = 1.0
+#: Times that Celery's side of a task may fail, other than by a server that is away.
+MAX_FAILURES = 3
+AWAY = (*LOST, OperationalError)
 #: When the worker stops, how long an absent store is tried again, seconds.
 STOP_S = 5.0
 
@@ -47,6 +53,9 @@ class _Ending:
     delay: float = 0.0
     """Before the message is fetched again, where it goes back, seconds."""
     traced: bool = False
+    failures: int = 0
+    reason: str = ""
+    """Why the message is to be kept."""
 
 
 class Finisher(threading.Thread):
@@ -91,39 +100,54 @@ class Finisher(threading.Thread):
     # ---- the tracer ---------------------------------------------------------------------------------------------
 
     def _trace(self, end: _Ending) -> bool:
-        """True when Celery's side is done; else it is tried again later."""
+        """True when Celery's side is done, or given up; else it is tried again later."""
         if end.traced:
             return True
         try:
-            end.traced = self._tell_celery(end)
-        except Exception:
-            logger.exception("Celery's tracer failed for task %s", end.delivery.task_id)
+            self._tell_celery(end)
+            end.traced = True
+        except AWAY as exc:
+            logger.warning("Celery's side of task %s has to wait: %r", end.delivery.task_id, exc)
+        except Exception as exc:
+            logger.exception("Celery's side of task %s failed", end.delivery.task_id)
+            end.failures += 1
+            if end.failures >= MAX_FAILURES:
+                return self._give_up(end, exc)
         if not end.traced:
             self._runtime.later(RETRY_S, lambda: self._queue.put(end))
         return end.traced
 
-    def _tell_celery(self, end: _Ending) -> bool:
+    def _give_up(self, end: _Ending, exc: Exception) -> bool:
+        """Callbacks that cannot be sent, say: the output stands, the message is kept as a dead letter."""
+        if end.status == RETRY:  # no copy was sent, so there is no other try
+            self._runtime.publisher.conclude(end.delivery, "failed", error_json("engine_error", end.error))
+            return False
+        end.traced, end.reason = True, f"Celery's side of it failed: {exc!r}"
+        return True
+
+    def _tell_celery(self, end: _Ending) -> None:
+        """Raises what went wrong, which may be that result backend or broker are away."""
         delivery, job = end.delivery, end.delivery.job
         if delivery.revoked:
-            return True  # it has announced the revocation itself
+            return  # it has announced the revocation itself
         backend = self._runtime.app.backend
         if job is None:  # condemned: nobody may decode the message, but whoever waits for the result must hear
             failure = self._failure(end)
             backend.store_result(delivery.task_id, failure, states.FAILURE)
-            return True
+            return
         if end.status == "cancelled":
             request = job.request
             backend.mark_as_revoked(
                 delivery.task_id, "cancelled", request=request._context, store_result=request.store_errors
             )
-            return True
+            return
         job.headers[OUTCOME] = self._outcome(end)
         started = time.monotonic()
         failed, value, _ = job.tracer(*job.args)
         if failed and getattr(value, "internal", False):
-            return False  # the tracer itself failed, e.g. on a result backend that is away
+            fault = getattr(value.exception, "exc", value.exception)
+            raise getattr(fault, "reason", fault)  # a copy that could not be published comes as Reject(reason)
         job.on_done((failed, value, time.monotonic() - started))
-        return True
 
     def _outcome(self, end: _Ending) -> Any:
         """What the task's body is to return or raise."""
@@ -178,7 +202,8 @@ class Finisher(threading.Thread):
                 continue
             for end, answer in zip(ends, answers, strict=True):
                 if isinstance(answer, Exception):
-                    self._queue.put(end)
+                    logger.warning("Cannot settle task %s, trying again: %s", end.delivery.task_id, answer)
+                    self._runtime.later(RETRY_S, partial(self._queue.put, end))
                 elif end.status == BACK:
                     self._runtime.give_back(end.delivery, end.delay)
                 else:
@@ -191,4 +216,4 @@ class Finisher(threading.Thread):
         error = record.json("error") if record else None
         if isinstance(error, dict) and error.get("code") == "dead_lettered":
             return str(error["message"])
-        return ""
+        return end.reason

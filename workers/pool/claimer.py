@@ -45,6 +45,7 @@ class Claimer(threading.Thread):
         self._redis = connect(runtime.settings.store)
         self._queue: queue.SimpleQueue[tuple[Delivery, Arrival | None] | None] = queue.SimpleQueue()
         self._suspects: deque[Delivery] = deque()
+        self._alone = False
         self._stopping = False
 
     def submit(self, delivery: Delivery, arrival: Arrival | None = None) -> None:
@@ -52,13 +53,13 @@ class Claimer(threading.Thread):
         self._queue.put((delivery, arrival))
 
     def room(self) -> None:
-        """Something was put down: a suspect may have its turn."""
-        if self._suspects:
+        """Something was put down: a suspect may have its turn, or has had it."""
+        if self._alone:
             self._queue.put(None)
 
     def forget_suspects(self) -> None:
         self._suspects.clear()
-        self._runtime.ledger.freeze(False)
+        self._stay_alone(False)
 
     def stop(self) -> None:
         self._stopping = True
@@ -71,14 +72,9 @@ class Claimer(threading.Thread):
             while len(batch) < BATCH and not self._queue.empty():
                 batch.append(self._queue.get())
             todo = [item for item in batch if item is not None and not item[0].put_down]
-            try:
-                for (delivery, arrival), claimed in zip(todo, self._claim([d for d, _ in todo]), strict=True):
-                    self._take(delivery, arrival, claimed)
-                self._next_suspect()
-            except Exception:
-                logger.exception("Claiming failed: giving %d deliveries back", len(todo))
-                for delivery, _ in todo:
-                    self._runtime.let_go(delivery, self._runtime.settings.retry_after)
+            for (delivery, arrival), claimed in zip(todo, self._claim([d for d, _ in todo]), strict=True):
+                self._take(delivery, arrival, claimed)
+            self._next_suspect()
 
     def _claim(self, deliveries: list[Delivery]) -> list[Claimed]:
         """Until the store answers. A repeated CLAIM by the same delivery repeats its answer."""
@@ -130,7 +126,7 @@ class Claimer(threading.Thread):
             elif record.deaths >= runtime.settings.max_deaths - 1 > 0:
                 logger.warning("Task %s was lost with its worker %d times: it runs alone", record.id, record.deaths)
                 self._suspects.append(delivery)
-                runtime.ledger.freeze(True)
+                self._stay_alone(True)
             else:
                 self._start(delivery)
 
@@ -139,8 +135,12 @@ class Claimer(threading.Thread):
             self._suspects.popleft()
         if self._suspects and not self._runtime.running and not self._stopping:
             self._start(self._suspects.popleft())
-        elif not self._suspects and not self._runtime.running:
-            self._runtime.ledger.freeze(False)
+        elif self._alone and not self._suspects and not self._runtime.running:
+            self._stay_alone(False)
+
+    def _stay_alone(self, alone: bool) -> None:
+        self._alone = alone
+        self._runtime.ledger.freeze(alone)
 
     def _start(self, delivery: Delivery) -> None:
         runtime = self._runtime
@@ -152,6 +152,15 @@ class Claimer(threading.Thread):
         except (RequestError, InvalidTask) as exc:
             runtime.publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
             return
+        except LOST as exc:
+            logger.warning("Cannot start task %s, giving it back: %s", delivery.task_id, exc)
+            runtime.let_go(delivery, runtime.settings.retry_after)
+            return
+        except Exception as exc:
+            logger.exception("Cannot start task %s", delivery.task_id)
+            error = error_json("engine_error", f"The task could not be started: {exc!r}")
+            runtime.publisher.conclude(delivery, "failed", error)
+            return
         runtime.housekeeper.watch_deadline(delivery)
         if delivery.put_down:  # our life ended meanwhile
             runtime.running.pop(delivery.uuid, None)
@@ -162,7 +171,7 @@ class Claimer(threading.Thread):
     def _request(self, delivery: Delivery) -> Request:
         record = delivery.record
         assert record is not None
-        task = Task.parse(record.task)
+        task = Task.parse_json(record.fields.get("task", ""))
         defaults = self._runtime.card.get("defaults", {})
         prompt = task.prompt
         return Request(
