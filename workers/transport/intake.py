@@ -177,7 +177,7 @@ class Intake(threading.Thread):
         queue, rank = self._by_list[one.list_name]
         try:
             payload = json.loads(one.raw)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             self._courier.ack(life, one.uuid, f"not JSON in UTF-8: {exc}")
             return
         payload["properties"]["delivery_tag"] = one.uuid
