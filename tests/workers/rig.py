@@ -55,7 +55,7 @@ class Rig:
             worker.process.wait()
             worker.log.unlink(missing_ok=True)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 30) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 6) -> None:
         """Wait for it; what the workers' logs say is in the error otherwise."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -99,7 +99,7 @@ class Rig:
     def settled(self, ids: list[str]) -> bool:
         return all(self.store.hexists(keys.task(task_id), "settled") for task_id in ids)
 
-    def until_settled(self, ids: list[str], seconds: float = 40) -> None:
+    def until_settled(self, ids: list[str], seconds: float = 6) -> None:
         self.until(lambda: self.settled(ids), seconds)
 
     # ---- what must hold ---------------------------------------------------------------------------------------
@@ -128,7 +128,9 @@ class Rig:
 
     def dead(self) -> list[dict[str, Any]]:
         """The dead-letter list, oldest first."""
-        return [json.loads(entry) for entry in self.redis.lrange(keys.DEAD, 0, -1)]
+        with Redis.from_url(self.url) as raw:  # a message may hold any bytes
+            letters: Any = raw.lrange(keys.DEAD, 0, -1)
+        return [json.loads(letter.decode(errors="replace")) for letter in letters]
 
     def leases(self) -> list[dict[str, Any]]:
         """What the living workers say of themselves."""
