@@ -43,18 +43,26 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def bits(keys: Tensor, tokens: Tensor) -> Tensor:
     """int32 hash of (key, token). `keys` int32 [..., 2], `tokens` int32, broadcast against keys[..., 0].
 
-    lowbias32 over the token, keyed before and in between. int32 products wrap, shifts are made logical by masks.
+    lowbias32 over the token, keyed before and in between. int32 products wrap.
     """
     x = (tokens * _SPREAD) ^ keys[..., 0]
-    x ^= (x >> 16) & 0xFFFF
+    spare = torch.empty_like(x)
+    _fold(x, 16, spare)
     x *= _MIX_1
-    x ^= (x >> 15) & 0x1FFFF
+    _fold(x, 15, spare)
     x += keys[..., 1]
     x *= _MIX_2
-    x ^= (x >> 16) & 0xFFFF
+    _fold(x, 16, spare)
     x *= _MIX_1
-    x ^= (x >> 15) & 0x1FFFF
+    _fold(x, 15, spare)
     return x
+
+
+def _fold(x: Tensor, shift: int, spare: Tensor) -> None:
+    """x ^= x >> shift, logically. A spare for all: pages of fresh memory cost more than the arithmetic."""
+    torch.bitwise_right_shift(x, shift, out=spare)
+    spare &= (1 << (32 - shift)) - 1
+    x ^= spare
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
@@ -62,5 +70,6 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
     -log(-log1p(-u)): the large values that decide come from small u, where floating point resolves finely.
     """
-    u = (bits(keys, tokens) & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_SCALE)
+    positive = bits(keys, tokens).bitwise_and_(0x7FFFFFFF)
+    u = positive.to(torch.float32).add_(0.5).mul_(_SCALE)
     return u.neg_().log1p_().neg_().log_().neg_()

@@ -21,8 +21,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
     A row whose logits are not all finite gets an error, alone. The only wait for the device is for the results.
     """
     logits = logits.float()
-    low, high = logits.aminmax(dim=-1)
-    finite = low.isfinite() & high.isfinite()
+    # Two passes: aminmax is 15 times slower on a CPU. NaN comes through both.
+    finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
     # Log probabilities are of what the model said: taken before anything is banned.
     said = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
     if batch.banned is not None:
