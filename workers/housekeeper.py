@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
+#: A lease that was not renewed is looked at again so soon after its end.
+REAP_AFTER_S = 0.02
 
 
 class Housekeeper(threading.Thread):
@@ -85,15 +87,19 @@ class Housekeeper(threading.Thread):
         if not all(held):
             self._runtime.life_is_over(life)
 
-    def _reap(self, life: Incarnation) -> None:
-        for name in self._broker.hkeys(keys.INCARNATIONS):
-            other = text(name)
-            if other == life.id:
-                continue
-            if not self._broker.exists(keys.lease(other)):
-                count = run(self._broker, broker.reap(other))
+    def _reap(self, life: Incarnation) -> float:
+        """Reap whose lease is over; return in how many seconds the next one will be, unless it is renewed."""
+        others = [name for name in map(text, self._broker.hkeys(keys.INCARNATIONS)) if name != life.id]
+        with self._broker.pipeline(transaction=False) as pipe:
+            for name in others:
+                pipe.pttl(keys.lease(name))
+            lefts = pipe.execute()
+        for name, left in zip(others, lefts, strict=True):
+            if left < 0:
+                count = run(self._broker, broker.reap(name))
                 if count > 0:
-                    logger.warning("Worker %s is gone: returned its %d deliveries to the queue", other, count)
+                    logger.warning("Worker %s is gone: returned its %d deliveries to the queue", name, count)
+        return min((left for left in lefts if left >= 0), default=float("inf")) / 1000
 
     def _adopt(self) -> None:
         """Take over the queues of pools that served this model version with another engine and have no worker left.
@@ -175,7 +181,7 @@ class Housekeeper(threading.Thread):
             # First of all: a worker that starts anew finds at once what its predecessor left.
             self._guarded(self._round)
             with self._changed:
-                next_due = self._due[0][0] if self._due else float("inf")
+                next_due = min(self._due[0][0] if self._due else float("inf"), self._reap_at)
                 self._changed.wait(max(0.0, min(tick, next_due - time.monotonic())))
                 now = time.monotonic()
                 ready = []
@@ -186,6 +192,9 @@ class Housekeeper(threading.Thread):
 
     def _round(self) -> None:
         life, now = self._runtime.incarnation, time.monotonic()
+        reap = now >= self._reap_at
+        if reap:
+            self._reap_at = now + self._runtime.settings.lease / 4
         if life.over:
             return
         if not life.begun:
@@ -193,9 +202,8 @@ class Housekeeper(threading.Thread):
         elif now >= self._renew_at:
             self._renew_at = now + self._runtime.settings.lease / 4
             self._renew(life)
-        if now >= self._reap_at:
-            self._reap_at = now + self._runtime.settings.lease / 4
-            self._reap(life)
+        if reap:
+            self._reap_at = min(self._reap_at, now + self._reap(life) + REAP_AFTER_S)
             self._adopt()
         self._release_preempted()
 
