@@ -40,6 +40,7 @@ stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1
 
 @given(st.lists(letters, max_size=12), stop_lists)
 @example(["aab"], ("ab", "aab"))
+@example(["aab"], ("aab", "ab"))
 @example(["a", "a", "b", "a", "a", "c"], ("aabaac", "ba"))
 @example(["ab", "ab"], ("abab", "ab"))
 def test_text_ends_before_the_first_stop_and_never_shows_its_beginning(pieces, stops):
