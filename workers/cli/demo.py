@@ -70,9 +70,11 @@ async def _use(system: System, tasks: int) -> None:
 
     def run() -> None:
         try:
-            done.set_result(load.run())
+            load.run()
         except Exception as error:  # noqa: BLE001 - handed over to who waits
             done.set_exception(error)
+        else:
+            done.set_result(None)
 
     # A daemon: were we interrupted, it would wait for streams that end only when the gateway does.
     threading.Thread(target=run, name="demo", daemon=True).start()

@@ -33,14 +33,14 @@ import sys
 
 '''
 PROMPTS: Final = (
-    "def fibonacci(n):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "def read_lines(path):\n    with open(path) as file:\n",
-    "def is_prime(number):\n",
-    "class Point:\n    def __init__(self, x, y):\n",
-    "def main(argv=None):\n    parser = ",
-    "def join(parts, sep=', '):\n    ",
-    "async def fetch(url, timeout=10):\n",
+    "def fibonacci(n):",
+    "class Stack:",
+    "def read_lines(path):",
+    "def is_prime(number):",
+    "class Point:",
+    "def main(argv=None):",
+    "def join(parts, sep=', '):",
+    "async def fetch(url, timeout=10):",
 )
 #: Submitted in this order, so that what is urgent finds the engine busy with what is not.
 TIERS: Final = ("batch", "flex", "default", "priority")
@@ -220,6 +220,7 @@ def _tasks(model: str, count: int) -> Iterator[Task]:
             "model": model,
             "prompt": PREAMBLE + PROMPTS[number % len(PROMPTS)],
             "max_tokens": 32 + 16 * (number % 4),
+            "min_tokens": 16,
             "seed": number,
             "tier": tier,
         }
