@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from celery.worker import state
 from celery.worker.state import task_ready
 
 from producers import keys
@@ -135,7 +136,7 @@ class Runtime:
             self.done(delivery, reason)
 
     def celery_forgets(self, uuid: str) -> None:
-        """The consumer's channel closed: what it had not yet handed to the pool (an ETA, say) goes back."""
+        """The consumer's channel closed: what it had not yet handed to the pool goes back."""
         delivery = self.deliveries.get(uuid)
         if delivery is not None and not delivery.owned and not delivery.beside:
             self.let_go(delivery)
@@ -228,14 +229,17 @@ class Runtime:
         self.intake.stop()
 
     def drain(self, seconds: float) -> None:
-        """Let what ends within `seconds` end; release the rest with its tokens, and hand it back."""
+        """Let what ends within `seconds` end; release the rest with its tokens, and hand it back.
+
+        A second signal (SIGQUIT, or Ctrl-C again) cuts it short.
+        """
         self.stop_fetching()
         deadline = time.monotonic() + seconds
-        while self.deliveries and time.monotonic() < deadline:
+        while self.deliveries and time.monotonic() < deadline and state.should_terminate is None:
             time.sleep(0.02)
         left = list(self.deliveries.values())
         if left:
-            logger.warning("Drained for %.0f s: handing %d tasks back", seconds, len(left))
+            logger.warning("The drain is over: handing %d tasks back", len(left))
         self.claimer.stop()
         self.publisher.stop()
         for delivery in left:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 import warnings
 from importlib import import_module
 from typing import Any
 
 from celery.exceptions import SecurityWarning
+from celery.worker import state
 
 from producers import keys
 from workers.app import attach, make_app
@@ -37,6 +41,9 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     app = make_app(settings, [queue, keys.model_queue(card["name"])])
     runtime = Runtime(settings, engine, app, card, queue)
     attach(app, runtime)
+    threading.excepthook = _thread_died
+    # A byte for each signal: the event loop must not sleep on before it acts on one.
+    signal.set_wakeup_fd(runtime.intake.signal_fd, warn_on_full_buffer=False)
     runtime.start()
     worker = app.Worker(
         hostname=f"penstock@{settings.name}",
@@ -49,7 +56,16 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     )
     logger.info("Serving %s from %s", card["name"], queue)
     worker.start()
-    return int(worker.exitcode or 0)
+    # For Celery, Ctrl-C is a failure.
+    return 0 if state.should_stop is not None else int(worker.exitcode or 0)
+
+
+def _thread_died(args: Any) -> None:
+    """A worker that lacks a thread must not keep its lease: others take its tasks when the process is gone."""
+    name = args.thread.name if args.thread else "a thread"
+    logger.critical("%s died", name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback))
+    if name.startswith("penstock-"):
+        os._exit(os.EX_SOFTWARE)
 
 
 def _factory(name: str) -> Any:

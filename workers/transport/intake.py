@@ -17,6 +17,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from producers import keys
@@ -108,6 +109,11 @@ class Intake(threading.Thread):
         """Readable while messages wait to be handed over."""
         return self._pipe[0]
 
+    @property
+    def signal_fd(self) -> int:
+        """Whatever is written here wakes the event loop."""
+        return self._pipe[1]
+
     def attach(self) -> None:
         """The consumer is there: begin to fetch."""
         self._attached = True
@@ -180,6 +186,10 @@ class Intake(threading.Thread):
         except (ValueError, RecursionError) as exc:
             self._courier.ack(life, one.uuid, f"not JSON in UTF-8: {exc}")
             return
+        delay = 0.0 if one.condemned else _seconds_until(payload["headers"].get("eta"))
+        if delay > 0:  # waited out in the broker: here it would take room, and nobody else could have it
+            self._courier.back(life, one.uuid, delay)
+            return
         payload["properties"]["delivery_tag"] = one.uuid
         arrival = Arrival(life, one, payload, queue)
         if self._holder.arrived(arrival, self._size(payload["headers"], rank)):
@@ -208,6 +218,17 @@ def _bounded(value: Any, default: int, cap: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 1:
         value = default
     return int(min(value, cap))
+
+
+def _seconds_until(eta: Any) -> float:
+    """Of a header; what is no time is left to Celery, which refuses it."""
+    try:
+        due = datetime.fromisoformat(eta)
+    except (TypeError, ValueError):
+        return 0.0
+    if due.tzinfo is None:
+        due = due.replace(tzinfo=UTC)
+    return (due - datetime.now(UTC)).total_seconds()
 
 
 def _fresh(count: int) -> list[str]:
