@@ -11,7 +11,7 @@ from typing import Any
 from celery import Celery
 from redis import Redis
 
-from producers import keys
+from producers import Client, keys
 from producers.protocol import cancel
 from producers.record import Record
 from producers.script import run
@@ -55,7 +55,7 @@ class Rig:
             worker.process.wait()
             worker.log.unlink(missing_ok=True)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 6) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
         """Wait for it; what the workers' logs say is in the error otherwise."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -71,6 +71,12 @@ class Rig:
     def fill(self, count: int, **task: Any) -> list[str]:
         """As a client does, into the pool's queue."""
         return fill(self.redis, POOL, count, **task)
+
+    def submit(self, count: int, **task: Any) -> list[str]:
+        """Through the client library; the seed is the task's number."""
+        with Client(self.url, self.store_url) as client:
+            task = {"model": "stub", "prompt": [1, 2, 3, 4], "max_tokens": 16, **task}
+            return [client.submit(seed=seed, **task).id for seed in range(count)]
 
     def sender(self, **conf: Any) -> Celery:
         """A plain Celery application with stock settings, which knows the servers and nothing of Penstock."""
@@ -99,7 +105,7 @@ class Rig:
     def settled(self, ids: list[str]) -> bool:
         return all(self.store.hexists(keys.task(task_id), "settled") for task_id in ids)
 
-    def until_settled(self, ids: list[str], seconds: float = 6) -> None:
+    def until_settled(self, ids: list[str], seconds: float = 30) -> None:
         self.until(lambda: self.settled(ids), seconds)
 
     # ---- what must hold ---------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""SIGTERM lets end what ends in time and hands the rest back with its tokens; SIGQUIT hands everything back at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from producers import keys
+from tests.stub_engine import STALLED
+from tests.workers.rig import Rig, two_servers
+
+ORDINARY = "tests.workers.plugins:ordinary_tasks"
+
+
+def check_gone(rig: Rig) -> None:
+    """Nothing in flight, no lease, no name in the books: nobody has to wait for anything to lapse."""
+    assert rig.redis.keys(keys.inflight("*")) == []
+    assert rig.redis.keys(keys.lease("*")) == rig.store.keys(keys.lease("*")) == []
+    assert rig.redis.hgetall(keys.INCARNATIONS) == {}
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_what_ends_in_time_ends_here(rig: Rig, how: signal.Signals) -> None:
+    worker = rig.worker(STUB_STEP_S=0.02, drain=30.0)
+    ids = rig.fill(4, max_tokens=50)
+    rig.until(lambda: all(rig.tokens(task_id) for task_id in ids))
+    assert worker.stop(how) == 0
+    rig.check(ids)
+    check_gone(rig)
+    rig.check_nothing_left()
+
+
+def test_the_rest_goes_back_with_its_tokens(rig: Rig) -> None:
+    worker = rig.worker(STUB_STEP_S=0.02, STUB_SEQS=6, drain=0.5)
+    short, long, waiting = rig.fill(3, max_tokens=10), rig.fill(3, max_tokens=100, n=2), rig.fill(2, max_tokens=10)
+    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in (*short, *long[:1])))
+    assert worker.stop() == 0
+    rig.check(short)
+    check_gone(rig)
+    for task_id in long:
+        record = rig.record(task_id)
+        assert record["status"] == "queued"
+        assert record["deaths"] == "0"
+        assert not record.keys() & {"claim", "owner"}
+    made = {task_id: rig.tokens(task_id) for task_id in long}
+    assert made[long[0]] > 3
+    rig.worker(STUB_STEP_S=0.002)
+    rig.until_settled([*long, *waiting])
+    rig.check([*long, *waiting])
+    assert rig.record(long[0])["claims"] == "2"
+    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.check_nothing_left()
+
+
+def test_sigquit_hands_back_at_once(rig: Rig) -> None:
+    worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
+    ids = rig.fill(5, max_tokens=60)
+    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    assert worker.stop(signal.SIGQUIT) == 0
+    check_gone(rig)
+    assert {rig.status(task_id) for task_id in ids} == {"queued"}
+    rig.worker()
+    rig.until_settled(ids)
+    rig.check(ids)
+
+
+def test_order_is_kept_when_tasks_go_back(rig: Rig) -> None:
+    worker = rig.worker(STUB_STEP_S=0.02, STUB_SEQS=5)
+    ids = rig.fill(8, max_tokens=60)
+    rig.until(lambda: rig.tokens(ids[4]))
+    assert worker.stop(signal.SIGQUIT) == 0
+    queue = rig.redis.hvals(keys.ROUTES)[0]
+    waiting = [json.loads(raw)["headers"]["id"] for raw in rig.redis.lrange(queue, 0, -1)]
+    assert sorted(waiting[-5:]) == sorted(ids[:5]), "those that ran are in front"
+    assert waiting[:3] == ids[:4:-1]
+
+
+def test_a_second_signal_cuts_the_drain_short(rig: Rig) -> None:
+    worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
+    (task_id,) = rig.fill(1, prompt=[STALLED])
+    rig.until(lambda: rig.status(task_id) == "in_progress")
+    worker.process.send_signal(signal.SIGTERM)
+    rig.until(lambda: any(lease["draining"] for lease in rig.leases()))
+    assert worker.stop(signal.SIGQUIT) == 0
+    assert rig.status(task_id) == "queued"
+    check_gone(rig)
+
+
+def test_nothing_is_fetched_while_it_drains(rig: Rig) -> None:
+    worker = rig.worker(STUB_STEP_S=0.02, drain=30.0)
+    (running,) = rig.fill(1, max_tokens=100)
+    rig.until(lambda: rig.tokens(running))
+    worker.process.send_signal(signal.SIGTERM)
+    rig.until(lambda: any(lease["draining"] for lease in rig.leases()))
+    (late,) = rig.fill(1)
+    assert worker.stop() == 0
+    rig.check([running])
+    assert rig.status(late) == "queued"
+    assert "claims" not in rig.record(late)
+
+
+def test_a_task_that_waits_for_its_countdown_does_not_hold_the_drain(rig: Rig) -> None:
+    worker = rig.worker(drain=600.0)
+    app = rig.sender()
+    result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3}, countdown=3600)
+    rig.until(lambda: not rig.redis.llen(keys.model_queue("stub")))
+    assert worker.stop() == 0
+    check_gone(rig)
+    assert rig.redis.zcard(keys.delayed(rig.redis.hvals(keys.ROUTES)[0])) == 1, "it is still to be run"
+    assert result.state == "PENDING"
+
+
+def test_an_ordinary_task_ends_in_time_too(rig: Rig) -> None:
+    worker = rig.worker(drain=30.0, WORKER_PLUGINS=ORDINARY)
+    result = rig.sender().send_task("app.note", ("note", 1.0))
+    rig.until(lambda: rig.redis.llen("seen:note"))
+    assert worker.stop() == 0
+    assert rig.redis.lrange("seen:note", 0, -1) == ["begun", "done"]
+    assert result.state == "SUCCESS"
+    check_gone(rig)
+    rig.check_nothing_left()
+
+
+def test_an_ordinary_task_that_takes_too_long_is_handed_back(rig: Rig) -> None:
+    worker = rig.worker(drain=0.2, WORKER_PLUGINS=ORDINARY)
+    rig.sender().send_task("app.note", ("note", 600.0))
+    rig.until(lambda: rig.redis.llen("seen:note"))
+    assert worker.stop() == 0
+    assert rig.redis.llen(keys.model_queue("stub")) == 1
+    check_gone(rig)
+
+
+@pytest.mark.slow
+def test_with_the_store_away_nothing_is_lost() -> None:
+    """What cannot be released is not given up either: it returns, and whoever claims it next finds its owner dead."""
+    with two_servers() as rig:
+        worker = rig.worker(STUB_STEP_S=0.02, drain=0.3)
+        ids = rig.submit(4, max_tokens=100)
+        rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+        rig.store.client_pause(12_000)
+        worker.stop(seconds=60)
+        rig.worker()
+        rig.until_settled(ids)
+        rig.check(ids)
+
+
+def test_an_idle_worker_leaves_cleanly(rig: Rig) -> None:
+    assert rig.worker().stop() == 0
+    check_gone(rig)
+    rig.check_nothing_left()
