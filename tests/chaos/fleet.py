@@ -15,13 +15,14 @@ from producers import keys
 from producers.script import text
 from tests.processes import Worker
 
+#: Each has room for the whole load, so that a stream never waits for room but for a worker.
 ENGINES: dict[str, dict[str, Any]] = {
     "bundled": {
         "model": "tiny",
         "engine_factory": "workers.serving:load_engine",
-        "engine": {"dtype": "float32", "threads": 1, "max_num_seqs": 16, "kv_cache_bytes": 64 << 20},
+        "engine": {"dtype": "float32", "threads": 1, "max_num_seqs": 32, "kv_cache_bytes": 128 << 20},
     },
-    "stub": {"model": "stub", "STUB_STEP_S": "0.02", "STUB_SEQS": "16"},
+    "stub": {"model": "stub", "STUB_STEP_S": "0.02", "STUB_SEQS": "32"},
 }
 
 
@@ -35,18 +36,23 @@ class Kill:
 
 
 class Fleet:
-    """`size` workers on the server at `url`; `fields` as `tests.processes.Worker` takes them."""
+    """Workers on the server at `url`; `fields` as `tests.processes.Worker` takes them."""
 
-    def __init__(self, url: str, size: int, **fields: Any) -> None:
+    def __init__(self, url: str, **fields: Any) -> None:
         self._url, self._fields = url, fields
         self._redis = Redis.from_url(url, decode_responses=True)
         self._started = 0
         self.kills: list[Kill] = []
-        self.workers = [self._start() for _ in range(size)]
+        self.workers: list[Worker] = []
+
+    def start(self, size: int) -> None:
+        """Returns when all are ready."""
+        for _ in range(size):
+            self.workers.append(self._one())
         for worker in self.workers:
             worker.wait_ready()
 
-    def _start(self) -> Worker:
+    def _one(self) -> Worker:
         self._started += 1
         return Worker(self._url, name=f"w{self._started}", **self._fields)
 
@@ -63,7 +69,7 @@ class Fleet:
         worker.process.kill()
         worker.process.wait()
         worker.log.unlink()
-        self.workers[self.workers.index(worker)] = self._start()
+        self.workers[self.workers.index(worker)] = self._one()
         self.kills.append(kill)
         return kill
 

@@ -44,7 +44,7 @@ class Plan:
     lease: float = 10.0
     pause: tuple[float, float] = (0.0, 8.0)
     workers: int = 2
-    open_tasks: int = 12
+    open_tasks: int = 16
     longest: int = 400
     #: So many that it is never reached: here workers die through no fault of the tasks'.
     max_deaths: int = 1000
@@ -118,10 +118,11 @@ def run(plan: Plan, *, compared: bool = True) -> Findings:
     settings = ENGINES[plan.engine] | {"lease": plan.lease, "max_deaths": plan.max_deaths, "max_redeliveries": 1000}
     with running_valkey() as server:
         url = f"redis://127.0.0.1:{server.port}/0"
-        fleet = Fleet(url, plan.workers, **settings)
+        fleet = Fleet(url, **settings)
         load = Load(url, seed=plan.seed, model=settings["model"], open_tasks=plan.open_tasks, longest=plan.longest)
-        started = time.monotonic()
         try:
+            fleet.start(plan.workers)
+            started = time.monotonic()
             load.start()
             _kill(plan, fleet, load)
             load.stop()

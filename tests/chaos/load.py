@@ -12,6 +12,7 @@ import random
 import textwrap
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,7 +80,9 @@ class Load:
         self._loop = asyncio.new_event_loop()
         self._reading = threading.Thread(target=self._loop.run_forever, name="readers", daemon=True)
         self._producing = threading.Thread(target=self._produce, name="producer", daemon=True)
-        self._readers: list[Any] = []
+        self._readers: list[Future[None]] = []
+        self._client: AsyncClient | None = None
+        """Of all readers; made on their loop."""
 
     def start(self) -> None:
         self._reading.start()
@@ -104,8 +107,6 @@ class Load:
         self._reading.join()
         self._loop.close()
         return all(task.ended for task in self.followed)
-
-    _client: AsyncClient | None = None
 
     def _produce(self) -> None:
         try:
