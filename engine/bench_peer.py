@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from engine.bench import Job, arguments, measure, summary, warm_up, workload
 _PAGE = 32
 
 
-def load(args: Any, plans: list[list[Job]]) -> Any:
-    """A running batching manager with room for the largest plan."""
+def batching(args: Any, plans: list[list[Job]]) -> AbstractContextManager[Any]:
+    """A batching manager with room for the largest plan, running inside of the context."""
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -31,7 +32,7 @@ def load(args: Any, plans: list[list[Job]]) -> Any:
     model.generation_config.do_sample = False
     sequences = max(map(len, plans))
     pages = max(sum(-(-(len(prompt) + output + 1) // _PAGE) for prompt, output in jobs) for jobs in plans)
-    context = model.continuous_batching_context_manager(
+    manager: AbstractContextManager[Any] = model.continuous_batching_context_manager(
         generation_config=library.GenerationConfig(
             max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
@@ -47,7 +48,7 @@ def load(args: Any, plans: list[list[Job]]) -> Any:
         block=True,
         timeout=5,
     )
-    return context.__enter__()
+    return manager
 
 
 def run_jobs(manager: Any, jobs: list[Job]) -> dict[str, float]:
@@ -79,14 +80,14 @@ def main() -> None:
         name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
         for name in args.workload
     }
-    manager = load(args, [jobs for repeats in plans.values() for jobs in repeats])
-    results = {}
-    for name, repeats in plans.items():
-        run_jobs(manager, warm_up(name, vocab_size, args.seed))
-        results[name] = summary(name, "transformers-cb", [run_jobs(manager, jobs) for jobs in repeats])
-    Path(args.json).write_text(json.dumps({"dtype": args.dtype, "results": results}))
-    # Its threads do not always end by themselves; the figures are written.
-    os._exit(0)
+    with batching(args, [jobs for repeats in plans.values() for jobs in repeats]) as manager:
+        results = {}
+        for name, repeats in plans.items():
+            run_jobs(manager, warm_up(name, vocab_size, args.seed))
+            results[name] = summary(name, "transformers-cb", [run_jobs(manager, jobs) for jobs in repeats])
+        Path(args.json).write_text(json.dumps({"dtype": args.dtype, "results": results}))
+        # Its threads do not always end by themselves; the figures are written.
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -137,8 +137,6 @@ class StepLoop:
             return
         failures: list[Event] = []
         sampled = self._execute(plan, failures)
-        # Aborts of meanwhile come first: update passes over what they ended.
-        self._read_notes()
         with self._state:
             events = self._scheduler.update(plan, sampled, time.monotonic())
         self._deliver(failures)

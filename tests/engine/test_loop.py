@@ -159,6 +159,22 @@ def test_an_aborted_id_may_be_used_at_once_and_hears_only_its_own_news(loop: Ste
     assert old.events == []
 
 
+def test_an_abort_during_the_last_step_is_an_abort(loop: StepLoop, steps: Steps) -> None:
+    """The step's result ends the old request while its id already belongs to a new one."""
+    gate = steps.before = Gate()
+    old, new = Listener(), Listener()
+    loop.submit(request("a", max_tokens=1), old)
+    gate.wait()
+    loop.abort("a")
+    loop.submit(request("a", first=50), new)
+    with pytest.raises(RequestError, match="in use"):
+        loop.submit(request("a"), Listener())
+    steps.before = lambda plan: None
+    gate.open()
+    assert new.wait().tokens == [51, 52, 53, 54]
+    assert old.events == []
+
+
 def test_a_request_aborted_before_it_was_taken_in_never_runs(loop: StepLoop, steps: Steps) -> None:
     gate = steps.before = Gate()
     loop.submit(request("first"), first := Listener())

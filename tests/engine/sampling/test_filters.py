@@ -42,7 +42,7 @@ def by_definition(logits: list[float], top_k: int, top_p: float) -> tuple[set[in
     return {i for i, x in enumerate(logits) if x >= floor}, close
 
 
-values = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=40)
+values = st.lists(st.integers(-40, 40).map(lambda n: n / 20), min_size=1, max_size=40)
 
 
 @given(values, st.integers(0, 45), st.floats(0.01, 1.0))
@@ -81,6 +81,13 @@ def test_ties_with_the_kth_stay_even_past_the_candidates(monkeypatch: pytest.Mon
     logits = torch.zeros(1, 20)
     assert kept(logits, [3], [1.0]) == [set(range(20))]
     assert kept(logits, [3], [0.5]) == [set(range(20))]
+
+
+def test_top_p_is_of_what_top_k_leaves() -> None:
+    """Ten nearly equal tokens: half of the first five is three, half of all would be five."""
+    logits = torch.arange(10.0)[None] * 0.01
+    assert kept(logits, [5], [0.5]) == [{7, 8, 9}]
+    assert kept(logits, [0], [0.5]) == [{5, 6, 7, 8, 9}]
 
 
 def test_the_likeliest_token_is_always_kept() -> None:
