@@ -32,8 +32,8 @@ def test_lengths_depend_on_the_seed_alone() -> None:
 
 def test_measures_are_of_the_times_of_delivery() -> None:
     jobs = [([1, 2], 3), ([1], 2)]
-    found = measure(10.0, jobs, [[11.0, 12.0, 13.0], [12.0, 15.0]])
-    assert found["wall_s"] == 5.0
+    found = measure(10.0, jobs, [[11.0, 12.0, 13.0], [12.0, 15.0]], 4.0)
+    assert (found["wall_s"], found["cpu_s"]) == (5.0, 4.0)
     assert found["output_tokens_per_s"] == 1.0
     assert (found["ttft_p50_s"], found["ttft_max_s"]) == (1.5, 2.0)
     assert found["tpot_mean_ms"] == 2000.0
@@ -41,7 +41,7 @@ def test_measures_are_of_the_times_of_delivery() -> None:
 
 def test_a_run_with_missing_tokens_counts_for_nothing() -> None:
     with pytest.raises(RuntimeError, match="another number of tokens"):
-        measure(0.0, [([1], 2)], [[1.0]])
+        measure(0.0, [([1], 2)], [[1.0]], 0.1)
 
 
 def test_the_command_writes_its_figures(model_folder: Path, tmp_path: Path) -> None:
