@@ -9,6 +9,7 @@ import uuid
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.gateway.errors import problem_of, response_of
@@ -49,6 +50,8 @@ class Edge:
 
         try:
             await self._app(scope, receive, send_on)
+        except ClientDisconnect:
+            logger.info("request %s: its client left before it was read", request_id)
         except Exception as error:
             logger.exception("request %s (%s %s) failed", request_id, scope["method"], scope["path"])
             if begun:

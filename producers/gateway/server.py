@@ -48,8 +48,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(settings: GatewaySettings, listener: socket.socket, log_level: str = "info") -> None:
-    """Serve until SIGTERM or SIGINT. The socket is closed then."""
+def serve(settings: GatewaySettings, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT. The socket is closed then. Raises what `create_app` does."""
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -57,7 +57,7 @@ def serve(settings: GatewaySettings, listener: socket.socket, log_level: str = "
         http="httptools",
         ws="none",
         lifespan="on",
-        log_level=log_level.lower(),
+        log_config=None,  # what Python's logging is set to holds for all of the process
         access_log=False,
         server_header=False,
         # Longer than common load balancers keep theirs, so that it is never us who close a connection just being used.

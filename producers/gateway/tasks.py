@@ -67,6 +67,7 @@ async def look(request: Request, task_id: str) -> TaskView:
 
 @router.get(
     "/{task_id}/events",
+    status_code=200,
     response_class=EventStream,
     responses={
         200: {"description": "Server-sent events: `token` for each token, then one `end`."},

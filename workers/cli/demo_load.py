@@ -144,6 +144,7 @@ class Board:
 
     def __init__(self, tasks: list[Task], console: Console) -> None:
         self._tasks = tasks
+        self._console = console
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=12)
 
     def show(self, task: Task) -> None:
@@ -159,10 +160,10 @@ class Board:
     def _table(self) -> ConsoleRenderable:
         table = Table("#", "tier", "status", "tokens", "text", expand=True, box=None, pad_edge=False)
         table.columns[4].ratio = 1
-        for task in self.tasks_in_view():
+        for task in self._in_view():
             style = STYLES[task.tier]
             tail = printable(task.text[-300:].replace("\n", "\u23ce"), True)
-            width = max(10, self._live.console.width - 40)
+            width = max(10, self._console.width - 40)
             table.add_row(
                 str(task.number),
                 Text(task.tier, style=style),
@@ -172,9 +173,9 @@ class Board:
             )
         return table
 
-    def tasks_in_view(self) -> list[Task]:
-        """As many as the terminal has lines for: those that are running first."""
-        room = max(1, self._live.console.height - 2)
+    def _in_view(self) -> list[Task]:
+        """As many as the terminal has lines for: those that are running before all others."""
+        room = max(1, self._console.height - 2)
         order = {"in_progress": 0, "queued": 1}
         chosen = sorted(self._tasks, key=lambda task: (order.get(task.status, 2), task.number))[:room]
         return sorted(chosen, key=lambda task: task.number)

@@ -86,18 +86,18 @@ def gateway(
 
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
+    _log(log_level)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
     settings = GatewaySettings(broker, store or broker, host, port, drain=drain)
     with _bad_urls():
-        serve(settings, listener, checked_level(log_level))
+        serve(settings, listener)
 
 
 def sweeper(broker: Broker, store: Store = None, log_level: LogLevel = "info") -> None:
     """Send tasks that were recorded but never queued, because who submitted them died. Gateways do this too."""
     import asyncio
-    import logging
 
-    logging.basicConfig(level=checked_level(log_level), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log(log_level)
     with _bad_urls():
         asyncio.run(_sweep(broker, store or broker))
 
@@ -145,6 +145,12 @@ def _bad_urls() -> Iterator[None]:
         yield
     except ValueError as error:
         raise Failure(str(error)) from error
+
+
+def _log(level: str) -> None:
+    import logging
+
+    logging.basicConfig(level=checked_level(level), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def checked_level(name: str) -> str:

@@ -99,7 +99,7 @@ class System:
             for url, role in {self.store: "store", self.broker: "broker"}.items():
                 await asyncio.to_thread(check_server, url, role)
         except Refused as refused:
-            raise Failure(str(refused), Exit.UNREACHABLE) from refused
+            raise Failure(str(refused)) from refused
         self._gateway = Child(self._gateway_program(), self.say)
         await self._gateway.start()
         for program in self._worker_programs():

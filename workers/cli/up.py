@@ -41,6 +41,7 @@ def up(
 ) -> None:
     """Start Valkey, a gateway and workers; Ctrl-C drains and stops them. What was queued is found at the next start."""
     import asyncio
+    from contextlib import suppress
 
     from workers.cli.exits import Failure
     from workers.cli.processes import checked_level, needs
@@ -54,7 +55,8 @@ def up(
     plan = Plan(models, data_dir, host, port, broker, store, workers, drain, checked_level(log_level))
 
     def say(name: str, line: str) -> None:
-        typer.echo(f"{name} | {line}", err=True)
+        with suppress(OSError):  # nobody reads it any more: no reason to stop serving
+            typer.echo(f"{name} | {line}", err=True)
 
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
     say("up", f"starting {server}, a gateway, {workers * len(models)} worker(s) for {', '.join(models)}")

@@ -23,7 +23,7 @@ def gateway(url: str, drain: float) -> Iterator[tuple[str, multiprocessing.conte
     """A gateway process and its URL."""
     listener = listen("127.0.0.1", 0)
     settings = GatewaySettings(url, url, drain=drain)
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener, "warning"))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener))
     process.start()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()

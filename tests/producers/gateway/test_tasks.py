@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ from redis import Redis
 from engine.text import Tokenizer
 from producers import keys
 from producers.record import Record
+from producers.task import Task
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import CARD, QUEUE, TINY, Door
+from tests.producers.gateway.conftest import CARD, QUEUE, TINY, Door, until
 
 Submit = Callable[..., str]
 
@@ -177,6 +179,19 @@ class TestRefused:
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
         assert valkey.dbsize() == before
 
+    def test_a_client_that_leaves_while_it_sends_is_no_fault(
+        self, door: Door, http: httpx.Client, valkey: Redis, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        before = valkey.dbsize()
+        head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        with caplog.at_level("INFO", "producers.gateway.edge"):
+            with socket.create_connection(("127.0.0.1", door.port)) as leaving:
+                leaving.sendall(head.encode() + b'{"model"')
+            until(lambda: caplog.records)
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert http.get("/livez").status_code == 200
+        assert valkey.dbsize() == before
+
     def test_the_connection_serves_on_after_a_large_body(self, http: httpx.Client, submit: Submit) -> None:
         body = b"x" * (5 << 20)
         for _ in range(3):
@@ -321,6 +336,18 @@ class TestEveryAnswer:
         made = {http.get("/livez", headers={"x-request-id": given}).headers["x-request-id"] for _ in range(2)}
         assert given not in made
         assert len(made) == 2
+
+    def test_the_openapi_document_has_the_fields_of_a_task_and_all_routes(self, http: httpx.Client) -> None:
+        document = http.get("/openapi.json").json()
+        body = document["paths"]["/v1/tasks"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(body["properties"]) == set(Task.model_fields)
+        assert body["required"] == ["model", "prompt"]
+        assert "$defs" not in body
+        assert {path for path in document["paths"] if path.startswith("/v1/tasks/")} == {
+            "/v1/tasks/{task_id}",
+            "/v1/tasks/{task_id}/events",
+            "/v1/tasks/{task_id}/cancel",
+        }
 
     def test_a_fault_of_ours_shows_nothing_of_our_insides(
         self, door: Door, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
