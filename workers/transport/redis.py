@@ -57,9 +57,10 @@ class Channel(stock.Channel):
     QoS = QoS
     priority_steps = sorted(priority for _, priority in keys.TIERS.values())
 
-    @property
-    def runtime(self) -> Any:
-        return self.connection.client.transport_options[RUNTIME]
+    def __init__(self, connection: Any, **kwargs: Any) -> None:
+        # Kept: Celery acknowledges on this channel also when it is closed, and then it has no connection.
+        self.runtime = connection.client.transport_options[RUNTIME]
+        super().__init__(connection, **kwargs)
 
     def _q_for_pri(self, queue: str, pri: int) -> str:
         # kombu's `sep` also stands in the binding tables, which plain senders read and write: that one stays as it is
