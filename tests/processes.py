@@ -26,6 +26,8 @@ from producers.protocol import admit
 from producers.script import run
 
 ROOT = Path(__file__).parent.parent
+#: Name of the tests' own connections, as CLIENT LIST shows it.
+TESTS = "tests"
 
 
 @contextlib.contextmanager
@@ -33,7 +35,7 @@ def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
     """A server of one's own: its URL, and a client that decodes replies."""
     with ValkeyServer(config=config) as server:
         url = f"redis://127.0.0.1:{server.port}/0"
-        yield url, Redis.from_url(url, decode_responses=True)
+        yield url, Redis.from_url(url, decode_responses=True, client_name=TESTS)
 
 
 class Worker:
@@ -45,7 +47,7 @@ class Worker:
         settings |= {"engine_factory": "tests.stub_engine:load"}
         settings |= {name: value for name, value in fields.items() if not name.isupper()}
         self.name = str(settings.setdefault("name", f"w{secrets.token_hex(3)}"))
-        self._redis = Redis.from_url(url, decode_responses=True)
+        self._redis = Redis.from_url(url, decode_responses=True, client_name=TESTS)
         self.log = Path(tempfile.mkstemp(prefix="penstock-worker-", suffix=".log")[1])
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

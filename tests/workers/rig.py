@@ -16,7 +16,7 @@ from producers.protocol import cancel
 from producers.record import Record
 from producers.script import run
 from tests.processes import Worker, fill, valkey
-from tests.stub_engine import token
+from tests.stub_engine import StubEngine, token
 
 POOL = keys.pool_queue("stub", "v1", "stub")
 MODEL = keys.model_queue("stub")
@@ -71,6 +71,13 @@ class Rig:
     def fill(self, count: int, **task: Any) -> list[str]:
         """As a client does, into the pool's queue."""
         return fill(self.redis, POOL, count, **task)
+
+    def publish_card(self) -> None:
+        """As a worker does: clients know a model by it."""
+        engine = StubEngine()
+        self.store.hset(keys.MODELS, "stub", engine.card.to_json())
+        self.store.hset(keys.ROUTES, "stub", POOL)
+        engine.close()
 
     def submit(self, count: int, **task: Any) -> list[str]:
         """Through the client library; the seed is the task's number."""

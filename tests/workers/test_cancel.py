@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 
 from producers import Client, keys
-from tests.stub_engine import STALLED, StubEngine
-from tests.workers.rig import POOL, Rig
+from tests.stub_engine import STALLED
+from tests.workers.rig import Rig
 
 
 def test_before_any_worker_is_up(rig: Rig) -> None:
@@ -88,8 +87,8 @@ def test_a_deadline_ends_a_task(rig: Rig, state: str) -> None:
     if state == "running":
         rig.worker(STUB_STEP_S=0.02)
     client = Client(rig.url)
-    ids = rig.fill(1)  # makes nothing of the deadline
-    _publish_card(rig)
+    ids = rig.fill(1)
+    rig.publish_card()
     handle = client.submit(model="stub", prompt=[1, 2], max_tokens=4000, timeout=1.0, seed=0)
     if state == "queued":
         deadline = int(rig.record(handle.id)["deadline"])
@@ -110,12 +109,3 @@ def test_a_deadline_ends_a_task(rig: Rig, state: str) -> None:
 def _server_ms(rig: Rig) -> int:
     seconds, micros = rig.store.time()
     return int(seconds * 1000 + micros // 1000)
-
-
-def _publish_card(rig: Rig) -> None:
-    """As a worker does; a client knows a model by it."""
-    engine = StubEngine()
-    card = json.loads(engine.card.to_json())
-    engine.close()
-    rig.store.hset(keys.MODELS, "stub", json.dumps(card))
-    rig.store.hset(keys.ROUTES, "stub", POOL)

