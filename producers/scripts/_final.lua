@@ -7,6 +7,11 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+-- What a task has used that ends without a worker's FINISH: its prompt, once it was taken up.
+local function prompt_used(task)
+  return redis.call('HGET', task, 'started') and redis.call('HGET', task, 'prompt_tokens') or 0
+end
+
 local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   local n = tonumber(redis.call('HGET', task, 'n') or '1')
   local out = 0

@@ -21,7 +21,7 @@ if live then
   redis.call('PUBLISH', 'penstock:control:' .. owner, 'cancel ' .. id)
 elseif status ~= 'submitting' then
   redis.call('HDEL', task, 'claim', 'owner')
-  finalise(task, stream, id, 'cancelled', '[]', 'null', 0, 0)
+  finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)
   status = 'cancelled'
 end
 return { 1, status }

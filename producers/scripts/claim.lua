@@ -52,7 +52,7 @@ end
 redis.call('HSET', task, 'claim', claim, 'owner', inc, 'deaths', deaths)
 redis.call('ZREM', 'penstock:submitting', id)
 if r[5] then
-  finalise(task, stream, id, 'cancelled', '[]', 'null', 0, 0)
+  finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)
   return answer('settle')
 end
 local err
@@ -62,7 +62,7 @@ elseif deaths >= tonumber(ARGV[5]) or (ARGV[6] == '1' and not r[8]) then
   err = '{"code":"dead_lettered","message":"Given up: the workers that took this task died (' .. ARGV[5] .. ' times)."}'
 end
 if err then
-  finalise(task, stream, id, 'failed', '[]', err, 0, 0)
+  finalise(task, stream, id, 'failed', '[]', err, prompt_used(task), 0)
   return answer('settle')
 end
 redis.call('HSET', task, 'status', 'in_progress')

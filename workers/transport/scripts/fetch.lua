@@ -3,6 +3,8 @@
 -- Takes up to one message per named UUID, best list first: a list's rank is its tier less one for every `ageing` ms that
 -- its head has waited unserved, so that a lower tier never starves. A head that does not fit its tier's credit is left where
 -- it is, and so is all of its own and of lower tiers; higher tiers go on.
+-- A suspect (one more return and it is condemned) had company whenever its worker died, and most of that company is
+-- innocent: an incarnation holds one suspect at a time, so that whatever kills its workers condemns itself alone.
 -- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, list ...
 -- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task,
 --       sequence credit * 4 tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
@@ -25,25 +27,45 @@ local out = {}
 
 -- a size from a header: sane, or the default (cjson lets NaN through, which compares with nothing)
 local function bounded(value, default, cap)
-  value = tonumber(value)
-  if not value or not (value >= 1) then
+  if type(value) ~= 'number' or not (value >= 1) then
     value = default
   end
   return math.min(math.floor(value), cap)
 end
 
-local function give(uuid, list, raw, id)
-  local n = tonumber(id and redis.call('HGET', reaped, id) or '0')
-  local k = #out
-  out[k + 1], out[k + 2], out[k + 3] = uuid, list, raw
-  out[k + 4] = n >= limit and 'condemned' or tostring(n)
+local function returns(id)
+  return tonumber(redis.call('HGET', reaped, id) or '0')
 end
 
--- what was sent back with a delay, and is due, goes to the front of its list
-for _, packed in ipairs(redis.call('ZRANGEBYSCORE', delayed, '-inf', now, 'LIMIT', 0, 100)) do
-  local e = cmsgpack.unpack(packed)
+local function suspect(id)
+  local n = returns(id)
+  return n > 0 and n >= limit - 1
+end
+
+local function holds_suspect()
+  for _, packed in ipairs(redis.call('HVALS', inflight)) do
+    if suspect(cmsgpack.unpack(packed)[3]) then
+      return true
+    end
+  end
+  return false
+end
+
+local function give(uuid, list, raw, id, tier, need_seqs, need_tokens)
+  local n, k = returns(id), #out
+  out[k + 1], out[k + 2], out[k + 3] = uuid, list, raw
+  out[k + 4] = n >= limit and 'condemned' or tostring(n)
+  for t = tier, 3 do
+    seqs[t], tokens[t] = seqs[t] - need_seqs, tokens[t] - need_tokens
+  end
+end
+
+-- what was sent back with a delay, and is due, goes to the front of its list, what was due first to the very front
+local due = redis.call('ZRANGEBYSCORE', delayed, '-inf', now, 'LIMIT', 0, 100)
+for i = #due, 1, -1 do
+  local e = cmsgpack.unpack(due[i])
   redis.call('RPUSH', e[1], e[2])
-  redis.call('ZREM', delayed, packed)
+  redis.call('ZREM', delayed, due[i])
 end
 
 -- the head of list k, decoded; what cannot be decoded is dead-lettered on the way
@@ -71,13 +93,13 @@ local function head(k)
       reason = 'no body'
     end
     if not reason then
-      local since = redis.call('HGET', unserved, list)
-      if not since then
+      local since = tonumber(redis.call('HGET', unserved, list))
+      if not since or since > now then -- later than now: the clock was set back
         since = now
         redis.call('HSET', unserved, list, now)
       end
       local h = { raw = raw, id = m.headers.id, list = list, tier = tonumber(ARGV[13 + k]) }
-      h.rank = h.tier - math.floor((now - tonumber(since)) / ageing)
+      h.rank = h.tier - math.floor((now - since) / ageing)
       h.seqs, h.tokens = 0, 0
       if m.headers.task == 'penstock.generate' then
         local size = type(m.headers.penstock) == 'table' and m.headers.penstock or {}
@@ -98,7 +120,7 @@ for u = 14 + nlists, #ARGV do
   local known = redis.call('HGET', inflight, uuid)
   if known then
     local e = cmsgpack.unpack(known)
-    give(uuid, e[2], e[4], e[3])
+    give(uuid, e[2], e[4], e[3], e[5], e[6], e[7]) -- its credit too: the caller does not know yet that it holds this
   else
     if not read then
       read = true
@@ -119,6 +141,9 @@ for u = 14 + nlists, #ARGV do
       if best and (heads[best].seqs > seqs[heads[best].tier] or heads[best].tokens > tokens[heads[best].tier]) then
         blocked = heads[best].tier
         best = blocked > 0 and -1 or nil
+      elseif best and suspect(heads[best].id) and holds_suspect() then
+        heads[best] = nil
+        best = -1
       end
     until best ~= -1
     if not best then
@@ -127,11 +152,9 @@ for u = 14 + nlists, #ARGV do
     local h = heads[best]
     redis.call('RPOP', h.list)
     redis.call('HSET', unserved, h.list, now)
-    redis.call('HSET', inflight, uuid, cmsgpack.pack({ redis.call('INCR', 'penstock:deliveries'), h.list, h.id, h.raw }))
-    give(uuid, h.list, h.raw, h.id)
-    for k = h.tier, 3 do
-      seqs[k], tokens[k] = seqs[k] - h.seqs, tokens[k] - h.tokens
-    end
+    local entry = { redis.call('INCR', 'penstock:deliveries'), h.list, h.id, h.raw, h.tier, h.seqs, h.tokens }
+    redis.call('HSET', inflight, uuid, cmsgpack.pack(entry))
+    give(uuid, h.list, h.raw, h.id, h.tier, h.seqs, h.tokens)
     heads[best] = head(best)
   end
 end
