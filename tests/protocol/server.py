@@ -56,7 +56,7 @@ class Server:
     def listen(self) -> list[tuple[str, str]]:
         """What was published since the last time, in order. A PING's answer stands behind all of it."""
         self._ears.ping("all")
-        heard = []
+        heard: list[tuple[str, str]] = []
         while True:
             message = self._ears.get_message(timeout=5)
             if message is None:

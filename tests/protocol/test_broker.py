@@ -34,6 +34,9 @@ def _bad(reason: str, **changes: Any) -> Sent:
 
 
 NOT_JSON = (b"", b"\xff\xfe\x00", b"penstock", b"{} {}", b"\xef\xbb\xbf{}", b'{"a":', b"[" * 5000, b'"\\ud800x"')
+NO_TABLE: tuple[Any, ...] = (None, "text", 3)
+NO_INFO: tuple[Any, ...] = ({}, [], {"delivery_info": 7})
+NO_TEXT: tuple[Any, ...] = (None, {}, [1], 3.5)
 POISON = [
     *(Sent(raw, poison="not JSON") for raw in NOT_JSON),
     *(
@@ -41,13 +44,13 @@ POISON = [
         for raw in (b"null", b"7", b"NaN", b'"text"', b"true", '"é/\\u0007"'.encode())
     ),
     *(Sent(raw, poison="no properties") for raw in (b"{}", b"[]", b"[[[1]]]", b'{"\xff": 1}')),
-    *(_bad("no properties", properties=v) for v in (None, "text", 3)),
-    *(_bad("no delivery_info", properties=v) for v in ({}, [], {"delivery_info": 7})),
+    *(_bad("no properties", properties=value) for value in NO_TABLE),
+    *(_bad("no delivery_info", properties=value) for value in NO_INFO),
     *(
         _bad("no task id and name in the headers", headers=v)
         for v in (None, "x", {}, {"id": 5, "task": "x"}, {"id": "x"})
     ),
-    *(_bad("no body", body=v) for v in (None, {}, [1], 3.5)),
+    *(_bad("no body", body=value) for value in NO_TEXT),
 ]
 
 #: What a header may say, and what it means: None where it is not believed.
@@ -182,11 +185,13 @@ class BrokerMachine(RuleBasedStateMachine):
         assert sorted(tuple(e[:3]) for e in delayed) == sorted(
             (d.uuid.encode(), d.list.encode(), d.message.raw) for d in model.delayed
         )
-        dead = [json.loads(letter.decode("utf-8", "surrogateescape")) for letter in redis.lrange(keys.DEAD, 0, -1)]
+        letters: list[Any] = redis.lrange(keys.DEAD, 0, -1)
+        dead = [json.loads(letter.decode("utf-8", "surrogateescape")) for letter in letters]
         assert [(d["reason"], d["list"], d["message"].encode("utf-8", "surrogateescape")) for d in dead] == model.dead
         assert redis.hgetall(keys.REAPED) == {t.encode(): b"%d" % n for t, n in model.reaped.items()}
         now = self.server.now()
-        ages = {name.decode(): (now - int(since)) // AGEING_MS for name, since in redis.hgetall(keys.UNSERVED).items()}
+        unserved: dict[Any, Any] = redis.hgetall(keys.UNSERVED)
+        ages = {name.decode(): (now - int(since)) // AGEING_MS for name, since in unserved.items()}
         assert ages == model.ages
 
     # ---- the scripts -----------------------------------------------------------------------------------------

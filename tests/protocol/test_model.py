@@ -48,7 +48,7 @@ FAULTS: dict[str, dict[str, int]] = {
     "settle_claimed": {"dup": 1},
     "release_fence": {"dup": 1, "drain": 1, "lost": 1},
     "ack_uuid": {"dup": 1, "crash": 1},
-    "claim_lease": {"expire": 1, "lost": 1},
+    "claim_lease": {"expire": 1, "lost": 1, "crash": 1},
     "finish_next": {"tail": 1},
 }
 
