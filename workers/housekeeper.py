@@ -13,7 +13,9 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from producers import keys
@@ -151,7 +153,13 @@ class Housekeeper(threading.Thread):
         deadline = delivery.record.time("deadline") if delivery.record else None
         if deadline is not None:
             delay = (deadline - self.server_ms()) / 1000
-            self.later(delay, lambda: self._runtime.publisher.conclude(delivery, "failed", EXPIRED))
+            self.later(delay, partial(self._expire, weakref.ref(delivery)))
+
+    def _expire(self, reference: weakref.ref[Delivery]) -> None:
+        """By reference: a deadline may be days away, and the delivery holds all of its entries."""
+        delivery = reference()
+        if delivery is not None:
+            self._runtime.publisher.conclude(delivery, "failed", EXPIRED)
 
     def _release_preempted(self) -> None:
         patience = self._runtime.settings.release_preempted

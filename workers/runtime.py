@@ -18,14 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from celery.worker import state
-from celery.worker.state import task_ready
 
 from producers import keys
 from workers.finisher import Finisher
 from workers.housekeeper import Housekeeper
 from workers.incarnation import Incarnation
 from workers.pool.claimer import Claimer
-from workers.pool.delivery import Delivery, Job
+from workers.pool.delivery import Delivery, Job, forget
 from workers.pool.ledger import Ledger, Size
 from workers.pool.plain import plain_fields
 from workers.publisher import Publisher
@@ -174,13 +173,15 @@ class Runtime:
         """ACK: settled or gone."""
         if self.put_down(delivery):
             self.courier.ack(delivery.incarnation, delivery.uuid, reason)
-            self._forget(delivery.job)
+            if delivery.job is not None:
+                forget(delivery.job.request)
 
     def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
         """BACK: another worker's, or nobody's yet. What was claimed must be released first (`let_go`)."""
         if self.put_down(delivery):
             self.courier.back(delivery.incarnation, delivery.uuid, delay)
-            self._forget(delivery.job)
+            if delivery.job is not None:
+                forget(delivery.job.request)
 
     def let_go(self, delivery: Delivery, delay: float = 0.0) -> None:
         """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
@@ -209,18 +210,12 @@ class Runtime:
             self.engine.abort(uuid)
         self.claimer.forget_suspects()
         for delivery in dropped:
-            self._forget(delivery.job)
+            if delivery.job is not None:
+                forget(delivery.job.request)
         self.later(0.0, lambda: self.housekeeper.abandon_life(incarnation))
         if not self.draining:
             self.incarnation = Incarnation(self.settings.name)
             self.later(0.0, self.intake.poke)  # the housekeeper takes the new lease on its next round
-
-    @staticmethod
-    def _forget(job: Job | None) -> None:
-        """Celery's books: the request is not active any more."""
-        if job is not None and not job.request.acknowledged:
-            task_ready(job.request)
-            job.request.acknowledge()
 
     # ---- shutdown ---------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from celery.worker.state import task_ready
+
 from producers.record import Record
 from workers.incarnation import Incarnation
 
@@ -77,3 +79,10 @@ class Delivery:
 
     def terminate(self, signal: Any = None) -> None:
         """celery.worker.request calls this on what `apply_async` returned; `terminate_job` has done the work."""
+
+
+def forget(request: Any) -> None:
+    """Celery's books: the request is not active any more, and its message is nobody's concern."""
+    if not request.acknowledged:
+        task_ready(request)
+        request.acknowledge()

@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any
 
 from celery.concurrency.base import BasePool, apply_target
-from celery.worker.state import task_ready
 
-from workers.pool.delivery import Delivery, Job
+from workers.pool.delivery import Delivery, Job, forget
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class EnginePool(BasePool):
         if not getattr(self.app.tasks[name], "engine_task", False):
             side = self.runtime.take_beside(uuid)
             if side is None:
-                task_ready(request)
+                forget(request)
             else:
                 self._beside.put(partial(self._run_beside, side, target, args, callback, accept_callback, request))
             return None
@@ -70,7 +69,7 @@ class EnginePool(BasePool):
         # Active from here on, so that `inspect` shows it. A request terminated before it came here is revoked at once.
         accept_callback(next(self._pids), time.monotonic())
         if delivery is None:
-            task_ready(request)
+            forget(request)
         else:
             self.runtime.claimer.submit(delivery)
         return delivery
@@ -90,7 +89,7 @@ class EnginePool(BasePool):
     ) -> None:
         """Acknowledges and rejects at once: Celery leaves both to the event loop, which nobody runs at shutdown."""
         if delivery.put_down:
-            task_ready(request)
+            forget(request)
             return
 
         def reject(log: Any, errors: Any, requeue: bool) -> None:
@@ -102,8 +101,8 @@ class EnginePool(BasePool):
             apply_target(target, args, {}, callback, accept_callback)
         except BaseException as exc:  # a task that exits must not take the thread along
             logger.exception("Celery failed around task %s", delivery.task_id)
-            task_ready(request)
             self.runtime.done(delivery, f"Celery failed around it: {exc!r}")
+            forget(request)
         if request.acknowledged:
             self.runtime.celery_ack(delivery.uuid)
 
