@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+from collections import Counter
 from typing import Any
 
 from celery import Celery
 from celery.exceptions import Reject
 from celery.result import AsyncResult
+from celery.worker import state as celery_state
+from celery.worker.control import inspect_command
 
 import workers.worker
 from workers.pool.claimer import Claimer
@@ -84,6 +88,32 @@ def dies_before_claim() -> None:
         return call(self, delivery)
 
     Claimer._call = deadly  # type: ignore[method-assign]
+
+
+def tells_its_books() -> None:
+    """`inspect books`: how much is held in the runtime's and in Celery's books."""
+
+    @inspect_command()
+    def books(state: Any) -> dict[str, int]:
+        runtime = state.app.penstock
+        gc.collect()
+        alive: Counter[str] = Counter(type(thing).__name__ for thing in gc.get_objects())
+        qos = state.consumer.task_consumer.channel.qos
+        return {
+            "deliveries": len(runtime.deliveries),
+            "running": len(runtime.running),
+            "held": runtime.ledger.held,
+            "arrivals": len(runtime.intake._arrivals),
+            "errands": len(runtime.courier._errands),
+            "requests": len(celery_state.requests),
+            "reserved": len(celery_state.reserved_requests),
+            "active": len(celery_state.active_requests),
+            "scheduled": len(celery_state.scheduled_requests),
+            # the last ones may be in some thread's local variables
+            "delivered": max(0, len(qos._delivered) - 4),
+            "Delivery objects": max(0, alive["Delivery"] - 70),
+            "Message objects": max(0, alive["Message"] - 70),
+        }
 
 
 def never_looks_idly() -> None:

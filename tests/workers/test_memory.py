@@ -1,0 +1,42 @@
+"""What a worker keeps of tasks that are over: nothing, in any of its books or of Celery's."""
+
+from __future__ import annotations
+
+from tests.workers.rig import Rig
+
+PLUGINS = "tests.workers.plugins:ordinary_tasks,tests.workers.plugins:tells_its_books"
+
+
+def test_nothing_is_kept_of_two_thousand_tasks(rig: Rig) -> None:
+    worker = rig.worker(STUB_SEQS=64, lease=10.0, WORKER_PLUGINS=PLUGINS)
+    app = rig.sender()
+    ids = []
+    for _ in range(4):
+        ids = rig.fill(450, max_tokens=2, timeout=3600.0)
+        for seed in range(50):
+            app.send_task("penstock.generate", kwargs={"prompt": [1], "seed": seed, "max_tokens": 2, "timeout": 3600.0})
+        app.send_task("penstock.generate", kwargs={"prompt": []}, ignore_result=True)
+        app.send_task("app.reject_once")
+        app.send_task("no.such.task")
+        app.send_task("app.exits")
+        rig.until_settled(ids)
+    cancelled = rig.fill(10, max_tokens=4000)
+    rig.until(lambda: all(rig.tokens(task_id) for task_id in cancelled))
+    app.control.revoke(cancelled[:5], terminate=True)
+    for task_id in cancelled[5:]:
+        rig.cancel(task_id)
+    rig.until_settled(cancelled)
+    rig.check(ids)
+    rig.until(lambda: rig.redis.keys("penstock:inflight:*") == [])
+    hostname = f"penstock@{worker.name}"
+    kept: dict[str, int] = {}
+
+    def empty() -> bool:
+        assert app.send_task("app.add", (1, 2)).get(timeout=20) == 3  # Celery flushes with the next message
+        kept.update(app.control.broadcast("books", destination=[hostname], reply=True, limit=1, timeout=10)[0][hostname])
+        return not any(kept.values())
+
+    try:
+        rig.until(empty, 10)
+    except AssertionError:
+        raise AssertionError(f"still kept: {kept}") from None

@@ -1,0 +1,119 @@
+"""Credit goes by tier: a worker full of lower work still takes what is worth more, and nothing that would only wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from producers import keys
+from tests.workers.rig import POOL, Rig
+
+
+def started(rig: Rig, task_id: str) -> int:
+    return int(rig.record(task_id)["started"])
+
+
+def test_a_waiting_task_of_a_higher_tier_goes_first(rig: Rig) -> None:
+    """Into the queue in the worst order; one at a time out of it."""
+    ids = {tier: rig.fill(4, tier=tier, max_tokens=2) for tier in ("batch", "flex", "default", "priority")}
+    rig.worker(STUB_SEQS=1, STUB_STEP_S=0.005)
+    every = [task_id for group in ids.values() for task_id in group]
+    rig.until_settled(every)
+    rig.check(every)
+    order = sorted(every, key=lambda task_id: (started(rig, task_id), int(rig.record(task_id)["finished"])))
+    expected = [task_id for tier in keys.TIERS for task_id in ids[tier]]
+    assert [_tier(ids, task_id) for task_id in order] == [_tier(ids, task_id) for task_id in expected]
+
+
+def _tier(ids: dict[str, list[str]], task_id: str) -> str:
+    return next(tier for tier, group in ids.items() if task_id in group)
+
+
+def test_within_a_tier_the_first_goes_first(rig: Rig) -> None:
+    ids = rig.fill(12, max_tokens=2)
+    rig.worker(STUB_SEQS=1, STUB_STEP_S=0.005)
+    rig.until_settled(ids)
+    times = [started(rig, task_id) for task_id in ids]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(("low", "high"), [("batch", "priority"), ("batch", "flex"), ("flex", "default")])
+def test_a_full_worker_takes_a_higher_task_at_once(rig: Rig, low: str, high: str) -> None:
+    rig.worker(STUB_SEQS=4, STUB_STEP_S=0.01)
+    running = rig.fill(4, tier=low, max_tokens=3000)
+    rig.until(lambda: all(rig.tokens(task_id) for task_id in running))
+    same = rig.fill(2, tier=low)
+    urgent = rig.fill(4, tier=high, max_tokens=5)
+    rig.until_settled(urgent)
+    rig.check(urgent)
+    assert {rig.status(task_id) for task_id in running} == {"in_progress"}
+    assert {rig.status(task_id) for task_id in same} == {"queued"}
+    assert rig.redis.llen(keys.tier_list(POOL, low)) == 2, "what would only wait here is left to others"
+
+
+def test_a_worker_takes_no_more_of_a_higher_tier_than_it_holds_lower(rig: Rig) -> None:
+    rig.worker(STUB_SEQS=4, STUB_STEP_S=0.01)
+    rig.fill(4, tier="batch", max_tokens=3000)
+    rig.until(lambda: rig.redis.exists(keys.tier_list(POOL, "batch")) == 0)
+    urgent = rig.fill(7, tier="priority", max_tokens=3000)
+    rig.until(lambda: sum(rig.tokens(task_id) > 0 for task_id in urgent) == 4)
+    assert rig.redis.llen(keys.tier_list(POOL, "priority")) == 3
+
+
+def test_choices_and_tokens_count(rig: Rig) -> None:
+    """A task of n choices takes n sequences; one that does not fit is left where it is, and what is behind it too."""
+    rig.worker(STUB_SEQS=4, STUB_TOKENS=1000, STUB_STEP_S=0.01)
+    (first,) = rig.fill(1, n=3, max_tokens=100)
+    rig.until(lambda: rig.tokens(first))
+    (wide,) = rig.fill(1, n=2, max_tokens=2)
+    (narrow,) = rig.fill(1, max_tokens=2)
+    (urgent,) = rig.fill(1, tier="priority", max_tokens=2)
+    rig.until_settled([urgent])
+    assert rig.redis.llen(POOL) == 2
+    rig.until_settled([first, wide, narrow])
+    assert started(rig, wide) >= int(rig.record(first)["finished"])
+    (big,) = rig.fill(1, max_tokens=900)
+    rig.until(lambda: rig.tokens(big))
+    (other,) = rig.fill(1, max_tokens=200)
+    rig.until_settled([big, other])
+    assert started(rig, other) >= int(rig.record(big)["finished"])
+    rig.check([first, wide, narrow, urgent, big, other])
+
+
+def test_a_task_larger_than_the_whole_worker_runs_when_it_is_empty(rig: Rig) -> None:
+    rig.worker(STUB_SEQS=2, STUB_TOKENS=100, STUB_STEP_S=0.002)
+    small, (large,), late = rig.fill(2), rig.fill(1, n=8, max_tokens=200), rig.fill(2)
+    rig.until_settled([*small, large, *late])
+    rig.check([*small, large, *late])
+
+
+def test_a_lower_tier_is_not_starved(rig: Rig) -> None:
+    """A head that waits unserved counts as one tier higher for each `ageing` seconds."""
+    rig.worker(STUB_SEQS=1, STUB_STEP_S=0.005, ageing=0.3)
+    (low,) = rig.fill(1, tier="batch", max_tokens=2)
+    flood = rig.fill(300, tier="priority", max_tokens=2)
+    rig.until_settled([low])
+    assert not rig.settled(flood), "its turn came before the flood was over"
+    rig.check([low])
+
+
+def test_two_workers_share_a_queue(rig: Rig) -> None:
+    """Each takes what it has room for, no more; and both work to the end."""
+    first, second = (rig.worker(STUB_SEQS=4, STUB_STEP_S=0.01) for _ in range(2))
+    ids = rig.fill(40, max_tokens=30)
+    most: dict[str, int] = {}
+    did: dict[str, set[str]] = {}
+
+    def look() -> bool:
+        owners = [(rig.record(task_id).get("owner"), task_id) for task_id in ids]
+        for worker in (first, second):
+            mine = {task_id for owner, task_id in owners if owner and owner.startswith(worker.name)}
+            most[worker.name] = max(most.get(worker.name, 0), len(mine))
+            did.setdefault(worker.name, set()).update(mine)
+        return rig.settled(ids)
+
+    rig.until(look)
+    rig.check(ids)
+    # a task that has ended keeps its owner until it is settled, while the next may be here already
+    assert all(count <= 8 for count in most.values()), most
+    assert all(len(tasks) >= 10 for tasks in did.values()), {name: len(tasks) for name, tasks in did.items()}
+    assert {rig.record(task_id)["claims"] for task_id in ids} == {"1"}
