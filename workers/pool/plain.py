@@ -6,7 +6,7 @@ They have no record before they are claimed; its fields are made here from the m
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from producers import keys
@@ -73,5 +73,6 @@ def _deadline_ms(runtime: Runtime, headers: dict[str, Any], task: Task) -> int |
         found.append(runtime.housekeeper.server_ms() + int(task.timeout * 1000))
     expires = headers.get("expires")
     if isinstance(expires, str):
-        found.append(int(datetime.fromisoformat(expires).timestamp() * 1000))
+        at = datetime.fromisoformat(expires)
+        found.append(int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000))
     return min(found, default=None)
