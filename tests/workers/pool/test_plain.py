@@ -1,0 +1,105 @@
+"""A plain Celery message as the fields of a record."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.pool.plain import plain_fields
+
+NOW_MS = 1_800_000_000_000
+CARD: dict[str, Any] = {
+    "name": "stub",
+    "version": "v1",
+    "context_length": 512,
+    "vocab_size": 1000,
+    "capabilities": ["generate"],
+    "defaults": {"temperature": 0.5},
+}
+RUNTIME: Any = SimpleNamespace(
+    model="stub", queue="q", card=CARD, housekeeper=SimpleNamespace(server_ms=lambda: NOW_MS)
+)
+
+
+def fields(headers: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
+    plain = plain_fields(RUNTIME, headers or {}, {"args": [], "kwargs": kwargs})
+    assert plain.error is None, plain.error
+    return plain.fields
+
+
+def error(arguments: dict[str, Any]) -> dict[str, Any]:
+    plain = plain_fields(RUNTIME, {}, arguments)
+    assert plain.error is not None
+    found: dict[str, Any] = json.loads(plain.error)
+    return found
+
+
+def test_a_task_is_resolved_as_a_client_would() -> None:
+    found = fields(prompt="x", max_tokens=3, n=2, ttl=90)
+    assert found | {"task": None} == {
+        "model": "stub",
+        "queue": "q",
+        "tier": "default",
+        "n": 2,
+        "nonce": "",
+        "ttl": 90,
+        "task": None,
+    }
+    task = json.loads(found["task"])
+    assert task["temperature"] == 0.5, "the card's default"
+    assert isinstance(task["seed"], int), "stamped, so that a resumed task samples the same"
+    assert (task["model"], task["prompt"], task["max_tokens"]) == ("stub", "x", 3)
+
+
+@pytest.mark.parametrize(
+    ("priority", "tier"),
+    [(None, "default"), (0, "default"), (2, "default"), (3, "priority"), (5, "priority"), (6, "flex"), (255, "batch")],
+)
+def test_the_tier_is_that_of_kombu_s_list(priority: int | None, tier: str) -> None:
+    assert fields({"delivery_info": {"priority": priority}}, prompt="x")["tier"] == tier
+
+
+def test_a_tier_that_is_named_wins() -> None:
+    assert fields({"delivery_info": {"priority": 9}}, prompt="x", tier="priority")["tier"] == "priority"
+
+
+def test_a_timeout_counts_from_the_claim() -> None:
+    assert fields(prompt="x", timeout=1.5)["deadline"] == NOW_MS + 1500
+
+
+@pytest.mark.parametrize("written", ["2027-01-15T08:00:00+00:00", "2027-01-15T09:00:00+01:00", "2027-01-15T08:00:00"])
+def test_celery_s_expiry_is_a_deadline(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a zone is in UTC, as Celery takes it, wherever the worker is."""
+    expected = int(datetime(2027, 1, 15, 8, tzinfo=UTC).timestamp() * 1000)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "America/New_York")
+        time.tzset()
+        found = fields({"expires": written}, prompt="x")["deadline"]
+    time.tzset()
+    assert found == expected
+
+
+def test_the_first_of_two_deadlines_counts() -> None:
+    soon = datetime.fromtimestamp(NOW_MS / 1000 + 5, UTC).isoformat()
+    assert fields({"expires": soon}, prompt="x", timeout=60.0)["deadline"] == NOW_MS + 5000
+    assert fields({"expires": soon}, prompt="x", timeout=1.0)["deadline"] == NOW_MS + 1000
+
+
+def test_what_is_no_task_keeps_its_arguments_and_says_why() -> None:
+    plain = plain_fields(RUNTIME, {}, {"args": [], "kwargs": {"prompt": "x", "seed": -1}})
+    assert plain.fields["task"] == '{"prompt": "x", "seed": -1}'
+    assert error({"args": [], "kwargs": {"prompt": "x", "seed": -1}})["param"] == "seed"
+    assert error({"args": ["x"], "kwargs": {}})["message"].startswith("penstock.generate takes keyword arguments only")
+    assert "serves model 'stub', not 'other'" in error({"kwargs": {"prompt": "x", "model": "other"}})["message"]
+    assert error({"kwargs": {"prompt": [1] * 600}})["code"] == "context_length_exceeded"
+
+
+def test_a_message_that_must_not_be_decoded_has_a_record_all_the_same() -> None:
+    plain = plain_fields(RUNTIME, {}, None)
+    assert plain.error is None
+    assert plain.fields == {"model": "stub", "queue": "q", "tier": "default", "n": 1, "task": "{}", "nonce": ""}
