@@ -9,27 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from redis import Redis
 
 from producers import keys, protocol
 from producers.events import encode_token
 from producers.script import text
 from tests.protocol.model import ALL, scripts
-from tests.protocol.model.scripts import FINAL, Rec
-from tests.protocol.server import Mutant, Server, Stored
+from tests.protocol.model.scripts import FINAL
+from tests.protocol.server import Mutant
+from tests.protocol.store import INCS, LIMIT, PROMPT, TASKS, TTL, Pair
 
-#: Task -> choices. `p` comes from plain Celery.
-TASKS = {"t1": 1, "t2": 2, "p": 3}
-PROMPT = 7
-LIMIT = 2
-TTL = 500
-INCS = ("i1", "i2", "i3")
-#: Every field that a record may have (see `producers.record`), but for `next:<choice>`.
-FIELDS = {
-    *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain", "n"),
-    *("prompt_tokens", "cancel", "claim", "owner", "deaths", "claims", "end", "reasons", "usage", "error"),
-}
 TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
 
 tasks = st.sampled_from(sorted(TASKS))
@@ -53,22 +43,13 @@ def claimed(machine: StoreMachine) -> bool:
     return any(r and r.claim for r in machine.model.values())
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(Pair):
     """Every rule is one call on both sides; what it does stands in a closure, so that `again` can call it once more."""
-
-    redis: Redis
-    mutant: Mutant | None = None
 
     @initialize(begun=st.tuples(*[st.integers(0, 6)] * 3), alive=st.tuples(*[st.booleans()] * 3))
     def begin(self, begun: tuple[int, ...], alive: tuple[bool, ...]) -> None:
         """Each task begins somewhere on its way, so that few steps lead to places that are seldom reached."""
-        self.server = Server(self.redis, self.mutant)
-        self.model: dict[str, Rec | None] = dict.fromkeys(TASKS)
-        self.published: dict[str, list[str]] = {t: [] for t in TASKS}
-        self.live: set[str] = set(INCS)
-        for inc in INCS:
-            self.server.lease(inc, True)
-        self.last: Callable[[], None] = lambda: None
+        self.open()
         self.tokens = 0
         self.claims = 0
         for t, inc, far in zip(sorted(TASKS), INCS, begun, strict=True):
@@ -76,96 +57,6 @@ class StoreMachine(RuleBasedStateMachine):
                 step(self, t, inc)
         for inc, lives in zip(INCS, alive, strict=True):
             self.lease(inc, lives)
-
-    def teardown(self) -> None:
-        if hasattr(self, "server"):
-            self.server.close()
-
-    # ---- both sides ------------------------------------------------------------------------------------------
-
-    def do(self, step: Callable[[], None]) -> None:
-        self.last = step
-        step()
-        self.compare()
-
-    def apt(self, t: str, wanted: Callable[[Rec], Any]) -> str:
-        """This task if it is such a one; else another that is, if there is any."""
-        fits = [other for other in sorted(TASKS) if (r := self.model[other]) and wanted(r)]
-        return t if t in fits or not fits else fits[0]
-
-    def held(self, t: str, valid: bool) -> str:
-        """The claim that holds the task; or one that does not."""
-        r = self.model[t]
-        return str(r.claim) if valid and r and r.claim else "nobody's"
-
-    def compare(self) -> None:
-        controls = []
-        for channel, payload in self.server.listen():
-            if channel.startswith("penstock:tokens:"):
-                position, *entries = json.loads(payload)
-                news = self.published[channel.removeprefix("penstock:tokens:")]
-                assert position == len(news), "published at another position than in the stream"
-                news += map(json.dumps, entries)
-            else:
-                controls.append((channel, payload))
-        assert controls == self.controls
-        self.controls = []
-        for t, stored in self.server.stored(TASKS).items():
-            self._same(t, self.model[t], stored)
-
-    controls: list[tuple[str, str]] = []  # noqa: RUF012 - replaced, never changed in place
-
-    def _same(self, t: str, r: Rec | None, stored: Stored) -> None:
-        fields = stored.fields
-        if r is None:
-            assert not fields
-            assert not stored.entries
-            assert not stored.listed
-            return
-        nexts = tuple(int(fields.get(f"next:{c}", 0)) for c in range(TASKS[t]))
-        assert set(fields) <= FIELDS | {f"next:{c}" for c in range(TASKS[t])}
-        real = Rec(
-            status=fields["status"],
-            cancel="cancel" in fields,
-            expired="deadline" in fields,
-            claim=fields.get("claim"),
-            owner=fields.get("owner"),
-            deaths=int(fields["deaths"]),
-            settled="settled" in fields,
-            stream=tuple(e for _, e in stored.entries if not e.startswith('{"end"')),
-            next=nexts,
-            end=fields.get("end"),
-            claims=int(fields.get("claims", 0)),
-            nonce=fields.get("nonce"),
-            listed=stored.listed,
-            why=self._why(fields),
-        )
-        assert real == r
-        assert [name for name, _ in stored.entries] == [f"{at + 1}-0" for at in range(len(stored.entries))]
-        assert [json.dumps(json.loads(e)) for _, e in stored.entries] == self.published[t]
-        assert ("first" in fields) == bool(r.stream)
-        assert (0 < stored.ttl <= TTL) if r.settled else stored.ttl == -1
-        assert stored.stream_ttl == (stored.ttl if r.settled else -1 if stored.entries else -2)
-        if r.end:
-            self._same_end(r, stored)
-        else:
-            assert len(stored.entries) == len(r.stream)
-
-    @staticmethod
-    def _why(fields: dict[str, str]) -> str | None:
-        error = json.loads(fields.get("error", "null"))
-        return {"expired": "expired", "dead_lettered": "dead"}.get(error["code"]) if error else None
-
-    @staticmethod
-    def _same_end(r: Rec, stored: Stored) -> None:
-        assert len(stored.entries) == len(r.stream) + 1
-        end = json.loads(stored.entries[-1][1])
-        assert end["end"] == r.end
-        assert {"reasons": end["reasons"], "usage": end["usage"], "error": end["error"]} == {
-            name: stored.json(name) for name in ("reasons", "usage", "error")
-        }
-        assert end["usage"]["output_tokens"] == sum(r.next)
-        assert end["usage"]["prompt_tokens"] == (PROMPT if "started" in stored.fields else 0)
 
     # ---- the scripts -----------------------------------------------------------------------------------------
 
