@@ -1,6 +1,6 @@
 """Kill a worker between every two adjacent calls to broker or store, and lose each reply.
 
-    python -m tests.chaos.kill_between_calls           # each distinct pair of adjacent calls once
+    python -m tests.chaos.kill_between_calls           # each distinct pair of adjacent calls, each kind in each way
     python -m tests.chaos.kill_between_calls --all     # each call of a run, struck in each way
 
 "drained" are runs in which the worker is told to stop in the midst of its work.
@@ -62,11 +62,11 @@ class Tally:
 
 
 class Pairs:
-    """Strikes at the first pair of adjacent kinds that no run has been struck at, in each way by turns."""
+    """Strikes at each pair of adjacent kinds once, and at each kind in each way: at the first one not struck before."""
 
     def __init__(self) -> None:
-        self._covered: set[tuple[str, str]] = set()
-        self._modes = itertools.cycle(MODES)
+        self._pairs: set[tuple[str, str]] = set()
+        self._strikes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def aims(self) -> Iterator[Aim]:
@@ -75,10 +75,12 @@ class Pairs:
     def _judge(self, previous: Call | None, call: Call) -> Mode | None:
         pair = (previous.kind if previous else "start", call.kind)
         with self._lock:
-            if pair in self._covered:
+            strikes = self._strikes[call.kind]
+            if pair in self._pairs and strikes >= len(MODES):
                 return None
-            self._covered.add(pair)
-            return next(self._modes)
+            self._pairs.add(pair)
+            self._strikes[call.kind] += 1
+            return MODES[strikes % len(MODES)]
 
 
 class Numbers:

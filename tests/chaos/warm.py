@@ -71,8 +71,6 @@ def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
     import workers.task
