@@ -1,8 +1,8 @@
 """Claims what Celery handed over, many at a time, and starts it in the engine.
 
 The last suspect runs alone: a task whose workers died as often as is allowed but once has company in every crash, and
-most of that company is innocent. It waits until the engine is empty, and nothing is fetched while it runs. So only a
-task that kills its worker by itself is ever given up.
+most of that company is innocent. It waits, unclaimed, until the engine is empty, and nothing is fetched while it runs.
+So only a task that kills its worker by itself is ever given up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.request import Request
 from producers import keys
 from producers.errors import InvalidTask
 from producers.events import Token
-from producers.protocol import Claimed, claim, read_claim
+from producers.protocol import Claimed, claim, read_claim, release
 from producers.script import Call, run_many
 from producers.task import Task
 from workers.connect import LOST, connect
@@ -101,7 +101,7 @@ class Claimer(threading.Thread):
             max_deaths=self._runtime.settings.max_deaths,
         )
 
-    def _take(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed) -> None:
+    def _take(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed, alone: bool = False) -> None:
         runtime, record = self._runtime, claimed.record
         if claimed.answer == "lost":
             runtime.life_is_over(delivery.incarnation)
@@ -123,7 +123,7 @@ class Claimer(threading.Thread):
                 runtime.publisher.conclude_revoked(delivery)
             elif delivery.plain and delivery.plain.error:
                 runtime.publisher.conclude(delivery, "failed", delivery.plain.error)
-            elif record.deaths >= runtime.settings.max_deaths - 1 > 0:
+            elif record.deaths >= runtime.settings.max_deaths - 1 > 0 and not alone:
                 logger.warning("Task %s was lost with its worker %d times: it runs alone", record.id, record.deaths)
                 self._suspects.append(delivery)
                 self._stay_alone(True)
@@ -131,12 +131,31 @@ class Claimer(threading.Thread):
                 self._start(delivery)
 
     def _next_suspect(self) -> None:
-        while self._suspects and self._suspects[0].put_down:
-            self._suspects.popleft()
-        if self._suspects and not self._runtime.running and not self._stopping:
-            self._start(self._suspects.popleft())
-        elif self._alone and not self._suspects and not self._runtime.running:
+        """Give the next one its turn. Those that wait hold no claim: they must not be counted dead with it."""
+        for delivery in [d for d in self._suspects if d.put_down]:
+            self._suspects.remove(delivery)
+        self._release([d for d in self._suspects if d.record is not None])
+        if self._runtime.running or self._stopping:
+            return
+        if self._suspects:
+            delivery = self._suspects.popleft()
+            (claimed,) = self._claim([delivery])
+            self._take(delivery, None, claimed, alone=True)
+        elif self._alone:
             self._stay_alone(False)
+
+    def _release(self, deliveries: list[Delivery]) -> None:
+        """Until the store answers."""
+        while deliveries and not self._stopping:
+            try:
+                run_many(self._redis, [release(delivery.task_id, delivery.uuid) for delivery in deliveries])
+            except LOST as exc:
+                logger.warning("Cannot release %d tasks, trying again: %s", len(deliveries), exc)
+                time.sleep(RETRY_S)
+                continue
+            for delivery in deliveries:
+                delivery.record = None
+            return
 
     def _stay_alone(self, alone: bool) -> None:
         self._alone = alone
