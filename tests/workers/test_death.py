@@ -8,7 +8,7 @@ import pytest
 
 from producers import Client, keys
 from tests.processes import Worker
-from tests.stub_engine import DEADLY
+from tests.stub_engine import DEADLY, STALLED
 from tests.workers.rig import Rig
 
 ORDINARY = "tests.workers.plugins:ordinary_tasks"
@@ -84,6 +84,41 @@ def test_a_suspect_that_is_innocent_runs_alone_and_ends_well(rig: Rig) -> None:
     rig.check([*ids, *late])
     begun = min(int(rig.record(task_id)["started"]) for task_id in late)
     assert begun >= max(int(rig.record(task_id)["finished"]) for task_id in ids), "not while a suspect ran"
+
+
+def test_suspects_that_wait_do_not_die_with_the_one_that_runs(rig: Rig) -> None:
+    (guilty,) = rig.fill(1, prompt=[STALLED])
+    ids = rig.fill(4)
+    for task_id in (guilty, *ids):
+        rig.store.hset(keys.task(task_id), "deaths", 2)
+    first = rig.worker()
+    rig.until(lambda: rig.status(guilty) == "in_progress")
+    rig.until(lambda: all("claims" in rig.record(i) and rig.status(i) == "queued" for i in ids))
+    assert not any("claim" in rig.record(task_id) for task_id in ids)
+    first.stop(signal.SIGKILL)
+    rig.worker()
+    rig.until_settled([guilty, *ids])
+    rig.check([guilty], "failed")
+    rig.check(ids)
+    assert {rig.record(task_id)["deaths"] for task_id in ids} == {"2"}
+
+
+def test_a_waiting_suspect_can_be_cancelled_revoked_and_handed_back(rig: Rig) -> None:
+    app = rig.sender()
+    (running,) = rig.fill(1, prompt=[STALLED])
+    cancelled, revoked, kept = ids = rig.fill(3)
+    for task_id in ids:
+        rig.store.hset(keys.task(task_id), "deaths", 2)
+    worker = rig.worker(STUB_STEP_S=0.01, drain=0.0)
+    rig.until(lambda: all("claims" in rig.record(i) and rig.status(i) == "queued" for i in ids))
+    assert rig.cancel(cancelled) == [1, "cancelled"]
+    app.control.revoke(revoked, terminate=True)
+    assert rig.cancel(running)[0] == 1
+    rig.until_settled([cancelled, revoked, kept, running])
+    rig.check([cancelled, revoked, running], "cancelled")
+    rig.check([kept])
+    assert worker.stop() == 0
+    rig.check_nothing_left()
 
 
 def test_a_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> None:
