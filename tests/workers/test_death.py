@@ -32,6 +32,7 @@ def test_another_worker_goes_on_where_the_stream_ends(rig: Rig) -> None:
     assert rig.redis.hlen(keys.INCARNATIONS) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, 0.003])
 def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: float) -> None:
     """Three workers die while they hold all of it; a task gives up after the third only."""
@@ -45,6 +46,7 @@ def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: flo
     rig.check(ids)
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_its_workers_is_given_up_and_its_neighbours_are_not(rig: Rig) -> None:
     (killer,) = rig.fill(1, prompt=[DEADLY])
     innocent = rig.fill(6, max_tokens=30)
@@ -121,6 +123,7 @@ def test_a_waiting_suspect_can_be_cancelled_revoked_and_handed_back(rig: Rig) ->
     rig.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> None:
     rig.publish_card()
     with Client(rig.url) as client:
@@ -151,6 +154,7 @@ def test_a_plain_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> N
         result.get(timeout=10)
 
 
+@pytest.mark.slow
 def test_an_ordinary_task_that_kills_its_workers_is_dead_lettered(rig: Rig) -> None:
     rig.sender().send_task("app.deadly")
     dead = 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.workers.rig import Rig
 
 PLUGINS = "tests.workers.plugins:ordinary_tasks,tests.workers.plugins:tells_its_books"
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_two_thousand_tasks(rig: Rig) -> None:
     worker = rig.worker(STUB_SEQS=64, lease=10.0, WORKER_PLUGINS=PLUGINS)
     app = rig.sender()

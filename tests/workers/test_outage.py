@@ -36,6 +36,7 @@ def durable(tmp_path: Path) -> Iterator[tuple[Rig, ValkeyServer]]:
         server.stop()
 
 
+@pytest.mark.slow
 def test_a_restart_with_tasks_in_flight(durable: tuple[Rig, ValkeyServer]) -> None:
     rig, server = durable
     worker = rig.worker(STUB_STEP_S=0.01, STUB_SEQS=16, lease=30.0, WORKER_PLUGINS=ORDINARY)
@@ -61,6 +62,7 @@ def test_a_restart_with_tasks_in_flight(durable: tuple[Rig, ValkeyServer]) -> No
     rig.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_away_for_longer_than_the_lease(durable: tuple[Rig, ValkeyServer]) -> None:
     rig, server = durable
     worker = rig.worker(STUB_STEP_S=0.01)
@@ -76,6 +78,7 @@ def test_away_for_longer_than_the_lease(durable: tuple[Rig, ValkeyServer]) -> No
     rig.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_connections_that_break_all_the_time(rig: Rig) -> None:
     worker = rig.worker(STUB_STEP_S=0.005, STUB_SEQS=32, lease=10.0, WORKER_PLUGINS=ORDINARY)
     app = rig.sender()
@@ -130,6 +133,7 @@ def test_broker_and_store_apart(which: str) -> None:
         rig.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer]) -> None:
     broker, server = durable
     with valkey() as (store_url, store):

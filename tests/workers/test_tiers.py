@@ -61,8 +61,8 @@ def test_a_worker_takes_no_more_of_a_higher_tier_than_it_holds_lower(rig: Rig) -
 
 def test_choices_and_tokens_count(rig: Rig) -> None:
     """A task of n choices takes n sequences; one that does not fit is left where it is, and what is behind it too."""
-    rig.worker(STUB_SEQS=4, STUB_TOKENS=1000, STUB_STEP_S=0.01)
-    (first,) = rig.fill(1, n=3, max_tokens=100)
+    rig.worker(STUB_SEQS=4, STUB_TOKENS=200, STUB_STEP_S=0.005)
+    (first,) = rig.fill(1, n=3, max_tokens=60)
     rig.until(lambda: rig.tokens(first))
     (wide,) = rig.fill(1, n=2, max_tokens=2)
     (narrow,) = rig.fill(1, max_tokens=2)
@@ -71,9 +71,9 @@ def test_choices_and_tokens_count(rig: Rig) -> None:
     assert rig.redis.llen(POOL) == 2
     rig.until_settled([first, wide, narrow])
     assert started(rig, wide) >= int(rig.record(first)["finished"])
-    (big,) = rig.fill(1, max_tokens=900)
+    (big,) = rig.fill(1, max_tokens=150)
     rig.until(lambda: rig.tokens(big))
-    (other,) = rig.fill(1, max_tokens=200)
+    (other,) = rig.fill(1, max_tokens=50)
     rig.until_settled([big, other])
     assert started(rig, other) >= int(rig.record(big)["finished"])
     rig.check([first, wide, narrow, urgent, big, other])
