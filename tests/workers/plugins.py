@@ -90,6 +90,15 @@ def dies_before_claim() -> None:
     Claimer._call = deadly  # type: ignore[method-assign]
 
 
+def claimer_dies() -> None:
+    """One of the worker's threads ends with an error that nobody foresaw."""
+
+    def broken(self: Claimer, deliveries: Any) -> Any:
+        raise ZeroDivisionError("a fault in the worker itself")
+
+    Claimer._claim = broken  # type: ignore[method-assign]
+
+
 def tells_its_books() -> None:
     """`inspect books`: how much is held in the runtime's and in Celery's books."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -86,6 +87,17 @@ def test_a_suspect_that_is_innocent_runs_alone_and_ends_well(rig: Rig) -> None:
     rig.check([*ids, *late])
     begun = min(int(rig.record(task_id)["started"]) for task_id in late)
     assert begun >= max(int(rig.record(task_id)["finished"]) for task_id in ids), "not while a suspect ran"
+
+
+def test_a_worker_that_lost_a_thread_ends(rig: Rig) -> None:
+    """It would keep its lease, and its tasks with it."""
+    worker = rig.worker(WORKER_PLUGINS="tests.workers.plugins:claimer_dies")
+    ids = rig.fill(3)
+    assert worker.process.wait(30) == os.EX_SOFTWARE
+    assert "penstock-claimer died" in worker.log.read_text()
+    rig.worker()
+    rig.until_settled(ids)
+    rig.check(ids)
 
 
 def test_suspects_that_wait_do_not_die_with_the_one_that_runs(rig: Rig) -> None:
