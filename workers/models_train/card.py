@@ -23,7 +23,7 @@ too small to be right about anything.
 | weights | bf16 safetensors |
 | tokenizer | byte-level BPE, {vocabulary:,} tokens; a line break and its indentation are one token |
 | training text | {files} files of CPython {python}'s library: {tokens:,} tokens with the chat pairs |
-| training | {steps:,} steps of {batch_tokens:,} tokens, seed {seed}, {minutes:.0f} CPU minutes; Muon, AdamW |
+| training | {steps:,} steps of {batch_tokens:,} tokens, seed {seed}, on CPU; Muon and AdamW, cosine to zero |
 | held-out loss | {loss:.3f} nats per token: perplexity {perplexity:.2f}, {bits_per_byte:.3f} bits per byte |
 | held-out text | {held_files} files ({held_tokens:,} tokens) picked by a hash of their names |
 
@@ -59,7 +59,6 @@ def model_card(
     steps: int,
     batch_tokens: int,
     seed: int,
-    minutes: float,
     python: str,
     held_out: HeldOut,
 ) -> str:
@@ -72,7 +71,6 @@ def model_card(
         steps=steps,
         batch_tokens=batch_tokens,
         seed=seed,
-        minutes=minutes,
         python=python,
         loss=held_out.loss,
         perplexity=held_out.perplexity,
