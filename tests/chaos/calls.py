@@ -18,6 +18,7 @@ LISTENS = frozenset({b"SUBSCRIBE", b"PSUBSCRIBE", b"UNSUBSCRIBE", b"PUNSUBSCRIBE
 
 _FAMILIES = [
     (re.compile(rb"^penstock:queue:"), "queue"),
+    (re.compile(rb"^penstock:(models|pools|routes)"), "directory"),
     (re.compile(rb"^penstock:(\w+)"), None),
     (re.compile(rb"^celery-task-meta-"), "result"),
 ]

@@ -32,6 +32,8 @@ class Kill:
 
     at: float
     worker: str
+    lease_left: float
+    """For how long others had to believe that it lived, s."""
     stopped: dict[str, int]
 
 
@@ -65,7 +67,8 @@ class Fleet:
         """SIGKILL, held still before, so that what it was at is known for certain. Another one takes its place."""
         worker.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, worker.process.pid, os.WSTOPPED | os.WNOWAIT)
-        kill = Kill(time.monotonic(), worker.name, self._running(worker, list(open_tasks)))
+        at, left = time.monotonic(), max(self._redis.pttl(keys.lease(name)) for name in worker.incarnations)
+        kill = Kill(at, worker.name, left / 1000, self._running(worker, list(open_tasks)))
         worker.process.kill()
         worker.process.wait()
         worker.log.unlink()

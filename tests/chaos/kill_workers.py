@@ -62,6 +62,8 @@ class Findings:
     deaths: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     gaps: list[list[float]] = field(default_factory=list)
+    takeovers: list[float] = field(default_factory=list)
+    """Of all gaps, what came after the end of the dead worker's lease, s."""
     struck_again: int = 0
     """Streams that were killed once more before they went on; their time counts from the last kill."""
     visits: int = 0
@@ -91,7 +93,8 @@ class Findings:
             "faults": self.faults,
             "streams_stopped": len(all_gaps) + self.struck_again,
             "struck_again": self.struck_again,
-            "gap_s": {name: round(_quantile(all_gaps, q), 2) for name, q in (("p50", 0.5), ("p95", 0.95), ("max", 1))},
+            "gap_s": _quantiles(all_gaps),
+            "takeover_s": _quantiles(sorted(self.takeovers)),
             "gap_max_by_kill_s": [round(max(gaps), 2) if gaps else None for gaps in self.gaps],
             "gaps_over_lease_and_margin": len(self.late),
             "uninterrupted": self.comparison.report() if self.comparison else None,
@@ -103,7 +106,8 @@ class Findings:
             f"{said['kills']} kills of a worker in {said['seconds']} s, {said['tasks']} tasks, {said['tokens']} tokens",
             f"final states: {said['statuses']}; deaths counted per task: {said['deaths']}",
             f"open streams stopped: {said['streams_stopped']}; they stood still for {said['gap_s']} s "
-            f"(lease {self.plan.lease} s + {MARGIN_S} s; {said['gaps_over_lease_and_margin']} longer)",
+            f"(lease {self.plan.lease} s + {MARGIN_S} s; {said['gaps_over_lease_and_margin']} longer), "
+            f"of which {said['takeover_s']} s after the lease's end",
         ]
         if self.comparison is not None:
             lines.append(f"against an uninterrupted run: {self.comparison}")
@@ -192,11 +196,14 @@ def _judge_gaps(findings: Findings, kills: list[Kill], tasks: dict[str, Followed
                 findings.struck_again += 1
             elif later:
                 gaps.append(later[0] - kill.at)
+                findings.takeovers.append(gaps[-1] - kill.lease_left)
         findings.gaps.append(gaps)
 
 
-def _quantile(ordered: list[float], q: float) -> float:
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+def _quantiles(ordered: list[float]) -> dict[str, float | None]:
+    last = len(ordered) - 1
+    parts = (("p50", 0.5), ("p95", 0.95), ("max", 1.0))
+    return {name: round(ordered[int(part * last)], 2) if ordered else None for name, part in parts}
 
 
 def main() -> None:

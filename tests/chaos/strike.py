@@ -157,5 +157,5 @@ def _within(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(0.02)
     return True
