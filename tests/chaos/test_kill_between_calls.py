@@ -12,7 +12,7 @@ from tests.chaos.kill_between_calls import Pairs, strike
 def test_every_pair_of_adjacent_calls_can_be_parted() -> None:
     pairs = Pairs()
     for drained in (False, True):
-        tally = strike(pairs.aims(), lanes=2, drained=drained)
+        tally = strike(pairs.aims(), lanes=3, drained=drained)
         assert not tally.faults
         assert set(tally.struck) == {"before", "after", "drop"}
         # What the protocol knows, whatever threads make of its order.

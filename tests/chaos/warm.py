@@ -74,9 +74,12 @@ def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
     import workers.task
+    import workers.transport.intake
     from workers.settings import WorkerSettings
     from workers.worker import run_worker
 
+    # A retried task is ready again after these two.
     workers.task.RETRY_COUNTDOWN_S = 0.05
+    workers.transport.intake.IDLE_S = 0.2
     logging.getLogger().handlers.clear()
     sys.exit(run_worker(WorkerSettings(**settings)))
