@@ -48,8 +48,8 @@ class Runner:
         how = self._sampling.gather(sampling) if sampling else None
         if batch.entered is not None:
             self._cache.index_fill_(2, batch.entered, 0)
-        logits = self._model.forward(batch.tokens, batch.positions, batch.attention, self._cache, batch.wanted)
-        return [] if how is None else sample(logits, how)
+        hidden = self._model.forward(batch.tokens, batch.positions, batch.attention, self._cache, batch.wanted)
+        return [] if how is None else sample(self._model.logits(hidden), how)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:

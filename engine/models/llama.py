@@ -58,10 +58,13 @@ class Llama:
             # The sum and the next layer's norm are one operation, so the norm is reached for across the border.
             after = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
             x, residual = after.add(x, residual)
+        return x[wanted]
+
+    def logits(self, hidden: Tensor) -> Tensor:
         head = self._head or self._embedding.head
         if head is None:
             raise RuntimeError("a model is packed before it runs")
-        return head(x[wanted])
+        return head(hidden)
 
 
 class _Layer:

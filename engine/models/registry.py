@@ -49,10 +49,13 @@ class Model(Protocol):
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionBatch, cache: Tensor, wanted: Tensor
     ) -> Tensor:
-        """Logits [wanted, vocabulary] of the token rows whose indexes are in `wanted`.
+        """The last hidden states [wanted, width], normed, of the token rows whose indexes are in `wanted`.
 
         `tokens`, `positions`: int64 [tokens]. `cache`: [layers, 2, blocks, block_size, kv_heads, head_dim].
         """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] of what `forward` gave; apart, so that those of a long prompt come in pieces."""
 
 
 def load_model(folder: str | Path, dtype: str, device: torch.device, kernels: type[Kernels] | None = None) -> Model:
