@@ -32,6 +32,8 @@ from tests.processes import running_valkey
 
 #: A stream that the killed worker was making must go on so soon after the lease's end (s).
 MARGIN_S = 2.0
+#: Here workers die through no fault of the tasks'.
+OUT_OF_REACH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,7 @@ class Plan:
     workers: int = 2
     open_tasks: int = 16
     longest: int = 400
-    #: So many that it is never reached: here workers die through no fault of the tasks'.
-    max_deaths: int = 1000
+    max_deaths: int = OUT_OF_REACH
 
 
 @dataclass(slots=True)
@@ -212,8 +213,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", choices=ENGINES, default="bundled")
     parser.add_argument("--lease", type=float, default=10.0, help="seconds (default: 10)")
+    parser.add_argument("--max-deaths", type=int, default=OUT_OF_REACH, help="of one task (default: out of reach)")
     args = parser.parse_args()
-    findings = run(Plan(kills=args.kills, seed=args.seed, engine=args.engine, lease=args.lease))
+    plan = Plan(kills=args.kills, seed=args.seed, engine=args.engine, lease=args.lease, max_deaths=args.max_deaths)
+    findings = run(plan)
     print(findings.summary(), file=sys.stderr)
     print(json.dumps(findings.report(), indent=2))
     sys.exit(0 if findings.fine else 1)
