@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from engine.bounds import biases, flag, integer, number, strings, token_ids
 from engine.errors import RequestError
 
 #: Limits of a request, also shown in the messages that refuse one.
@@ -18,17 +16,29 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 100.0
 MAX_INT32 = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 2.0
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_LISTED_IDS = 4096
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Checked when made: raises RequestError naming the parameter, its value and its limits.
 
-    Filters apply in the order temperature, top_k, top_p. Lists are taken for the tuples.
+    A token is chosen in this order, whatever the order of the fields: the penalties (repetition, then frequency and
+    presence), logit_bias, allowed_token_ids, banned_token_ids with bad_words and min_tokens; temperature; then the
+    filters top_k, top_p, min_p, typical_p, each on what those before it left. At temperature 0 the likeliest token is
+    taken after the penalties and lists. Lists, and a mapping for logit_bias, are taken for the tuples.
     """
 
     max_tokens: int | None = None
-    """Tokens to generate at most; None goes up to the end of the context."""
+    """Tokens to generate at most; None goes up to the end of the context. 0 generates nothing and ends with "length":
+    for prompt_logprobs alone."""
     min_tokens: int = 0
     """EOS, stop tokens and stop strings end nothing before this many tokens."""
     temperature: float = 1.0
@@ -37,80 +47,98 @@ class SamplingParams:
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probabilities add up to this."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the likeliest (arXiv 2407.01082)."""
+    typical_p: float = 1.0
+    """Keep the tokens whose surprise is nearest to the distribution's entropy, up to this sum of probabilities (locally
+    typical sampling, arXiv 2202.00666)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by this where positive, else multiplied (arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token in the output."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of every token in the output, as often as it is there."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other token is generated; empty allows all."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that are never generated."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are never generated, as the tokenizer writes them at a word's start or in its middle: the last of its
+    tokens is banned where the others precede."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text; they are not part of it, unless include_stop."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, like EOS: listed in token_ids, absent from text."""
+    include_stop: bool = False
+    """Keep the stop string that ended the text."""
     ignore_eos: bool = False
     n: int = 1
     """Independent choices made from one prompt."""
+    best_of: int | None = None
+    """Make so many choices and give the n whose tokens have the highest mean log probability, best first, once all have
+    ended. None or n makes n and gives them as they come."""
     logprobs: int | None = None
-    """None: no logprobs. k: of each chosen token, and of the k likeliest."""
+    """None: no logprobs. k: of each chosen token, and of the k likeliest. Of the model's own distribution."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt, given those before it; the first has none."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_INT32)
-        _integer("min_tokens", self.min_tokens, 0, MAX_INT32)
+            integer("max_tokens", self.max_tokens, 0, MAX_INT32)
+        integer("min_tokens", self.min_tokens, 0, MAX_INT32)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", param="min_tokens"
             )
-        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _integer("top_k", self.top_k, 0, MAX_INT32)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise RequestError("top_p=0 keeps no token; it must be above 0, up to 1", param="top_p")
+        number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        integer("top_k", self.top_k, 0, MAX_INT32)
+        number("top_p", self.top_p, 0.0, 1.0, above=True)
+        number("min_p", self.min_p, 0.0, 1.0)
+        number("typical_p", self.typical_p, 0.0, 1.0, above=True)
+        number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        self._check_lists()
         if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        object.__setattr__(self, "stop", _stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
+            integer("seed", self.seed, 0, MAX_SEED)
+        flag("include_stop", self.include_stop)
+        flag("ignore_eos", self.ignore_eos)
+        integer("n", self.n, 1, MAX_CHOICES)
+        if self.best_of is not None:
+            integer("best_of", self.best_of, 1, MAX_CHOICES)
+            if self.best_of < self.n:
+                raise RequestError(
+                    f"best_of={self.best_of} is less than n={self.n}; it must be from n to {MAX_CHOICES}",
+                    param="best_of",
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def _check_lists(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("stop", strings("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
+        put("bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS))
+        put("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, MAX_INT32))
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            put(name, token_ids(name, getattr(self, name), MAX_LISTED_IDS, MAX_INT32))
+        put("logit_bias", biases("logit_bias", self.logit_bias, MAX_BIASES, MAX_INT32, MAX_BIAS))
+        if self.allowed_token_ids and set(self.allowed_token_ids) <= set(self.banned_token_ids):
             raise RequestError(
-                f"ignore_eos={self.ignore_eos!r} must be true or false", param="ignore_eos", code="invalid_type"
+                "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
             )
-        _integer("n", self.n, 1, MAX_CHOICES)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
+    @property
+    def width(self) -> int:
+        """Choices that are made, of which `n` are given."""
+        return self.best_of or self.n
 
-def _stops(value: object) -> tuple[str, ...]:
-    stops = _sequence("stop", value, MAX_STOPS)
-    for stop in stops:
-        if not isinstance(stop, str):
-            raise RequestError(f"stop has {stop!r}, which is not a string", param="stop", code="invalid_type")
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise RequestError(
-                f"stop has a string of {len(stop)} characters; each must have 1 to {MAX_STOP_CHARS}",
-                param="stop",
-            )
-    return stops
-
-
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    ids = _sequence("stop_token_ids", value, MAX_STOP_TOKEN_IDS)
-    for token_id in ids:
-        _integer("stop_token_ids", token_id, 0, MAX_INT32)
-    return ids
-
-
-def _sequence(name: str, value: object, limit: int) -> tuple[Any, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise RequestError(f"{name}={value!r} must be a list", param=name, code="invalid_type")
-    if len(value) > limit:
-        raise RequestError(f"{name} has {len(value)} entries; at most {limit} are allowed", param=name)
-    return tuple(value)
-
-
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}={value!r} must be an integer", param=name, code="invalid_type")
-    if not low <= value <= high:
-        raise RequestError(f"{name}={value} must be from {low} to {high}", param=name)
-
-
-def _number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(f"{name}={value!r} must be a number", param=name, code="invalid_type")
-    if not (math.isfinite(value) and low <= value <= high):
-        raise RequestError(f"{name}={value} must be a number from {low:g} to {high:g}", param=name)
+    @property
+    def selects(self) -> bool:
+        """Whether more choices are made than given."""
+        return self.width > self.n

@@ -26,7 +26,7 @@ _REPLY_TO: Final = str(uuid.uuid4())
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One task's message: `n` choices that may need `tokens` KV tokens, which is what a worker's credit is spent on."""
+    """One task's message: `n` sequences that may need `tokens` KV tokens, on which a worker's credit is spent."""
 
     id: str
     queue: str
@@ -38,7 +38,7 @@ class Message:
     def of(cls, record: Record) -> Message:
         """The message of a record, for sending it again. Raises KeyError or ValueError for a broken record."""
         fields = record.fields
-        return cls(record.id, fields["queue"], fields["tier"], int(fields["n"]), int(fields["tokens"]))
+        return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]))
 
     @property
     def list(self) -> str:

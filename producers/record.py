@@ -75,6 +75,11 @@ class Record:
         return int(self.fields.get("n", 1))
 
     @property
+    def width(self) -> int:
+        """Choices that are made, of which `n` are given."""
+        return int(self.task.get("best_of") or self.n)
+
+    @property
     def deaths(self) -> int:
         return int(self.fields.get("deaths", 0))
 

@@ -90,7 +90,7 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
     task_id = task_id or str(uuid.uuid4())
     fields = record_fields(task, known)
     yield from _admit(directory, task, task_id, known, fields, patience_s)
-    message = Message(task_id, known.queue, task.tier, task.n, int(fields["tokens"]))
+    message = Message(task_id, known.queue, task.tier, task.width, int(fields["tokens"]))
     try:
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:

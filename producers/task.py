@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
@@ -22,6 +23,19 @@ MAX_INT32: Final = (1 << 31) - 1
 MAX_SEED: Final = (1 << 63) - 1
 MAX_TTL_S: Final = 30 * 24 * 3600
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+#: Log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
+MAX_PROMPT_LOGPROBS: Final = 262_144
+#: Output tokens that a task with best_of may give: they are published at once.
+MAX_BEST_TOKENS: Final = 65_536
+#: What a task leaves open, unless the model's card has a default of its own.
+DEFAULTS: Final[Mapping[str, float]] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+}
 #: Tokens of text are not counted here: about one for three bytes, which is on the safe side for most text.
 BYTES_PER_TOKEN: Final = 3
 #: Output tokens assumed of a task that sets no max_tokens.
@@ -64,13 +78,26 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _biases(value: Any) -> Any:
+    """JSON's keys are strings: decimal ones are token ids."""
+    if not isinstance(value, Mapping):
+        return value
+    return {int(k) if isinstance(k, str) and _DECIMAL.fullmatch(k) else k: bias for k, bias in value.items()}
+
+
+_DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
+
+
 def _tier(value: Any) -> Any:
     return "default" if value == "auto" else value
 
 
 Tier = Literal["priority", "default", "flex", "batch"]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Ids = Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[int])]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, float])]
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=str | list[int])]
 
 
@@ -83,22 +110,38 @@ class Task(BaseModel):
     model: str = Field(min_length=1, max_length=200, description="the name of a model, 1 to 200 characters")
     prompt: Prompt = Field(description="text or a list of token ids")
     max_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT32, description="an integer from 1 up (unset: as far as the context goes)"
+        None, ge=0, le=MAX_INT32, description="an integer from 0 up (unset: as far as the context goes)"
     )
     min_tokens: int = Field(0, ge=0, le=MAX_INT32, description="an integer from 0 up, at most max_tokens")
     temperature: float | None = Field(None, ge=0, le=100, description="a number from 0 (greedy) to 100")
     top_k: int | None = Field(None, ge=0, le=MAX_INT32, description="an integer from 0 (off) up")
     top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
+    min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 (off) to 1")
+    typical_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="a number from 0.01 to 10")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    logit_bias: Biases = Field(
+        default_factory=dict, max_length=1024, description="at most 1024 numbers from -100 to 100 by token id"
+    )
+    allowed_token_ids: Ids = Field(
+        (), max_length=4096, description="a list of at most 4096 token ids, of which banned_token_ids leaves some"
+    )
+    banned_token_ids: Ids = Field((), max_length=4096, description="a list of at most 4096 token ids")
+    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_tuple, json_schema_input_type=list[str])] = Field(
+        (), max_length=64, description="a list of at most 64 strings, each of 1 to 256 characters"
+    )
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
-    stop: Annotated[tuple[Stop, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field(
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field(
         (), max_length=16, description="a string, or a list of at most 16, each of 1 to 256 characters"
     )
-    stop_token_ids: Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[int])] = Field(
-        (), max_length=64, description="a list of at most 64 token ids"
-    )
+    stop_token_ids: Ids = Field((), max_length=64, description="a list of at most 64 token ids")
+    include_stop: bool = Field(False, description="true (the text keeps the stop string that ended it) or false")
     ignore_eos: bool = Field(False, description="true or false")
     n: int = Field(1, ge=1, le=64, description="an integer from 1 to 64")
+    best_of: int | None = Field(None, ge=1, le=64, description="an integer from n to 64")
     logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
     tier: Annotated[Tier, BeforeValidator(_tier)] = Field(
         "default", description="auto, priority, default, flex or batch"
     )
@@ -132,6 +175,12 @@ class Task(BaseModel):
             raise InvalidTask(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", param="min_tokens"
             )
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidTask(f"best_of is {self.best_of}, less than n ({self.n})", param="best_of")
+        if self.allowed_token_ids and set(self.allowed_token_ids) <= set(self.banned_token_ids):
+            raise InvalidTask(
+                "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
+            )
         return self
 
     @classmethod
@@ -157,13 +206,18 @@ class Task(BaseModel):
         """The prompt's length, where it came as token ids."""
         return None if isinstance(self.prompt, str) else len(self.prompt)
 
+    @property
+    def width(self) -> int:
+        """Choices that are made, of which `n` are given."""
+        return self.best_of or self.n
+
     def kv_tokens(self, context_length: int) -> int:
         """KV tokens that the task may need, as can be told without a tokenizer: prompt once, output for each choice."""
         prompt = self.prompt_tokens
         if isinstance(self.prompt, str):
             prompt = -(-len(self.prompt.encode()) // BYTES_PER_TOKEN)
-        output = self.max_tokens or ASSUMED_OUTPUT
-        return min((prompt or 0) + output * self.n, context_length * self.n)
+        output = ASSUMED_OUTPUT if self.max_tokens is None else self.max_tokens
+        return min((prompt or 0) + output * self.width, context_length * self.width)
 
     def check(self, card: Mapping[str, Any]) -> None:
         """Raise InvalidTask where the model of this card (`engine.text.card`) cannot run the task."""
@@ -174,13 +228,15 @@ class Task(BaseModel):
             raise InvalidTask(
                 f"prompt has token id {max(self.prompt)}; {self.model!r} has ids 0 to {vocabulary - 1}", param="prompt"
             )
-        if self.stop_token_ids and max(self.stop_token_ids) >= vocabulary:
-            raise InvalidTask(
-                f"stop_token_ids has {max(self.stop_token_ids)}; {self.model!r} has ids 0 to {vocabulary - 1}",
-                param="stop_token_ids",
-            )
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias"):
+            highest = max(getattr(self, name), default=0)
+            if highest >= vocabulary:
+                raise InvalidTask(f"{name} has {highest}; {self.model!r} has ids 0 to {vocabulary - 1}", param=name)
+        if len(set(self.banned_token_ids)) >= vocabulary:
+            raise InvalidTask(f"banned_token_ids bans all tokens of {self.model!r}", param="banned_token_ids")
         prompt = self.prompt_tokens or 1
-        output = self.max_tokens or max(self.min_tokens, 1)
+        output = max(self.min_tokens, 1) if self.max_tokens is None else self.max_tokens
+        self._check_size(prompt, context)
         if prompt + output > context:
             what = f"{self.prompt_tokens} prompt tokens" if self.prompt_tokens else "the prompt (1 token or more)"
             raise InvalidTask(
@@ -190,11 +246,27 @@ class Task(BaseModel):
                 code="context_length_exceeded",
             )
 
+    def _check_size(self, prompt: int, context: int) -> None:
+        """How much is stored at once is bounded."""
+        if self.prompt_logprobs is not None and (wanted := (self.prompt_logprobs + 1) * prompt) > MAX_PROMPT_LOGPROBS:
+            raise InvalidTask(
+                f"prompt_logprobs is {self.prompt_logprobs}: with {prompt} prompt tokens these are {wanted} log "
+                f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
+                param="prompt_logprobs",
+            )
+        output = context - prompt if self.max_tokens is None else self.max_tokens
+        if self.width > self.n and self.n * output > MAX_BEST_TOKENS:
+            raise InvalidTask(
+                f"best_of is {self.best_of}: {self.n} choices of up to {output} tokens are more than the "
+                f"{MAX_BEST_TOKENS} tokens that are given at once; lower max_tokens or n",
+                param="best_of",
+            )
+
     def resolved(self, card: Mapping[str, Any]) -> Self:
         """The task as the worker will run it: checked, the card's defaults filled in, a seed stamped."""
         self.check(card)
-        usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | card.get("defaults", {})
-        filled = {name: usual[name] for name in ("temperature", "top_k", "top_p") if getattr(self, name) is None}
+        usual = {**DEFAULTS, **card.get("defaults", {})}
+        filled = {name: usual[name] for name in DEFAULTS if getattr(self, name) is None}
         if self.seed is None:
             filled["seed"] = secrets.randbits(63)
         return self.model_copy(update=filled)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.request import Sequence
+from engine.sampling.filters import Filters, Ranked
 from engine.sampling.noise import row_keys
 from engine.upload import upload
 
@@ -25,14 +26,9 @@ class Draws:
     """int64 [draws]: which rows of the logits."""
     temperature: Tensor
     """fp32 [draws, 1]."""
-    top_k: Tensor
-    """int64 [draws]; 0 keeps all."""
-    top_p: Tensor
-    """fp32 [draws]; 1 keeps all."""
     keys: Tensor
     """int32 [draws, 1, 2]: see noise.row_keys."""
-    largest_k: int
-    any_top_p: bool
+    filters: Filters | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +53,9 @@ class SamplingRows:
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int64)
         self._top_p = np.ones(slots, np.float32)
+        self._min_p = np.zeros(slots, np.float32)
+        self._typical = np.ones(slots, np.float32)
+        self._filtered = np.zeros(slots, np.bool_)
         self._seed = np.zeros(slots, np.uint64)
         self._choice = np.zeros(slots, np.uint64)
         self._min_tokens = np.zeros(slots, np.int64)
@@ -69,6 +68,9 @@ class SamplingRows:
         # All tokens kept is the same as no filter.
         self._top_k[slot] = params.top_k if params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._typical[slot] = params.typical_p
+        self._filtered[slot] = self._top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
         self._seed[slot] = sequence.seed
         self._choice[slot] = sequence.choice
         self._min_tokens[slot] = params.min_tokens
@@ -92,16 +94,33 @@ class SamplingRows:
         own = slots[drawn]
         positions = np.fromiter((len(sequences[i].tokens) for i in drawn), np.uint64, len(drawn))
         keys = row_keys(self._seed[own], self._choice[own], positions)
-        top_k, top_p = self._top_k[own], self._top_p[own]
-        sent = upload([drawn, self._temperature[own][:, None], top_k, top_p, keys[:, None]], self._device)
-        return Draws(
-            rows=sent[0],
-            temperature=sent[1],
-            top_k=sent[2],
-            top_p=sent[3],
-            keys=sent[4],
-            largest_k=int(top_k.max()),
-            any_top_p=bool((top_p < 1).any()),
+        sent = upload([drawn, self._temperature[own][:, None], keys[:, None]], self._device)
+        filters = self._filters(own) if self._filtered[own].any() else None
+        return Draws(rows=sent[0], temperature=sent[1], keys=sent[2], filters=filters)
+
+    def _filters(self, slots: NDArray[np.int64]) -> Filters:
+        """Those of the drawn rows, by their slots. Rows without one cost those that have it nothing."""
+        top_k, top_p = self._top_k[slots], self._top_p[slots]
+        min_p, mass = self._min_p[slots], self._typical[slots]
+        ranked = ((top_k > 0) | (top_p < 1)).nonzero()[0]
+        strange = (mass < 1).nonzero()[0]
+        with np.errstate(divide="ignore"):
+            distance = np.log(min_p)
+        sent = upload(
+            [ranked, top_k[ranked], top_p[ranked], distance[:, None], strange, mass[strange][:, None]], self._device
+        )
+        return Filters(
+            ranked=Ranked(
+                rows=sent[0] if len(ranked) < len(slots) else None,
+                top_k=sent[1],
+                top_p=sent[2],
+                largest_k=int(top_k.max()),
+                any_top_p=bool((top_p < 1).any()),
+            )
+            if len(ranked)
+            else None,
+            min_p=sent[3] if min_p.any() else None,
+            typical=(sent[4], sent[5]) if len(strange) else None,
         )
 
     def _banned(self, sequences: list[Sequence], slots: NDArray[np.int64]) -> list[Tensor] | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.plan import Sampled
 from engine.request import TokenLogprobs
-from engine.sampling.filters import thresholds
+from engine.sampling.filters import narrow
 from engine.sampling.noise import REACH, gumbel
 from engine.sampling.rows import Draws, SamplingBatch
 
@@ -43,9 +43,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
 def draw(logits: Tensor, draws: Draws) -> Tensor:
     """int64 [draws]: a token for each row of `logits` fp32 [draws, vocabulary], by Gumbel-max."""
     scaled = logits / draws.temperature
-    threshold = None
-    if draws.largest_k or draws.any_top_p:
-        threshold = thresholds(scaled, draws.top_k, draws.top_p, draws.largest_k, draws.any_top_p)
+    threshold = None if draws.filters is None else narrow(scaled, draws.filters)
     if scaled.device.type == "cpu":
         # Also leave out what no noise could make the largest.
         reach = scaled.amax(-1, keepdim=True) - REACH

@@ -12,7 +12,8 @@ format is fixed, as one JSON object; a reader passes over keys that it does not 
     capabilities      ["generate"], and "chat" where there is a chat template
     eos_token_ids     list of token ids, may be empty
     bos_token_id      token id or null
-    defaults          generation_config.json's temperature, top_k, top_p, where given
+    defaults          generation_config.json's temperature, top_k, top_p, min_p, typical_p, repetition_penalty, where
+                      given
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
 """
@@ -33,7 +34,7 @@ from engine.text.checkpoint import count_parameters, model_version
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, read_files, read_object
 
-_DEFAULTS = ("temperature", "top_k", "top_p")
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import pytest
 from engine.errors import RequestError
 from engine.params import SamplingParams
 
+HUGE = 10**400
+
 
 def test_lists_become_tuples_and_defaults_stand():
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2])
@@ -18,12 +20,32 @@ def test_lists_become_tuples_and_defaults_stand():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("max_tokens", 0),
         ("max_tokens", 1),
         ("min_tokens", 0),
         ("temperature", 0),
         ("temperature", 2.0),
         ("top_k", 0),
         ("top_p", 0.001),
+        ("min_p", 0),
+        ("min_p", 1.0),
+        ("typical_p", 0.001),
+        ("typical_p", 1),
+        ("repetition_penalty", 0.01),
+        ("repetition_penalty", 10),
+        ("presence_penalty", -2.0),
+        ("presence_penalty", 2),
+        ("frequency_penalty", -2),
+        ("frequency_penalty", 2.0),
+        ("logit_bias", tuple((token_id, -100.0) for token_id in range(1024))),
+        ("allowed_token_ids", tuple(range(4096))),
+        ("banned_token_ids", (0,) * 4096),
+        ("bad_words", ("x" * 256,) * 64),
+        ("include_stop", True),
+        ("best_of", 1),
+        ("best_of", 64),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", 20),
         ("seed", 0),
         ("seed", 2**63 - 1),
         ("stop", ("x" * 256,) * 16),
@@ -39,8 +61,59 @@ def test_the_limits_themselves_are_allowed(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
         ("max_tokens", -1),
+        ("max_tokens", HUGE),
+        ("min_tokens", HUGE),
+        ("temperature", HUGE),
+        ("temperature", -HUGE),
+        ("top_p", HUGE),
+        ("seed", HUGE),
+        ("logit_bias", {HUGE: 1.0}),
+        ("logit_bias", {1: HUGE}),
+        ("banned_token_ids", [HUGE]),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("min_p", None),
+        ("typical_p", 0),
+        ("typical_p", 1.1),
+        ("typical_p", "1"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 10.1),
+        ("repetition_penalty", True),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("frequency_penalty", -math.inf),
+        ("logit_bias", {1: 100.1}),
+        ("logit_bias", {1: -100.1}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {1: None}),
+        ("logit_bias", [(1, 1.0), (1, 2.0)]),
+        ("logit_bias", [5]),
+        ("logit_bias", [(1,)]),
+        ("logit_bias", ["ab"]),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [2**31]),
+        ("allowed_token_ids", [1] * 4097),
+        ("allowed_token_ids", None),
+        ("banned_token_ids", [1.0]),
+        ("banned_token_ids", [1] * 4097),
+        ("bad_words", "text"),
+        ("bad_words", [""]),
+        ("bad_words", ["x" * 257]),
+        ("bad_words", ["x"] * 65),
+        ("bad_words", [1]),
+        ("include_stop", 1),
+        ("include_stop", None),
+        ("best_of", 0),
+        ("best_of", 65),
+        ("best_of", 2.0),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", False),
         ("max_tokens", 1.0),
         ("max_tokens", True),
         ("min_tokens", -1),
@@ -90,3 +163,29 @@ def test_min_tokens_may_not_exceed_max_tokens():
     SamplingParams(min_tokens=5, max_tokens=5)
     with pytest.raises(RequestError, match="min_tokens=6 is more than max_tokens=5"):
         SamplingParams(min_tokens=6, max_tokens=5)
+
+
+def test_a_mapping_of_biases_becomes_pairs():
+    params = SamplingParams(logit_bias={7: -1, 3: 2.5})
+    assert params.logit_bias == ((3, 2.5), (7, -1.0))
+    assert SamplingParams(logit_bias=params.logit_bias) == params
+    assert hash(params)
+
+
+def test_best_of_makes_at_least_what_is_given():
+    assert (SamplingParams(n=3).width, SamplingParams(n=3, best_of=5).width) == (3, 5)
+    assert [SamplingParams(n=2, best_of=k).selects for k in (None, 2, 3)] == [False, False, True]
+    with pytest.raises(RequestError, match="best_of=2 is less than n=3"):
+        SamplingParams(n=3, best_of=2)
+
+
+def test_a_ban_must_leave_something_of_what_is_allowed():
+    SamplingParams(allowed_token_ids=[1, 2], banned_token_ids=[2, 3])
+    with pytest.raises(RequestError, match="no token that banned_token_ids does not ban"):
+        SamplingParams(allowed_token_ids=[1, 2], banned_token_ids=[2, 1])
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "seed", "n", "logprobs"])
+def test_a_number_that_python_does_not_print_is_refused_too(name):
+    with pytest.raises(RequestError, match=f"{name}=a huge int"):
+        SamplingParams(**{name: 10**5000})

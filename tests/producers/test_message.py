@@ -89,7 +89,9 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
 
 def test_a_record_gives_its_message_again() -> None:
     message = Message("t", QUEUE, "flex", 3, 40)
-    fields = {"queue": QUEUE, "tier": "flex", "n": "3", "tokens": "40"}
+    fields = {"queue": QUEUE, "tier": "flex", "n": "3", "tokens": "40", "task": "{}"}
     assert Message.of(Record("t", fields)) == message
+    best = fields | {"n": "2", "task": '{"best_of": 3}'}
+    assert Message.of(Record("t", best)) == message
     with pytest.raises(KeyError):
         Message.of(Record("t", {"tier": "flex"}))

@@ -50,6 +50,9 @@ def test_the_record_says_what_was_accepted(client: Face, valkey: Redis) -> None:
         temperature=0.6,
         top_k=0,
         top_p=1.0,
+        min_p=0.0,
+        typical_p=1.0,
+        repetition_penalty=1.0,
     )
     assert valkey.zcard(keys.SUBMITTING) == 0
 

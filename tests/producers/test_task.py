@@ -27,7 +27,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [1, 2.0]}, "prompt", "invalid_value"),
     ({"prompt": [True]}, "prompt", "invalid_value"),
     ({"prompt": ["a"]}, "prompt", "invalid_value"),
-    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"max_tokens": -5}, "max_tokens", "invalid_value"),
     ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
     ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
@@ -45,6 +44,34 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 0.0}, "top_p", "invalid_value"),
     ({"top_p": 1.01}, "top_p", "invalid_value"),
     ({"top_p": math.nan}, "top_p", "invalid_value"),
+    ({"min_p": 1.1}, "min_p", "invalid_value"),
+    ({"min_p": "0"}, "min_p", "invalid_type"),
+    ({"typical_p": 0}, "typical_p", "invalid_value"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"repetition_penalty": 10**400}, "repetition_penalty", "invalid_type"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "invalid_value"),
+    ({"frequency_penalty": None}, "frequency_penalty", "invalid_type"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"five": 1}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {"05": 1}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {-5: 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"99999999999": 1}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {5: "1"}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": [5]}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {str(k): 1 for k in range(1025)}}, "logit_bias", "invalid_value"),
+    ({"allowed_token_ids": [10**400]}, "allowed_token_ids", "invalid_value"),
+    ({"allowed_token_ids": [1] * 4097}, "allowed_token_ids", "invalid_value"),
+    ({"allowed_token_ids": [1, 2], "banned_token_ids": [2, 1]}, "allowed_token_ids", "invalid_value"),
+    ({"banned_token_ids": [1.0]}, "banned_token_ids", "invalid_type"),
+    ({"bad_words": "word"}, "bad_words", "invalid_type"),
+    ({"bad_words": ["x" * 257]}, "bad_words", "invalid_value"),
+    ({"bad_words": ["x"] * 65}, "bad_words", "invalid_value"),
+    ({"include_stop": "yes"}, "include_stop", "invalid_type"),
+    ({"best_of": 65}, "best_of", "invalid_value"),
+    ({"best_of": 2, "n": 3}, "best_of", "invalid_value"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", "invalid_type"),
     ({"seed": -1}, "seed", "invalid_value"),
     ({"seed": MAX_SEED + 1}, "seed", "invalid_value"),
     ({"stop": ""}, "stop", "invalid_value"),
@@ -136,6 +163,11 @@ def test_what_people_write_is_taken() -> None:
     [
         ({"prompt": [999, 1000]}, "prompt", "invalid_value"),
         ({"stop_token_ids": [1000]}, "stop_token_ids", "invalid_value"),
+        ({"logit_bias": {1000: 1.0}}, "logit_bias", "invalid_value"),
+        ({"allowed_token_ids": [1000, 1]}, "allowed_token_ids", "invalid_value"),
+        ({"banned_token_ids": [1, 1000]}, "banned_token_ids", "invalid_value"),
+        ({"banned_token_ids": list(range(1000))}, "banned_token_ids", "invalid_value"),
+        ({"prompt": [1] * 513, "max_tokens": 0}, "prompt", "context_length_exceeded"),
         ({"prompt": [1] * 512}, "prompt", "context_length_exceeded"),
         ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
         ({"prompt": [1] * 500, "min_tokens": 13}, "max_tokens", "context_length_exceeded"),
@@ -157,12 +189,37 @@ def test_a_model_that_generates_nothing_is_refused() -> None:
 def test_the_context_may_be_filled_to_the_last_token() -> None:
     Task(model="tiny", prompt=[1] * 500, max_tokens=12).check(CARD)
     Task(model="tiny", prompt=[1] * 511).check(CARD)
+    Task(model="tiny", prompt=[1] * 512, max_tokens=0, prompt_logprobs=1).check(CARD)
     Task(model="tiny", prompt="text", max_tokens=511).check(CARD)
+
+
+def test_what_would_be_stored_at_once_is_bounded() -> None:
+    wide = CARD | {"context_length": 1 << 20}
+    Task(model="tiny", prompt=[1] * 12_483, prompt_logprobs=20).check(wide)
+    with pytest.raises(InvalidTask, match=r"262164 log probabilities; at most 262144") as refused:
+        Task(model="tiny", prompt=[1] * 12_484, prompt_logprobs=20).check(wide)
+    assert refused.value.param == "prompt_logprobs"
+    Task(model="tiny", prompt=[1], n=4, best_of=5, max_tokens=16_384).check(wide)
+    Task(model="tiny", prompt=[1], n=64, best_of=64).check(wide)
+    for fields in ({"max_tokens": 16_385, "n": 4}, {"n": 1}):
+        with pytest.raises(InvalidTask, match="more than the 65536 tokens") as refused:
+            Task(model="tiny", prompt=[1], best_of=5, **fields).check(wide)
+        assert refused.value.param == "best_of"
+
+
+def test_token_ids_of_biases_may_be_strings_as_json_has_them() -> None:
+    task = Task.parse_json('{"model":"m","prompt":"x","logit_bias":{"7":-100,"0":1.5}}')
+    assert task.logit_bias == {7: -100.0, 0: 1.5}
+    assert Task.parse_json(task.model_dump_json()) == task
+    assert Task(model="m", prompt="x", logit_bias={7: 1}).logit_bias == {7: 1.0}
 
 
 def test_the_worker_is_told_everything() -> None:
     task = Task(model="tiny", prompt="x", top_p=0.5).resolved(CARD)
     assert (task.temperature, task.top_k, task.top_p) == (0.6, 0, 0.5)  # the card's, ours, the caller's
+    assert (task.min_p, task.typical_p, task.repetition_penalty) == (0.0, 1.0, 1.0)
+    own = {"min_p": 0.1, "typical_p": 0.2, "repetition_penalty": 1.1}
+    assert Task(model="tiny", prompt="x").resolved(CARD | {"defaults": own}).model_dump().items() >= own.items()
     assert task.seed is not None
     assert Task(model="tiny", prompt="x", seed=5, temperature=0).resolved(CARD).seed == 5
     assert Task(model="tiny", prompt="x", temperature=0).resolved(CARD).temperature == 0
@@ -175,3 +232,5 @@ def test_kv_tokens_count_the_prompt_once_and_the_output_for_each_choice() -> Non
     assert Task(model="m", prompt="ééé!", max_tokens=5).kv_tokens(512) == 3 + 5  # 7 bytes
     assert Task(model="m", prompt=[1]).kv_tokens(512) == 1 + ASSUMED_OUTPUT
     assert Task(model="m", prompt=[1], max_tokens=500, n=2).kv_tokens(100) == 200
+    assert Task(model="m", prompt=[1] * 10, max_tokens=5, n=2, best_of=3).kv_tokens(512) == 25
+    assert Task(model="m", prompt=[1] * 10, max_tokens=0).kv_tokens(512) == 10

@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from engine.errors import RequestError
 from engine.params import SamplingParams
@@ -22,7 +23,7 @@ from producers.errors import InvalidTask
 from producers.events import Token
 from producers.protocol import Claimed, claim, read_claim, release
 from producers.script import Call, run_many
-from producers.task import Task
+from producers.task import DEFAULTS, Task
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
@@ -191,28 +192,21 @@ class Claimer(threading.Thread):
         record = delivery.record
         assert record is not None
         task = Task.parse_json(record.fields.get("task", ""))
-        defaults = self._runtime.card.get("defaults", {})
         prompt = task.prompt
         return Request(
             id=delivery.uuid,
             prompt_ids=self._runtime.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
-            params=SamplingParams(
-                max_tokens=task.max_tokens,
-                min_tokens=task.min_tokens,
-                temperature=_first(task.temperature, defaults.get("temperature"), 1.0),
-                top_k=_first(task.top_k, defaults.get("top_k"), 0),
-                top_p=_first(task.top_p, defaults.get("top_p"), 1.0),
-                seed=task.seed,
-                stop=task.stop,
-                stop_token_ids=task.stop_token_ids,
-                ignore_eos=task.ignore_eos,
-                n=task.n,
-                logprobs=task.logprobs,
-            ),
+            params=self._params(task),
             tier=keys.TIERS[task.tier][0],
             salt=task.tenant or "",
             resume=self._published(delivery) if any(delivery.base) else [],
         )
+
+    def _params(self, task: Task) -> SamplingParams:
+        """The task's own, else the card's, else everybody's."""
+        usual = {**DEFAULTS, **self._runtime.card.get("defaults", {})}
+        asked = {field.name: getattr(task, field.name) for field in fields(SamplingParams)}
+        return SamplingParams(**asked | {name: usual[name] for name in DEFAULTS if asked[name] is None})
 
     def _published(self, delivery: Delivery) -> list[list[int]]:
         """The tokens that earlier workers published, per choice: this worker goes on from there."""
@@ -221,7 +215,3 @@ class Claimer(threading.Thread):
             if isinstance(event, Token):
                 found[event.choice].append(event.token_id)
         return found
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)

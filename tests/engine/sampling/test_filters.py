@@ -10,18 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sampling import filters
-from engine.sampling.filters import thresholds
+from engine.sampling.filters import Filters, Ranked, narrow
 
 
 def kept(logits: torch.Tensor, top_k: list[int], top_p: list[float], device: str = "cpu") -> list[set[int]]:
-    threshold = thresholds(
-        logits.to(device),
-        torch.tensor(top_k, device=device),
-        torch.tensor(top_p, dtype=torch.float32, device=device),
-        max(top_k),
-        min(top_p) < 1,
-    ).cpu()
-    return [set(row.nonzero().view(-1).tolist()) for row in logits >= threshold]
+    """What top-k and top-p keep of each row."""
+    ranked = Ranked(
+        rows=None,
+        top_k=torch.tensor(top_k, device=device),
+        top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
+        largest_k=max(top_k),
+        any_top_p=min(top_p) < 1,
+    )
+    return left(logits.to(device), Filters(ranked=ranked))
+
+
+def left(logits: torch.Tensor, filters: Filters) -> list[set[int]]:
+    logits = logits.clone()
+    floor = narrow(logits, filters)
+    stays = logits > float("-inf")
+    if floor is not None:
+        stays &= logits >= floor
+    return [set(row.nonzero().view(-1).tolist()) for row in stays]
 
 
 def by_definition(logits: list[float], top_k: int, top_p: float) -> tuple[set[int], bool]:

@@ -9,38 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.output import OutputState
-from engine.params import SamplingParams
-from engine.plan import Sampled
-from engine.request import Request, Sequence
+from engine.request import Sequence
 from engine.sampling import SamplingRows, sample
 from engine.sampling import sampler as sampler_module
+from tests.engine.sampling.sequences import run, sequence
 
 VOCAB = 200
-
-
-def sequence(
-    slot: int, *, seed: int = 0, choice: int = 0, length: int = 3, eos: tuple[int, ...] = (), **params: Any
-) -> Sequence:
-    chosen = SamplingParams(**params)
-    return Sequence(
-        request=Request(f"r{slot}", [1] * length, chosen),
-        choice=choice,
-        tokens=[1] * length,
-        prompt_len=length,
-        output=OutputState(chosen, eos, None, 100),
-        seed=seed,
-        serial=slot,
-        queued_at=0.0,
-        slot=slot,
-    )
-
-
-def run(logits: torch.Tensor, sequences: list[Sequence], device: torch.device | str = "cpu") -> list[Sampled]:
-    rows = SamplingRows(max(s.slot for s in sequences) + 1, logits.shape[-1], torch.device(device))
-    for one in sequences:
-        rows.admit(one)
-    return sample(logits.to(device), rows.gather(sequences))
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:

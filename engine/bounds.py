@@ -1,0 +1,85 @@
+"""Checks of one value each: what is out of bounds is refused by its name, with its value and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import RequestError
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: not longer than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}={shown(value)} must be an integer", param=name, code="invalid_type")
+    if not low <= value <= high:
+        raise RequestError(f"{name}={shown(value)} must be from {low} to {high}", param=name)
+
+
+def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """`above`: `low` itself is refused too."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name}={shown(value)} must be a number", param=name, code="invalid_type")
+    # Compared before it is converted: no float holds an integer of 400 digits. NaN compares as false.
+    if not low <= value <= high or (above and value == low):
+        wanted = f"above {low:g}, up to {high:g}" if above else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name}={shown(value)} must be a number {wanted}", param=name)
+
+
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}={shown(value)} must be true or false", param=name, code="invalid_type")
+
+
+def strings(name: str, value: object, limit: int, longest: int) -> tuple[str, ...]:
+    """At most `limit` strings of 1 to `longest` characters."""
+    found = _sequence(name, value, limit)
+    for one in found:
+        if not isinstance(one, str):
+            raise RequestError(f"{name} has {shown(one)}, which is not a string", param=name, code="invalid_type")
+        if not 1 <= len(one) <= longest:
+            raise RequestError(
+                f"{name} has a string of {len(one)} characters; each must have 1 to {longest}", param=name
+            )
+    return found
+
+
+def token_ids(name: str, value: object, limit: int, highest: int) -> tuple[int, ...]:
+    """At most `limit` token ids, each up to `highest`."""
+    found = _sequence(name, value, limit)
+    for one in found:
+        integer(name, one, 0, highest)
+    return found
+
+
+def biases(name: str, value: object, limit: int, highest: int, reach: float) -> tuple[tuple[int, float], ...]:
+    """A mapping, or pairs, of token id to a number from -`reach` to `reach`, by token id; at most `limit`."""
+    pairs = _sequence(name, tuple(value.items()) if isinstance(value, Mapping) else value, limit)
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
+            raise RequestError(
+                f"{name} has {shown(pair)}, which is not a token id with its bias", param=name, code="invalid_type"
+            )
+        integer(name, pair[0], 0, highest)
+        number(name, pair[1], -reach, reach)
+        if pair[0] in found:
+            raise RequestError(f"{name} has token id {pair[0]} twice", param=name)
+        found[pair[0]] = float(pair[1])
+    return tuple(sorted(found.items()))
+
+
+def _sequence(name: str, value: object, limit: int) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise RequestError(f"{name}={shown(value)} must be a list", param=name, code="invalid_type")
+    if len(value) > limit:
+        raise RequestError(f"{name} has {len(value)} entries; at most {limit} are allowed", param=name)
+    return tuple(value)
