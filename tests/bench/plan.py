@@ -1,0 +1,71 @@
+"""What a step costs before and after its forward pass: `python -m tests.bench.plan`.
+
+Sequences that all decode, with the bundled model's tokenizer; tokens come from a list. Per step: `schedule` plans it,
+`update` enters its tokens (detokeniser, stop conditions, prefix cache, events).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+from engine.params import SamplingParams
+from engine.plan import Sampled
+from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.text import Tokenizer
+from tests.processes import ROOT
+
+
+def measure(sequences: int, steps: int) -> dict[str, float]:
+    tokenizer = Tokenizer.from_folder(ROOT / "workers" / "models" / "tiny")
+    prompt = 128
+    scheduler = Scheduler(
+        num_blocks=2 * sequences * -(-(prompt + steps + 8) // 16),
+        block_size=16,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=sequences * prompt,
+        max_model_len=prompt + steps + 8,
+        new_detokenizer=tokenizer.new_detokenizer,
+    )
+    rng = random.Random(1)
+    draw = tokenizer.vocab_size - 1
+    for number in range(sequences):
+        ids = [rng.randint(0, draw) for _ in range(prompt)]
+        scheduler.add(Request(str(number), ids, SamplingParams(max_tokens=steps + 4, stop=("nowhere in it",), seed=number)))
+    plans, updates = [], []
+    for step in range(steps + 1):
+        start = time.perf_counter()
+        plan = scheduler.schedule(time.monotonic())
+        middle = time.perf_counter()
+        if plan is None or len(plan.rows) < sequences:
+            raise RuntimeError("the sequences do not all run")
+        sampled = [Sampled(rng.randint(0, draw)) for _ in plan.rows]
+        ready = time.perf_counter()
+        scheduler.update(plan, sampled, time.monotonic())
+        if step:  # the first computes the prompts
+            plans.append((middle - start) * 1e3)
+            updates.append((time.perf_counter() - ready) * 1e3)
+    both = [a + b for a, b in zip(plans, updates, strict=True)]
+    return {
+        "sequences": sequences,
+        "schedule_ms_p50": round(statistics.median(plans), 3),
+        "update_ms_p50": round(statistics.median(updates), 3),
+        "both_ms_p50": round(statistics.median(both), 3),
+        "both_ms_p95": round(statistics.quantiles(both, n=20)[-1], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=500)
+    args = parser.parse_args()
+    print(json.dumps(measure(args.sequences, args.steps), indent=2))
+
+
+if __name__ == "__main__":
+    main()
