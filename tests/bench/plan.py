@@ -35,7 +35,9 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
     draw = tokenizer.vocab_size - 1
     for number in range(sequences):
         ids = [rng.randint(0, draw) for _ in range(prompt)]
-        scheduler.add(Request(str(number), ids, SamplingParams(max_tokens=steps + 4, stop=("nowhere in it",), seed=number)))
+        scheduler.add(
+            Request(str(number), ids, SamplingParams(max_tokens=steps + 4, stop=("nowhere in it",), seed=number))
+        )
     plans, updates = [], []
     for step in range(steps + 1):
         start = time.perf_counter()
