@@ -23,7 +23,8 @@ class StepBatch:
     """int64 [tokens], from each prompt's first token."""
     attention: AttentionBatch
     wanted: Tensor
-    """int64 [sampling rows]: token rows whose logits are wanted, in the plan's order."""
+    """int64: token rows whose logits are wanted: of the sampling rows, in the plan's order; then of the prompts that
+    are scored, in the plan's order."""
     entered: Tensor | None
     """int64: blocks that this step begins to fill but does not fill up, to be zeroed before the forward pass.
 
@@ -68,6 +69,13 @@ class BatchBuilder:
         last_row = np.empty(len(rows), np.int64)
         last_row[order] = ends - 1
         wanted = last_row[[i for i, row in enumerate(plan.rows) if row.samples]]
+        spans = [
+            np.arange(span.start, span.stop) + (last_row[i] + 1 - row.count - row.start)
+            for i, row in enumerate(plan.rows)
+            if row.seq.scores is not None and (span := row.wanted())
+        ]
+        if spans:
+            wanted = np.concatenate((wanted, *spans))
         bounds = self._group(rows)
         groups = self._tables_of(bounds, slots, starts + counts)
         entered = self._entered(slots, starts, starts + counts)

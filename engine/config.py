@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,8 @@ from engine.errors import EngineError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
+#: As good as never.
+_MAX_AGEING_S = 1e9
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 
@@ -67,8 +68,9 @@ class EngineConfig:
             raise EngineError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
         if isinstance(self.ageing_s, bool) or not isinstance(self.ageing_s, (int, float)):
             raise EngineError(f"ageing_s={self.ageing_s!r} must be a number of seconds")
-        if not (math.isfinite(self.ageing_s) and self.ageing_s >= 0.001):
-            raise EngineError(f"ageing_s={self.ageing_s!r} must be a finite number of seconds, at least 0.001")
+        # Compared before it is converted: no float holds an integer of 400 digits.
+        if not 0.001 <= self.ageing_s <= _MAX_AGEING_S:
+            raise EngineError(f"ageing_s={self.ageing_s!r} must be a number of seconds from 0.001 to 1e9")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

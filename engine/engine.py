@@ -20,7 +20,7 @@ from engine.memory import kv_blocks
 from engine.models import Model, load_model
 from engine.models.registry import read_settings
 from engine.params import SamplingParams
-from engine.request import Choice, Event, Output, Request
+from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.runner import Runner, block_bytes
 from engine.scheduler import Scheduler
 from engine.text import ModelCard, Tokenizer
@@ -225,8 +225,11 @@ class _Collector:
         self._pieces: list[list[str]] = [[] for _ in self._choices]
         self._prompt_tokens = len(request.prompt_ids)
         self._cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def take(self, event: Event) -> None:
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
         choice = self._choices[event.choice]
         choice.token_ids += event.token_ids
         self._pieces[event.choice] += event.texts
@@ -252,6 +255,7 @@ class _Collector:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             choices=self._choices,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

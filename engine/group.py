@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from engine.plan import Sampled
+from engine.prompt_scores import PromptScores
 from engine.request import Event, FinishReason, Request, Sequence, Status
 
 
@@ -22,13 +23,19 @@ class Group:
     """Choices of which the end has not been told."""
     cached_tokens: int | None = None
     """None until a choice was first admitted."""
+    scores: PromptScores | None = None
+    """Where the log probabilities of the prompt are wanted."""
 
     def enter(self, seq: Sequence) -> tuple[FinishReason | None, str | int | None]:
         """Take in a new choice with the tokens that were published before; the answer says whether they ended it.
 
-        Tokens past the end, if there are any, are dropped.
+        Tokens past the end, if there are any, are dropped. A choice that is to generate nothing ends at once, but for
+        the first where the prompt has to be computed for its own sake.
         """
         self.seqs.append(seq)
+        if seq.output.limit == 0 and (self.scores is None or seq.choice > 0):
+            seq.status = Status.FINISHED
+            return "length", None
         published = self.request.resume[seq.choice] if seq.choice < len(self.request.resume) else []
         for token_id in published:
             seq.tokens.append(token_id)
@@ -45,6 +52,13 @@ class Group:
             if seq.status is Status.RUNNING and seq.computed >= seq.prompt_len and seq.serial not in entered:
                 return seq
         return None
+
+    def prompt_event(self, seq: Sequence, scores: PromptScores) -> Event:
+        """The log probabilities of the prompt, all in one."""
+        event = self.event(seq, None)
+        event.index = 0
+        event.prompt_logprobs = scores.found
+        return event
 
     def event(
         self,

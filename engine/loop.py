@@ -128,12 +128,14 @@ class StepLoop:
 
     def _step(self) -> None:
         began = time.monotonic()
-        self._read_notes()
+        told = self._read_notes()
         with self._state:
             plan = self._scheduler.schedule(began)
         if plan is None:
             if self._scheduler.has_work:
                 raise EngineError("the scheduler has work and plans nothing")
+            if told:
+                self._tell_step()
             return
         failures: list[Event] = []
         sampled = self._execute(plan, failures)
@@ -142,17 +144,22 @@ class StepLoop:
         self._deliver(failures)
         self._deliver(events)
         self.last_step_s = time.monotonic() - began
+        self._tell_step()
+
+    def _tell_step(self) -> None:
         if self.on_step is not None:
             try:
                 self.on_step()
             except Exception:
                 logger.exception("on_step raised")
 
-    def _read_notes(self) -> None:
+    def _read_notes(self) -> bool:
+        """True where a request has ended, or a choice of it, as it was taken in: its events were delivered."""
+        told = False
         while True:
             with self._wake:
                 if not self._notes:
-                    return
+                    return told
                 ticket = self._notes.popleft()
             request_id = ticket.request.id
             if self._known.get(request_id) is ticket:
@@ -168,6 +175,7 @@ class StepLoop:
                     logger.exception("request %r could not be taken in", request_id)
                     events = [_ending(ticket.request, f"the request could not be taken in: {_brief(error)}")]
                 self._deliver(events)
+                told |= bool(events)
 
     def _execute(self, plan: StepPlan, failures: list[Event]) -> list[Sampled]:
         try:

@@ -83,7 +83,7 @@ def _failure(stop: str) -> list[int]:
 class OutputState:
     """One choice's tokens as text, and when they end."""
 
-    __slots__ = ("_armed_from", "_detokenizer", "_ends", "_ends_listed", "_limit", "_stops", "count")
+    __slots__ = ("_armed_from", "_detokenizer", "_ends", "_ends_listed", "_stops", "count", "limit")
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class OutputState:
         Without a detokenizer all text is "", and stop strings never match.
         """
         self.count = 0
-        self._limit = limit
+        self.limit = limit
         self._armed_from = params.min_tokens
         self._ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -119,7 +119,7 @@ class OutputState:
         ended = token_id in self._ends and self.count >= self._armed_from
         self.count += 1
         armed = self.count >= self._armed_from
-        last = ended or self.count >= self._limit
+        last = ended or self.count >= self.limit
         text = ""
         if self._detokenizer is not None:
             text = "" if ended else self._detokenizer.push(token_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.prompt_scores import ScoredPart
 from engine.request import Sequence, TokenLogprobs
 
 
@@ -16,6 +17,13 @@ class ScheduledSeq:
     count: int
     samples: bool
     """True where the last of these tokens is the last there is: its logits choose the next."""
+    scored: ScoredPart | None = None
+    """Set by the runner where the log probabilities of the prompt are wanted."""
+
+    def wanted(self) -> range:
+        """Positions of this part whose logits score the prompt's next token; empty where nobody asked."""
+        scores = self.seq.scores
+        return range(0) if scores is None else scores.wanted(self.start, self.start + self.count)
 
 
 @dataclass(slots=True)

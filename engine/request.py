@@ -11,6 +11,7 @@ from engine.params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.output import OutputState
+    from engine.prompt_scores import PromptScores
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -75,6 +76,8 @@ class Event:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that were not computed because their KV was cached."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt, the first None: all in one event, before those of the first tokens."""
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ class Output:
     prompt_tokens: int
     cached_tokens: int
     choices: list[Choice]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Status(IntEnum):
@@ -138,3 +142,12 @@ class Sequence:
     """Hashes of the full blocks of tokens, as far as they were needed."""
     registered: int = 0
     """Leading blocks of block_table that have been offered to the prefix cache."""
+    scores: PromptScores | None = None
+    """Where the log probabilities of the prompt are wanted."""
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens whose K/V may come from the prefix cache: those after them are computed for their logits."""
+        if self.scores is None or self.scores.done:
+            return len(self.tokens) - 1
+        return len(self.scores.found) - 1

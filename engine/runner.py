@@ -9,7 +9,7 @@ from engine.batch import BatchBuilder
 from engine.models import Model
 from engine.plan import Sampled, StepPlan
 from engine.request import Sequence
-from engine.sampling import SamplingRows, sample
+from engine.sampling import SamplingRows, sample, score_prompts
 from engine.upload import upload
 
 
@@ -49,6 +49,10 @@ class Runner:
         if batch.entered is not None:
             self._cache.index_fill_(2, batch.entered, 0)
         hidden = self._model.forward(batch.tokens, batch.positions, batch.attention, self._cache, batch.wanted)
+        if len(hidden) > len(sampling):
+            scored = [row for row in plan.rows if row.wanted()]
+            score_prompts(scored, hidden[len(sampling) :], self._model.logits, self._model.vocab_size)
+            hidden = hidden[: len(sampling)]
         return [] if how is None else sample(self._model.logits(hidden), how)
 
     @torch.inference_mode()

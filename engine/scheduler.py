@@ -14,8 +14,9 @@ from engine.group import Group
 from engine.kv import BlockTables, root_hash
 from engine.limits import RequestLimits
 from engine.output import OutputState
-from engine.plan import Sampled, StepPlan
+from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.planner import Planner
+from engine.prompt_scores import PromptScores
 from engine.request import Event, Request, Sequence, Status
 from engine.text.detokenizer import Detokenizer
 
@@ -100,8 +101,11 @@ class Scheduler:
         params = request.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         root = root_hash(request.salt, request.adapter, self._version)
-        group = Group(request, root, unfinished=params.n)
         limit = self._limits.output_limit(request)
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
+        group = Group(request, root, unfinished=params.n, scores=scores)
         events = []
         for choice in range(params.n):
             seq = Sequence(
@@ -113,6 +117,7 @@ class Scheduler:
                 seed=seed,
                 serial=self._serial,
                 queued_at=request.arrival,
+                scores=scores,
             )
             self._serial += 1
             reason, match = group.enter(seq)
@@ -179,15 +184,33 @@ class Scheduler:
             if result is not None and result.error is not None:
                 events += self.fail(seq, result.error)
                 continue
+            if row.scored is not None and row.scored.error is not None:
+                events += self.fail(seq.request.id, row.scored.error)
+                continue
             seq.computed = row.start + row.count
             self._tables.register(seq, group.root)
             if group.led and seq.computed >= seq.prompt_len:
                 self._release_led(group, seq)
+            if group.scores is not None:
+                events += self._score(group, group.scores, row)
             if result is not None:
                 events.append(self._append(group, seq, result))
         return events
 
+    @staticmethod
+    def _score(group: Group, scores: PromptScores, row: ScheduledSeq) -> list[Event]:
+        """Enter what a step found out about the prompt; tell it, once, when all is known."""
+        if row.scored is not None:
+            scores.take(row.scored)
+        if scores.told or not scores.done:
+            return []
+        scores.told = True
+        return [group.prompt_event(row.seq, scores)]
+
     def _append(self, group: Group, seq: Sequence, result: Sampled) -> Event:
+        if seq.output.limit == 0:  # it was computed for its prompt alone
+            self._end(group, seq)
+            return group.event(seq, "length")
         seq.tokens.append(result.token_id)
         self._generated_tokens += 1
         text, reason, match = seq.output.push(result.token_id)

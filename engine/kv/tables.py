@@ -47,7 +47,7 @@ class BlockTables:
         shared: list[int] = []
         copy_from = None
         if self._caching:
-            full = (len(seq.tokens) - 1) // size
+            full = seq.reusable // size
             extend_hashes(seq.hashes, root, seq.tokens, size, full)
             shared = self.pool.match(islice(seq.hashes, full))
         computed = len(shared) * size

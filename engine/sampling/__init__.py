@@ -4,9 +4,11 @@ rows.py keeps each running sequence's parameters in a permanent row and gathers 
 sampler.py masks banned tokens, takes the likeliest where the temperature is 0, and elsewhere adds noise to what
 filters.py (top-k, top-p) leaves and takes the largest. noise.py makes that noise from (seed, choice, position,
 token) alone, so that a token does not depend on the batch it was sampled in, nor on what happened in between.
+logprobs.py says how likely the model itself held a token, chosen or of the prompt.
 """
 
+from engine.sampling.logprobs import score_prompts
 from engine.sampling.rows import SamplingBatch, SamplingRows
 from engine.sampling.sampler import sample
 
-__all__ = ["SamplingBatch", "SamplingRows", "sample"]
+__all__ = ["SamplingBatch", "SamplingRows", "sample", "score_prompts"]

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.plan import Sampled
 from engine.request import TokenLogprobs
 from engine.sampling.filters import narrow
+from engine.sampling.logprobs import NOT_FINITE, token_logprobs
 from engine.sampling.noise import REACH, gumbel
 from engine.sampling.rows import Draws, SamplingBatch
 
@@ -33,9 +34,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
     ids, whole = torch.stack((tokens, finite.long())).tolist()
     logprobs = {} if said is None else _logprobs(said, tokens, ids, batch)
     return [
-        Sampled(token, logprobs.get(row))
-        if ok
-        else Sampled(token, error="the model's logits are not finite (NaN or infinity)")
+        Sampled(token, logprobs.get(row)) if ok else Sampled(token, error=NOT_FINITE)
         for row, (token, ok) in enumerate(zip(ids, whole, strict=True))
     ]
 
@@ -60,17 +59,7 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def _logprobs(said: Tensor, tokens: Tensor, ids: list[int], batch: SamplingBatch) -> dict[int, TokenLogprobs]:
-    """Row -> the chosen token's log probability and the likeliest tokens'.
-
-    `said` is [wanting rows, vocabulary]; `tokens` int64 [rows] the chosen ones, `ids` the same on the host.
-    """
-    chosen = said.gather(1, tokens[batch.logprob_rows][:, None])
-    most = min(max(batch.logprob_counts.values()), said.shape[-1])
-    values, likeliest = said.topk(most)
-    listed = torch.cat((chosen, values), 1).tolist()
-    listed_ids = likeliest.tolist()
-    found = {}
-    for i, (row, count) in enumerate(batch.logprob_counts.items()):
-        top = tuple(zip(listed_ids[i][:count], listed[i][1 : count + 1], strict=True))
-        found[row] = TokenLogprobs(ids[row], listed[i][0], top)
-    return found
+    """By row. `said` [wanting rows, vocabulary]; `tokens` int64 [rows] the chosen ones, `ids` the same on the host."""
+    rows, counts = list(batch.logprob_counts), list(batch.logprob_counts.values())
+    found = token_logprobs(said, tokens[batch.logprob_rows], [ids[row] for row in rows], counts)
+    return dict(zip(rows, found, strict=True))

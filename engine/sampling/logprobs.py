@@ -1,0 +1,62 @@
+"""Log probabilities as callers get them: of chosen tokens, and of a prompt's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.plan import ScheduledSeq
+from engine.prompt_scores import ScoredPart
+from engine.request import TokenLogprobs
+from engine.upload import upload
+
+#: Logits of a prompt that are computed at a time, in numbers: 32 MiB in fp32, whatever the prompt's length.
+_SLICE = 1 << 23
+
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+
+
+def token_logprobs(said: Tensor, tokens: Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Of each row the token's log probability and those of the likeliest `counts[row]` tokens.
+
+    `said` [rows, vocabulary] log probabilities; `tokens` int64 [rows], `ids` the same on the host.
+    """
+    chosen = said.gather(1, tokens[:, None])
+    values, likeliest = said.topk(min(max(counts), said.shape[-1]))
+    listed = torch.cat((chosen, values), 1).tolist()
+    listed_ids = likeliest.tolist()
+    return [
+        TokenLogprobs(token, own[0], tuple(zip(top[:count], own[1 : count + 1], strict=True)))
+        for token, own, top, count in zip(ids, listed, listed_ids, counts, strict=True)
+    ]
+
+
+def score_prompts(rows: list[ScheduledSeq], hidden: Tensor, logits: Callable[[Tensor], Tensor], vocab: int) -> None:
+    """Set `scored` of each row, all of which have wanted positions. `hidden` [wanted positions, hidden size] are theirs
+    in order, `logits` makes logits of any slice of them. A prompt whose logits are not all finite gets an error, alone.
+    """
+    ids: list[int] = []
+    counts: list[int] = []
+    for row in rows:
+        span = row.wanted()
+        ids += row.seq.tokens[span.start + 1 : span.stop + 1]
+        counts += [row.seq.scores.top if row.seq.scores else 0] * len(span)
+    tokens = upload([np.array(ids, np.int64)], hidden.device)[0]
+    found: list[TokenLogprobs] = []
+    finite: list[bool] = []
+    size = max(1, _SLICE // vocab)
+    for start in range(0, len(ids), size):
+        end = min(start + size, len(ids))
+        part = logits(hidden[start:end]).float()
+        finite += (part.amin(-1).isfinite() & part.amax(-1).isfinite()).tolist()
+        found += token_logprobs(part.log_softmax(-1), tokens[start:end], ids[start:end], counts[start:end])
+    place = 0
+    for row in rows:
+        span = row.wanted()
+        end = place + len(span)
+        whole = all(finite[place:end])
+        row.scored = ScoredPart(span.start + 1, found[place:end] if whole else [], None if whole else NOT_FINITE)
+        place = end
