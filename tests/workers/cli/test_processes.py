@@ -1,0 +1,52 @@
+"""`penstock worker`: what is said on the command line is what the worker is told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from typer.testing import CliRunner
+
+from workers.cli.app import app
+from workers.settings import WorkerSettings
+
+URL = "redis://127.0.0.1:1/0"
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *options: str) -> WorkerSettings:
+    """The settings that `penstock worker` would run with."""
+    given: list[WorkerSettings] = []
+
+    def run_worker(settings: WorkerSettings, log_level: str) -> int:
+        given.append(settings)
+        return 0
+
+    monkeypatch.setattr("workers.worker.run_worker", run_worker)
+    result = CliRunner().invoke(app, ["worker", "--broker", URL, "--model", "tiny", *options])
+    assert result.exit_code == 0, result.output
+    return given[0]
+
+
+def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = told(
+        monkeypatch,
+        *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain", "5", "--max-deaths", "7"),
+        *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000"),
+        *("--dtype", "float32", "--device", "cpu", "--threads", "1"),
+    )
+    engine = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "kv_cache_bytes": 1_000_000,
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+    }
+    assert settings == WorkerSettings(
+        URL, "redis://127.0.0.1:2/0", "tiny", "w", engine, lease=20.0, drain=5.0, max_deaths=7
+    )
+
+
+def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = WorkerSettings(URL, URL, "tiny", "w")
+    assert dataclasses.replace(told(monkeypatch), name="w") == usual
