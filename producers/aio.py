@@ -20,7 +20,7 @@ from producers.record import Record
 from producers.result import Result, collect
 from producers.script import Call, arun
 from producers.steps import Pause, Send, Step, Steps, T, adrive
-from producers.submission import Directory, submit
+from producers.submission import Directory, Known, submit
 from producers.task import Task
 
 
@@ -59,7 +59,11 @@ class AsyncClient:
 
     async def card(self, model: str) -> dict[str, Any]:
         """A model's card, at most 2 s old. Raises UnknownModel, which names the models that there are."""
-        return (await self.run(self._directory.find(model, self._patience))).card
+        return (await self.known(model)).card
+
+    async def known(self, model: str) -> Known:
+        """A model's card and the queue that its tasks go to, at most 2 s old. Raises UnknownModel."""
+        return await self.run(self._directory.find(model, self._patience))
 
     async def ping(self) -> None:
         """Raise redis.exceptions.RedisError or OSError unless store and broker answer, each at its first asking."""

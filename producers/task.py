@@ -193,13 +193,7 @@ class Task(BaseModel):
     @classmethod
     def parse_json(cls, body: str | bytes) -> Self:
         """A task from JSON text. Raises InvalidTask where that is not UTF-8 or not JSON."""
-        try:
-            fields = json.loads(body if isinstance(body, str) else body.decode())
-        except UnicodeDecodeError as error:
-            raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
-        except (ValueError, RecursionError) as error:
-            raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
-        return cls.parse(fields)
+        return cls.parse(read_json(body))
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -270,6 +264,16 @@ class Task(BaseModel):
         if self.seed is None:
             filled["seed"] = secrets.randbits(63)
         return self.model_copy(update=filled)
+
+
+def read_json(body: str | bytes) -> Any:
+    """JSON text, parsed. Raises InvalidTask where it is not UTF-8 or not JSON."""
+    try:
+        return json.loads(body if isinstance(body, str) else body.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 def shown(value: Any) -> str:

@@ -4,10 +4,10 @@ Messages become a prompt (template), a prompt becomes token ids (tokenizer), tok
 generated (detokenizer), and a model is known to those who never load it by its card (card).
 """
 
-from engine.errors import ModelError
+from engine.errors import ModelError, RequestError
 from engine.text.card import ModelCard
 from engine.text.detokenizer import Detokenizer
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "ModelCard", "ModelError", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "ModelCard", "ModelError", "RequestError", "Tokenizer"]

@@ -31,8 +31,9 @@ from typing import Any
 from engine.errors import ModelError, RequestError
 from engine.params import SamplingParams
 from engine.text.checkpoint import count_parameters, model_version
-from engine.text.template import ChatTemplate
-from engine.text.tokenizer import Tokenizer, read_files, read_object
+from engine.text.files import read_files, read_object
+from engine.text.template import TemplateSource
+from engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -65,7 +66,7 @@ class ModelCard:
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise ModelError(f"{root / 'config.json'} names no architecture")
         tokenizer = Tokenizer(files)
-        chat = ChatTemplate.from_bytes(files) is not None
+        chat = TemplateSource.from_bytes(files) is not None
         return cls(
             name=root.name if name is None else name,
             version=model_version(root),

@@ -45,6 +45,35 @@ def detokenizer_factory(tokenizer: Tokenizer, decoder: dict[str, Any] | None) ->
     return lambda: WindowDetokenizer(tokenizer, token_of)
 
 
+def byte_speller(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callable[[int], bytes]:
+    """Token id to the bytes that it stands for wherever it stands, special tokens included; b"" for an unknown id.
+
+    What a decoder does at the start of a text (dropping a space) or between words is not a token's own.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+
+    def token_of(token_id: int) -> str | None:
+        token: str | None = tokenizer.id_to_token(token_id)
+        return token
+
+    fallback = _fallback_steps(decoder)
+    byte_level = _ByteTable(token_of) if decoder is not None and decoder.get("type") == "ByteLevel" else None
+    pieces = _PieceTable(token_of, fallback[0]) if fallback is not None else None
+
+    def spell(token_id: int) -> bytes:
+        if token_id in added:
+            content: str = added[token_id].content
+            return content.encode()
+        if byte_level is not None:
+            return byte_level[token_id]
+        piece = pieces[token_id] if pieces is not None else token_of(token_id)
+        if isinstance(piece, int):
+            return bytes((piece,))
+        return (piece or "").encode()
+
+    return spell
+
+
 class ByteLevelDetokenizer:
     """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, UTF-8 only when joined."""
 

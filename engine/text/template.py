@@ -1,28 +1,74 @@
 """Chat templates: a list of messages as the prompt that a model was trained on.
 
-A template comes with a model, from anybody: it runs in jinja2's sandbox, which lets it change nothing that it is given
-and see no attribute of Python's own machinery, and it is given plain JSON data only. The sandbox does not limit time
-or memory: that much a model's publisher is trusted with. The environment is that of transformers'
-`apply_chat_template`, so that a template gives the same text here as there.
+    files -> TemplateSource (parsed, not run) -> ChatTemplate (compiled) -> render(messages) -> text
+
+A template comes with a model, from anybody. It runs in a sandbox (`engine.text.sandbox`) and is given plain JSON data
+only; in a process that must stay well, use `engine.text.confined`, which bounds its time and memory, too.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final
 
 import jinja2
-from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelError, RequestError
-from engine.text.tokenizer import read_files, read_object
+from engine.text.files import read_files, read_object
+from engine.text.sandbox import environment
+
+#: Stands for the place where a final message is to go on. The space at its end shows whether the template strips.
+_HERE: Final = "PENSTOCK:GOES:ON:HERE "
+#: Names that an assistant's reasoning comes under; templates read the first, some the second.
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_LONGEST: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSource:
+    """A template's text, and the special tokens that it sees as `bos_token` and the like. Nothing of it has run."""
+
+    text: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ModelError where the text is not a template.
+
+        It is parsed only: compiling a template computes what is constant in it, which may be huge.
+        """
+        if len(self.text) > _LONGEST:
+            raise ModelError(f"the chat template has {len(self.text)} characters; at most {_LONGEST} are taken")
+        try:
+            environment().parse(self.text)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelError(f"the chat template cannot be compiled: {error}") from error
+
+    @classmethod
+    def from_bytes(cls, files: Mapping[str, bytes]) -> TemplateSource | None:
+        """From chat_template.jinja, else tokenizer_config.json's chat_template (of several, that named "default").
+
+        None for a model that has no template. Raises ModelError.
+        """
+        config = read_object(files, "tokenizer_config.json")
+        if "chat_template.jinja" in files:
+            try:
+                text = files["chat_template.jinja"].decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ModelError(f"chat_template.jinja is not UTF-8: {error}") from error
+            return cls(text, _special_tokens(config))
+        entry = config.get("chat_template")
+        if isinstance(entry, list):
+            entry = next(
+                (one.get("template") for one in entry if isinstance(one, dict) and one.get("name") == "default"), None
+            )
+        if entry is None:
+            return None
+        if not isinstance(entry, str):
+            raise ModelError("tokenizer_config.json has a chat_template that is not a string")
+        return cls(entry, _special_tokens(config))
 
 
 class ChatTemplate:
@@ -33,9 +79,10 @@ class ChatTemplate:
 
         Raises ModelError where the source is not a template.
         """
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template cannot be compiled: {error}") from error
 
@@ -46,96 +93,75 @@ class ChatTemplate:
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """From chat_template.jinja, else tokenizer_config.json's chat_template (of several, that named "default")."""
-        config = read_object(files, "tokenizer_config.json")
-        if "chat_template.jinja" in files:
-            try:
-                source = files["chat_template.jinja"].decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise ModelError(f"chat_template.jinja is not UTF-8: {error}") from error
-            return cls(source, _special_tokens(config))
-        entry = config.get("chat_template")
-        if isinstance(entry, list):
-            named = {one.get("name"): one.get("template") for one in entry if isinstance(one, dict)}
-            entry = named.get("default")
-        if entry is None:
-            return None
-        if not isinstance(entry, str):
-            raise ModelError("tokenizer_config.json has a chat_template that is not a string")
-        return cls(entry, _special_tokens(config))
+        """See TemplateSource.from_bytes."""
+        source = TemplateSource.from_bytes(files)
+        return None if source is None else cls(source.text, source.special_tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
         """The prompt as text, special tokens included. `variables` are passed on, for instance `tools`.
+
+        `continue_final_message`: the text ends where the last message's content does, so that the model goes on with
+        it; `add_generation_prompt` should be False then. Both mean what they mean in transformers.
 
         Raises RequestError where the template refuses the messages or cannot make sense of them, ModelError where
         the template tries what the sandbox forbids.
         """
         given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **variables}
-        given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        given |= {"messages": [_reasoning_by_all_names(message) for message in messages]}
+        given = _plain(given | {"add_generation_prompt": add_generation_prompt})
+        final = self._mark(given["messages"]) if continue_final_message else None
         try:
-            return self._template.render(_plain(given))
+            text = self._template.render(given)
         except SecurityError as error:
             raise ModelError(f"the model's chat template was stopped: {error}") from error
-        except RequestError:
+        except MemoryError:
             raise
         except Exception as error:
             # A template fails on odd messages in as many ways as Python does.
             raise RequestError(
                 f"the model's chat template does not accept these messages: {error}", param="messages"
             ) from error
+        return text if final is None else _cut(text, final)
+
+    def _mark(self, messages: list[Any]) -> str:
+        """Put the mark behind the last message's text (of several parts, the last text); what stood before it."""
+        last = messages[-1] if messages else None
+        content = last.get("content") if isinstance(last, dict) else None
+        if isinstance(content, list):
+            part = next((p for p in reversed(content) if isinstance(p, dict) and isinstance(p.get("text"), str)), None)
+            if part is not None:
+                before: str = part["text"]
+                part["text"] = before + _HERE
+                return before
+        if not isinstance(last, dict) or not isinstance(content, str):
+            raise RequestError("continue_final_message needs a last message with text to go on from", param="messages")
+        last["content"] = content + _HERE
+        return content
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["namespace"] = _Namespace
-    return environment
+def _cut(text: str, final: str) -> str:
+    """The text up to the mark. Where the template stripped the message, the space before the mark goes too."""
+    at = text.rfind(_HERE.strip())
+    if at < 0 or final.strip() not in text:
+        raise RequestError(
+            "the last message does not stand in the prompt as it was given, so that it cannot go on: "
+            "the model's chat template changes or leaves out parts of it",
+            param="messages",
+        )
+    return text[:at] if text.startswith(_HERE, at) else text[:at].rstrip()
 
 
-class _GenerationTag(Extension):
-    """`{% generation %}`, with which some templates mark what the assistant says; it changes nothing in the text."""
-
-    # Declared as jinja2 declares it.
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Without underscore names, which could pass for attributes of Python's machinery."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace may not have an attribute {name!r}")
-        super().__setitem__(name, value)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own filter escapes for HTML, which a prompt is not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    # Local time, as in transformers.
-    return datetime.now().strftime(format)
+def _reasoning_by_all_names(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:

@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from engine.errors import ModelError
-from engine.text.detokenizer import Detokenizer, detokenizer_factory
-
-#: The files that a tokenizer and chat template are made of; all but the first may be absent.
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
-
-
-def read_files(folder: str | Path) -> dict[str, bytes]:
-    """Those of FILES that a model folder has. Raises ModelError where tokenizer.json is missing or one unreadable."""
-    files = {}
-    for name in FILES:
-        path = Path(folder) / name
-        try:
-            files[name] = path.read_bytes()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
-    if "tokenizer.json" not in files:
-        raise ModelError(f"{folder} has no tokenizer.json")
-    return files
-
-
-def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """A JSON object; {} where the file is absent. Raises ModelError naming a file that holds anything else."""
-    if name not in files:
-        return {}
-    try:
-        value = json.loads(files[name])
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{name} must hold a JSON object, not {type(value).__name__}")
-    return value
+from engine.text.detokenizer import Detokenizer, byte_speller, detokenizer_factory
+from engine.text.files import read_files, read_object
 
 
 class Tokenizer:
@@ -58,6 +25,7 @@ class Tokenizer:
         self._backend = _load(files)
         try:
             self._new_detokenizer = detokenizer_factory(self._backend, decoder)
+            self._spell = byte_speller(self._backend, decoder)
         except (KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"tokenizer.json has a decoder that cannot be used: {error!r}") from error
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
@@ -91,6 +59,10 @@ class Tokenizer:
         """A token as the vocabulary spells it, None where there is none."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for in the text, special tokens too; b"" where there is none. May be half a character."""
+        return self._spell(token_id)
 
     @property
     def new_detokenizer(self) -> Callable[[], Detokenizer]:

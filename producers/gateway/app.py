@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from producers import sweeper
 from producers.aio import AsyncClient
-from producers.gateway import errors, health, metrics, models, tasks
+from producers.gateway import errors, health, metrics, models, openai, tasks
 from producers.gateway.context import Gateway
 from producers.gateway.edge import Edge
 from producers.gateway.metrics import Metrics
@@ -57,6 +57,6 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.streams = streams
     app.add_middleware(Edge, metrics=figures)
     errors.install(app)
-    for part in (tasks, models, health, metrics):
-        app.include_router(part.router)
+    for router in (*(part.router for part in (tasks, models, health, metrics)), *openai.ROUTERS):
+        app.include_router(router)
     return app

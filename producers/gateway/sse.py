@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from producers.errors import PenstockError
 from producers.events import Event, Logprobs, Token
-from producers.gateway.errors import body_of, problem_of
+from producers.gateway.errors import Problem, body_of, problem_of
 from producers.steps import FAILURES
 
 logger = logging.getLogger(__name__)
@@ -84,38 +84,38 @@ class Streams:
         self._open.discard(stop)
 
 
-class EventStream(Response):
-    """Sends batches of events as they come, until they end, the client leaves, or the gateway stops.
+class LiveStream(Response):
+    """Sends chunks as they come, until they end, the client leaves, or the gateway stops.
 
-    A slow client is waited for with nothing in hand but one batch: meanwhile `batches` is not asked. `first`: a batch
-    that was taken before, to see what there is.
+    A slow client is waited for with nothing in hand but one chunk: meanwhile `chunks` is not asked. What `opening`,
+    `cut` and `broken` give is sent before the first chunk, when the gateway stops, and for an error.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        batches: AsyncGenerator[list[Event]],
-        streams: Streams,
-        *,
-        first: Sequence[Event] = (),
-        heartbeat: float,
-        stall: float,
-    ) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], streams: Streams, *, heartbeat: float, stall: float) -> None:
         self.status_code = 200
         self.background = None
-        self._batches = batches
+        self._chunks = chunks
         self._streams = streams
-        self._first = first
         self._heartbeat = heartbeat
         self._stall = stall
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
+    def opening(self) -> bytes:
+        return b""
+
+    def cut(self) -> bytes:
+        return b""
+
+    def broken(self, error: Exception) -> bytes:
+        return f"event: error\ndata: {json.dumps(body_of(problem_of(error)))}\n\n".encode()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stop = self._streams.enter()
-        leaving = asyncio.create_task(_watch(receive, stop))
+        leaving = asyncio.create_task(watch(receive, stop))
         try:
-            async with aclosing(self._batches), aclosing(self._chunks(stop)) as chunks:
+            async with aclosing(self._chunks), aclosing(self._sent(stop)) as chunks:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for chunk in chunks:
                     async with asyncio.timeout(self._stall):
@@ -127,35 +127,63 @@ class EventStream(Response):
             self._streams.leave(stop)
             leaving.cancel()
 
-    async def _chunks(self, stop: asyncio.Future[None]) -> AsyncGenerator[bytes]:
-        yield PREAMBLE + _lines(self._first)
-        coming: asyncio.Future[list[Event] | None] | None = None
+    async def _sent(self, stop: asyncio.Future[None]) -> AsyncGenerator[bytes]:
+        if opening := self.opening():
+            yield opening
+        coming: asyncio.Future[bytes | None] | None = None
         try:
             while True:
-                coming = asyncio.ensure_future(anext(self._batches, None))
+                coming = asyncio.ensure_future(anext(self._chunks, None))
                 while not (await asyncio.wait((coming, stop), timeout=self._heartbeat, return_when="FIRST_COMPLETED"))[
                     0
                 ]:
                     yield HEARTBEAT
                 if not coming.done():
+                    if cut := self.cut():
+                        yield cut
                     return
-                events = coming.result()
-                if events is None:
+                chunk = coming.result()
+                if chunk is None:
                     return
-                yield _lines(events)
-        except (PenstockError, *FAILURES) as error:
-            yield f"event: error\ndata: {json.dumps(body_of(problem_of(error)))}\n\n".encode()
+                yield chunk
+        except (Problem, PenstockError, *FAILURES) as error:
+            yield self.broken(error)
         finally:
             if coming is not None and coming.cancel():
                 await asyncio.wait((coming,))
+
+
+class EventStream(LiveStream):
+    """A task's events, in the form above. `first`: a batch that was taken before, to see what there is."""
+
+    def __init__(
+        self,
+        batches: AsyncGenerator[list[Event]],
+        streams: Streams,
+        *,
+        first: Sequence[Event] = (),
+        heartbeat: float,
+        stall: float,
+    ) -> None:
+        super().__init__(_encoded(batches), streams, heartbeat=heartbeat, stall=stall)
+        self._first = first
+
+    def opening(self) -> bytes:
+        return PREAMBLE + _lines(self._first)
+
+
+async def _encoded(batches: AsyncGenerator[list[Event]]) -> AsyncGenerator[bytes]:
+    async with aclosing(batches):
+        async for events in batches:
+            yield _lines(events)
 
 
 def _lines(events: Sequence[Event]) -> bytes:
     return "".join(map(encode, events)).encode("ascii")
 
 
-async def _watch(receive: Receive, stop: asyncio.Future[None]) -> None:
-    """Ends the stream when its client has gone."""
+async def watch(receive: Receive, stop: asyncio.Future[None]) -> None:
+    """Sets `stop` when the client has gone, and returns then."""
     while (await receive())["type"] != "http.disconnect":
         pass
     if not stop.done():

@@ -1,0 +1,42 @@
+"""The files of a model folder that its text needs, as bytes by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+
+#: The files that a tokenizer and chat template are made of; all but the first may be absent.
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
+
+
+def read_files(folder: str | Path) -> dict[str, bytes]:
+    """Those of FILES that a model folder has. Raises ModelError where tokenizer.json is missing or one unreadable."""
+    files = {}
+    for name in FILES:
+        path = Path(folder) / name
+        try:
+            files[name] = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+    if "tokenizer.json" not in files:
+        raise ModelError(f"{folder} has no tokenizer.json")
+    return files
+
+
+def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON object; {} where the file is absent. Raises ModelError naming a file that holds anything else."""
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name])
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} must hold a JSON object, not {type(value).__name__}")
+    return value

@@ -1,0 +1,100 @@
+"""What the answers of both endpoints have in common: who made them, what was used, and their server-sent form."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from producers import keys
+from producers.events import End
+from producers.gateway.context import Gateway
+from producers.gateway.errors import body_of, problem_of
+from producers.gateway.foreground import Foreground, stopping
+from producers.gateway.sse import LiveStream
+from producers.submission import Known
+
+#: Ends a stream that is complete.
+DONE: Final = b"data: [DONE]\n\n"
+#: Reasons that OpenAI knows too; a choice of a task that failed has none of them.
+REASONS: Final = ("stop", "length")
+
+
+def head(kind: str, prefix: str, task_id: str, known: Known) -> dict[str, Any]:
+    """The first fields of an answer or chunk. The id names the task, which `/v1/tasks` shows, too."""
+    return {
+        "id": f"{prefix}-{task_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": known.card["name"],
+        "system_fingerprint": fingerprint(known),
+    }
+
+
+def fingerprint(known: Known) -> str | None:
+    """The pool that runs the model: answers to one seed may differ between pools. None while no pool serves it."""
+    card = known.card
+    prefix = keys.pool_queue(card["name"], card["version"], "")
+    return f"fp_{known.queue.removeprefix(prefix)}" if known.queue.startswith(prefix) else None
+
+
+def usage_of(ends: Iterable[End]) -> dict[str, Any]:
+    """Tokens of all tasks of a request; of each, its prompt once and all choices."""
+    prompt = cached = output = 0
+    for end in ends:
+        prompt += end.usage["prompt_tokens"]
+        cached += end.usage["cached_tokens"]
+        output += end.usage["output_tokens"]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+class Chunks:
+    """Encodes chunks that begin alike. In ASCII, because many clients split lines at U+2028 and the like, too."""
+
+    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+        self._begin = json.dumps(head)[:-1]
+        # With usage asked for, OpenAI names it in every chunk.
+        self._end = ', "usage": null}' if include_usage else "}"
+
+    def of(self, *choices: dict[str, Any]) -> bytes:
+        """A chunk for each choice."""
+        begin, end = self._begin, self._end
+        return "".join(f'data: {begin}, "choices": [{json.dumps(one)}]{end}\n\n' for one in choices).encode()
+
+    def usage(self, ends: Iterable[End]) -> bytes:
+        return f'data: {self._begin}, "choices": [], "usage": {json.dumps(usage_of(ends))}}}\n\n'.encode()
+
+
+class ChunkStream(LiveStream):
+    """A request's chunks; its tasks end with it. Such a stream cannot be taken up again, so what goes wrong is said."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes], foreground: Foreground, gateway: Gateway) -> None:
+        settings = gateway.settings
+        super().__init__(chunks, gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall)
+        self._foreground = foreground
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._foreground.close()
+
+    def cut(self) -> bytes:
+        return self.broken(stopping())
+
+    def broken(self, error: Exception) -> bytes:
+        return f"data: {json.dumps(body_of(problem_of(error)))}\n\n".encode()

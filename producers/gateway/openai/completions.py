@@ -1,0 +1,183 @@
+"""`POST /v1/completions`: the legacy endpoint, which evaluation harnesses use. Each prompt is a task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from engine.text import Tokenizer
+from producers.events import End
+from producers.gateway.body import read_object
+from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.errors import Problem
+from producers.gateway.foreground import Foreground, answered
+from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, usage_of
+from producers.gateway.openai.logprobs import CompletionLogprobs
+from producers.gateway.openai.outputs import Output, news, whole
+from producers.gateway.openai.parameters import Asked, flag, read
+from producers.gateway.views import ErrorView
+from producers.task import Task
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+OWN: Final = ("prompt", "echo", "add_special_tokens")
+RENAMED: Final = {name: name for name in ("max_tokens", "best_of", "logprobs")}
+#: OpenAI's default.
+MAX_TOKENS: Final = 16
+MAX_PROMPTS: Final = 256
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    asked: Asked
+    prompts: list[Prompt]
+    echo: bool
+    special: bool
+
+    @property
+    def n(self) -> int:
+        return int(self.asked.fields.get("n", 1))
+
+    @property
+    def logprobs(self) -> bool:
+        return "logprobs" in self.asked.fields
+
+    def words(self, at: int) -> Asked:
+        """What to call the fields of the task of prompt `at`."""
+        if len(self.prompts) == 1:
+            return self.asked
+        return replace(self.asked, names=self.asked.names | {"prompt": f"prompt[{at}]"})
+
+
+@router.post(
+    "/completions",
+    response_class=JSONResponse,
+    response_model=None,
+    responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 429, 503)},
+)
+async def create(request: Request) -> Response:
+    """OpenAI's completions; docs/http.md says which parameters are taken."""
+    gateway = gateway_of(request)
+    asked = _read(await read_object(request, gateway.settings.max_body))
+    tasks = [_task(asked, at, prompt) for at, prompt in enumerate(asked.prompts)]
+    known = await gateway.client.known(asked.asked.model)
+    tasks = await asyncio.gather(*(_encoded(gateway, known.card, asked, at, task) for at, task in enumerate(tasks)))
+    tokenizer = await gateway.prompts.tokenizer(known.card) if asked.echo or asked.logprobs else None
+    foreground = Foreground(gateway, tasks)
+    with asked.asked.in_its_words():
+        await foreground.submit()
+    first = head("text_completion", "cmpl", foreground.ids[0], known)
+    if asked.asked.tier_given:
+        first["service_tier"] = asked.asked.service_tier
+    writers = [_Writer(asked, asked.prompts[at // asked.n], tokenizer) for at in range(len(tasks) * asked.n)]
+    if asked.asked.stream:
+        chunks = Chunks(first, asked.asked.include_usage)
+        return ChunkStream(_stream(foreground, chunks, asked, writers), foreground, gateway)
+    try:
+        done = await answered(request, gateway, lambda: whole(foreground.events(), len(tasks), asked.n))
+    finally:
+        await foreground.close()
+    choices = [writers[index].choice(index, output) for index, output in done.outputs.items()]
+    return JSONResponse(first | {"choices": choices, "usage": usage_of(done.ends.values())})
+
+
+def _read(body: Mapping[str, Any]) -> _Completion:
+    asked = read(body, own=OWN, renamed=RENAMED, required="prompt")
+    n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
+    if asked.stream and best_of is not None and best_of != n:
+        raise Problem(
+            400,
+            f"best_of is {best_of} and n is {n}: the best are known at the end only, so they cannot be streamed",
+            code="invalid_value",
+            param="best_of",
+        )
+    return _Completion(
+        asked, _prompts(asked.own["prompt"]), flag(asked.own, "echo"), flag(asked.own, "add_special_tokens", True)
+    )
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """One prompt or many: text, token ids, or a list of either. What each of them may be, its task says."""
+    many = isinstance(value, list) and bool(value) and all(isinstance(one, (str, list)) for one in value)
+    if not many:
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise Problem(
+            400,
+            f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are taken",
+            code="array_above_max_length",
+            param="prompt",
+        )
+    return list(value)
+
+
+def _task(asked: _Completion, at: int, prompt: Prompt) -> Task:
+    fields = {"max_tokens": MAX_TOKENS} if "max_tokens" not in asked.asked.fields else {}
+    return asked.words(at).task(prompt, **fields)
+
+
+async def _encoded(gateway: Gateway, card: Mapping[str, Any], asked: _Completion, at: int, task: Task) -> Task:
+    """The task with token ids, checked against the model."""
+    with asked.words(at).in_its_words():
+        if isinstance(task.prompt, str):
+            ids = await gateway.prompts.encode(card, task.prompt, special=asked.special)
+            task = task.model_copy(update={"prompt": ids})
+        if "max_tokens" not in asked.asked.fields:
+            # Nobody asked for so many: a prompt that leaves less room gets what there is.
+            room = max(1, int(card["context_length"]) - len(task.prompt))
+            task = task.model_copy(update={"max_tokens": min(MAX_TOKENS, room)})
+        task.check(card)
+    return task
+
+
+class _Writer:
+    """Makes one choice's text and logprobs, piece by piece."""
+
+    def __init__(self, asked: _Completion, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
+        self._echo = ""
+        if asked.echo and tokenizer is not None:
+            self._echo = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        self._logprobs = None
+        if asked.logprobs and tokenizer is not None:
+            self._logprobs = CompletionLogprobs(tokenizer, len(self._echo))
+
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        """What is new of the choice, and before its first piece the prompt, where it is to be echoed."""
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._logprobs.of([(token.token_id, token.text, token.logprobs) for token in output.tokens])
+        echo, self._echo = self._echo, ""
+        return {"index": index, "text": echo + output.text, "logprobs": logprobs, "finish_reason": output.reason}
+
+
+async def _stream(
+    foreground: Foreground, chunks: Chunks, asked: _Completion, writers: Sequence[_Writer]
+) -> AsyncGenerator[bytes]:
+    """A chunk for whatever is new of a choice; its last one has the reason that it ended."""
+    ended: set[int] = set()
+    ends: dict[int, End] = {}
+    async with aclosing(news(foreground.events(), asked.n)) as batches:
+        async for batch in batches:
+            ends |= batch.ends
+            made = []
+            for index, output in batch.outputs.items():
+                if output.reason not in REASONS or index in ended:
+                    output.reason = None
+                else:
+                    ended.add(index)
+                choice = writers[index].choice(index, output)
+                if choice["text"] or choice["finish_reason"] or (choice["logprobs"] and choice["logprobs"]["tokens"]):
+                    made.append(choice)
+            if made:
+                yield chunks.of(*made)
+    if asked.asked.include_usage:
+        yield chunks.usage(ends.values())
+    yield DONE

@@ -1,0 +1,110 @@
+"""The messages of a chat request, checked and made into what chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from producers.gateway.errors import Problem
+from producers.task import shown
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+#: Parts of a content are texts, each of them a paragraph of its own.
+BETWEEN_PARTS: Final = "\n"
+#: A message may have these, and templates may read them.
+PASSED_ON: Final = ("name", "tool_call_id", "reasoning_content")
+#: An assistant's message comes with these when it is sent back as it was received: they hold nothing then.
+EMPTY_AS_RECEIVED: Final = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """`role`, `content` (a string), and what else templates may use. Raises Problem naming message and part."""
+    if not isinstance(value, list):
+        raise _refused("messages", value, "a list of messages", "invalid_type")
+    if not value:
+        raise Problem(400, "messages is empty; give at least one message", code="empty_array", param="messages")
+    return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _refused(place, message, "an object with role and content", "invalid_type")
+    given = dict(message)
+    role = given.pop("role", None)
+    if role not in ROLES:
+        raise _refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
+    calls = given.pop("tool_calls", None) or None
+    read: dict[str, Any] = {"role": role, "content": _content(given.pop("content", None), place, optional=bool(calls))}
+    for name, part in given.items():
+        if name in PASSED_ON:
+            if part is not None:
+                read[name] = _string(part, f"{place}.{name}")
+        elif name not in EMPTY_AS_RECEIVED or part:
+            raise Problem(
+                400,
+                f"{place}.{name} is not offered here; a message has role, content, {', '.join(PASSED_ON)}, tool_calls",
+                code="unsupported_parameter" if name in EMPTY_AS_RECEIVED else "unknown_parameter",
+                param=f"{place}.{name}",
+            )
+    if calls is not None:
+        if role != "assistant":
+            raise _refused(f"{place}.tool_calls", calls, "left out: only an assistant's message has them")
+        read["tool_calls"] = _each(calls, f"{place}.tool_calls", _tool_call)
+    return read
+
+
+def _content(content: Any, place: str, optional: bool) -> str | None:
+    name = f"{place}.content"
+    if content is None and optional:
+        return None
+    if isinstance(content, list):
+        return BETWEEN_PARTS.join(_each(content, name, _text_part))
+    if not isinstance(content, str):
+        raise _refused(name, content, "a string or a list of text parts", "invalid_type")
+    return _string(content, name)
+
+
+def _text_part(part: Any, place: str) -> str:
+    if not isinstance(part, dict):
+        raise _refused(place, part, 'an object like {"type": "text", "text": "..."}', "invalid_type")
+    if part.get("type") != "text":
+        raise _refused(f"{place}.type", part.get("type"), '"text": no other kind of content is offered here')
+    return _string(part.get("text"), f"{place}.text")
+
+
+def _tool_call(call: Any, place: str) -> dict[str, Any]:
+    """Templates want a call's arguments as an object; OpenAI sends them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _refused(place, call, "an object with id, type and function (name, arguments)", "invalid_type")
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise _refused(f"{place}.function.arguments", arguments, "a JSON object, as text") from None
+    if not isinstance(arguments, Mapping):
+        raise _refused(f"{place}.function.arguments", arguments, "a JSON object, as text")
+    named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _each(parts: Any, place: str, read: Callable[[Any, str], Any]) -> list[Any]:
+    if not isinstance(parts, list) or not parts:
+        raise _refused(place, parts, "a list, not empty", "invalid_type")
+    return [read(part, f"{place}[{at}]") for at, part in enumerate(parts)]
+
+
+def _string(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise _refused(place, value, "a string", "invalid_type")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(place, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
+    return value
+
+
+def _refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> Problem:
+    return Problem(400, f"{place} is {shown(value)}; it must be {wanted}", code=code, param=place)

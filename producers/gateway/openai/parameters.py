@@ -1,0 +1,226 @@
+"""What a request to OpenAI's endpoints asks for, as the fields of a task.
+
+Every parameter is in one of the tables below, so that none is passed over in silence: what is unknown, or not offered
+here, is refused by name. Values that a `Task` has too are checked there; a refusal names what the caller wrote.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.errors import InvalidTask
+from producers.gateway.errors import Problem
+from producers.task import Task, shown
+
+#: The result of a foreground request is kept this long (s), for who looks into what happened.
+KEPT_S: Final = 300
+#: Called the same, and meaning the same, as in a task: OpenAI's, then ours and other servers' (`extra_body`).
+SAME: Final[tuple[str, ...]] = (
+    *("temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "metadata"),
+    *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("bad_words", "allowed_token_ids", "banned_token_ids", "include_stop", "timeout"),
+)
+#: What OpenAI calls tiers -> (our tier, the name that the answer says). Whoever bought no scale has the default.
+SERVICE_TIERS: Final = {
+    "auto": ("default", "default"),
+    "default": ("default", "default"),
+    "flex": ("flex", "flex"),
+    "scale": ("default", "default"),
+    "priority": ("priority", "priority"),
+    "fast": ("priority", "priority"),
+}
+#: Hints to a service that this is not; they change nothing in an answer, so they are taken and not used.
+HINTS: Final[dict[str, type]] = {
+    "user": str,
+    "safety_identifier": str,
+    "prompt_cache_key": str,
+    "prompt_cache_retention": str,
+    "prompt_cache_options": dict,
+}
+#: Not offered -> the values that ask for nothing beyond what is.
+NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "suffix": ("",),
+    "chat_template": (),
+}
+STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, checked as far as it can be without its model.
+
+    `own`: the endpoint's own parameters. `fields`: a task's, but for its prompt. `names`: what the caller calls a
+    task's field, where that differs.
+    """
+
+    model: str
+    own: dict[str, Any]
+    fields: dict[str, Any]
+    names: dict[str, str]
+    stream: bool
+    include_usage: bool
+    service_tier: str
+    tier_given: bool
+
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """A task's refusal, saying what the caller called the field."""
+        try:
+            yield
+        except InvalidTask as error:
+            ours = error.param or ""
+            theirs = self.names.get(ours)
+            if theirs is None:
+                raise
+            # A prompt is also spoken of in plain words.
+            start = "^" if ours == "prompt" else ""
+            message = re.sub(rf"{start}\b{ours}\b", theirs, str(error))
+            raise InvalidTask(message, param=theirs, code=error.code) from None
+
+    def task(self, prompt: Any, **fields: Any) -> Task:
+        """The task of one prompt. Raises InvalidTask."""
+        with self.in_its_words():
+            return Task(model=self.model, prompt=prompt, ttl=KEPT_S, **self.fields, **fields)
+
+
+def read(body: Mapping[str, Any], *, own: tuple[str, ...], renamed: Mapping[str, str], required: str) -> Asked:
+    """The request in a body. `own`: the endpoint's own parameters; `renamed`: theirs -> a task's field.
+
+    `required`: the one of its own that must be there. A parameter that is null was left out. Raises Problem.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    known = {"model", "stream", "stream_options", "service_tier", *SAME, *HINTS, *NOT_OFFERED, *own, *renamed}
+    for name, value in given.items():
+        if name not in known:
+            raise _unknown(name, known)
+        if name in NOT_OFFERED and not any(_same(value, nothing) for nothing in NOT_OFFERED[name]):
+            raise _not_offered(name, value)
+        if name in HINTS and not isinstance(value, HINTS[name]):
+            kind = "a string" if HINTS[name] is str else "an object"
+            raise refusal(name, value, f"{kind} (it is not used here)", code="invalid_type")
+    for name in ("model", required):
+        if name not in given:
+            raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
+    if not isinstance(given["model"], str) or not given["model"]:
+        raise refusal("model", given["model"], "the name of a model", code="invalid_type")
+    tier = given.get("service_tier", "auto")
+    if not isinstance(tier, str) or tier not in SERVICE_TIERS:
+        raise refusal("service_tier", tier, f"one of {', '.join(SERVICE_TIERS)}")
+    ours, echoed = SERVICE_TIERS[tier]
+    stream = flag(given, "stream")
+    theirs: dict[str, str] = {}
+    for name in (name for name in renamed if name in given):
+        other = theirs.setdefault(renamed[name], name)
+        if other != name:
+            raise Problem(400, f"{other} and {name} mean the same; give one of them", code="invalid_value", param=name)
+    fields = {name: given[name] for name in SAME if name in given}
+    fields |= {renamed[name]: given[name] for name in renamed if name in given}
+    return Asked(
+        model=given["model"],
+        own={name: given[name] for name in own if name in given},
+        fields=fields | {"tier": ours},
+        names={"prompt": required} | theirs,
+        stream=stream,
+        include_usage=_include_usage(given, stream),
+        service_tier=echoed,
+        tier_given="service_tier" in given,
+    )
+
+
+def flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A parameter that is true or false. Raises Problem."""
+    value = given.get(name, default)
+    if not isinstance(value, bool):
+        raise refusal(name, value, "true or false", code="invalid_type")
+    return value
+
+
+def count(given: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
+    """An integer parameter within its limits; None where it was left out. Raises Problem."""
+    value = given.get(name)
+    wanted = f"an integer from {least} to {most}"
+    if value is None:
+        return None
+    if type(value) is not int:
+        raise refusal(name, value, wanted, code="invalid_type")
+    if not least <= value <= most:
+        raise refusal(name, value, wanted)
+    return value
+
+
+def refusal(name: str, value: Any, wanted: str, code: str = "invalid_value") -> Problem:
+    return Problem(400, f"{name} is {shown(value)}; {name} must be {wanted}", code=code, param=name)
+
+
+def _include_usage(given: Mapping[str, Any], stream: bool) -> bool:
+    options = given.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise Problem(
+            400,
+            "stream_options is for streams; leave it out, or ask for stream: true",
+            code="invalid_value",
+            param="stream_options",
+        )
+    if not isinstance(options, dict):
+        raise refusal("stream_options", options, "an object", code="invalid_type")
+    for name, value in options.items():
+        place = f"stream_options.{name}"
+        if name not in STREAM_OPTIONS:
+            raise Problem(
+                400,
+                f"unknown parameter {shown(place)}; there are {', '.join(STREAM_OPTIONS)}",
+                code="unknown_parameter",
+                param=place,
+            )
+        if not isinstance(value, bool):
+            raise refusal(place, value, "true or false", code="invalid_type")
+    if options.get("include_obfuscation"):
+        raise Problem(
+            400,
+            "stream_options.include_obfuscation is true, which is not offered here; leave it out or give false",
+            code="unsupported_parameter",
+            param="stream_options.include_obfuscation",
+        )
+    return bool(options.get("include_usage", False))
+
+
+def _same(value: Any, nothing: Any) -> bool:
+    return type(value) is type(nothing) and bool(value == nothing)
+
+
+def _unknown(name: str, known: set[str]) -> Problem:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else "; see docs/http.md for what is taken"
+    return Problem(400, f"unknown parameter {shown(name)}{hint}", code="unknown_parameter", param=name)
+
+
+def _not_offered(name: str, value: Any) -> Problem:
+    neutral = " or ".join(shown(nothing) for nothing in NOT_OFFERED[name])
+    hint = f" or give {neutral}" if neutral else ""
+    return Problem(
+        400,
+        f"{name} is {shown(value)}, which is not offered here; leave it out{hint}",
+        code="unsupported_parameter",
+        param=name,
+    )

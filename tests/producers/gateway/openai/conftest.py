@@ -1,0 +1,109 @@
+"""A worker that answers in the background as it is told, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers import keys
+from producers.record import Record
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import QUEUE
+
+Script = Callable[[FakeWorker, Record], None]
+MESSAGES = [{"role": "user", "content": "Write f."}]
+
+
+def says(*pieces: str, reason: str = "stop", n: int = 1, **options: Any) -> Script:
+    """Every choice says the same pieces, a step each. `options` go to `FakeWorker.append`."""
+
+    def play(worker: FakeWorker, record: Record) -> None:
+        for at, piece in enumerate(pieces):
+            last = at == len(pieces) - 1
+            for choice in range(n):
+                worker.append(record.id, at, [piece], choice=choice, finish_reason=reason if last else None, **options)
+        worker.finish(record.id, [len(pieces)] * n, reasons=[reason] * n, prompt_tokens=7)
+
+    return play
+
+
+class Answering:
+    """Takes each task and plays the next of `scripts`, the last one for ever. `records`: what was taken."""
+
+    def __init__(self, valkey: Redis) -> None:
+        self.scripts: list[Script] = [says("Hello", ",", " world")]
+        self.records: list[Record] = []
+        self.worker = FakeWorker(valkey)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            task_id = self.worker.take(QUEUE)
+            if task_id is None:
+                time.sleep(0.002)
+                continue
+            answer = self.worker.claim(task_id)
+            if answer.record is None or answer.answer != "go":
+                continue
+            self.records.append(answer.record)
+            script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+            script(self.worker, answer.record)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+
+@pytest.fixture
+def answering(valkey: Redis, model: str) -> Iterator[Answering]:
+    made = Answering(valkey)
+    yield made
+    made.close()
+
+
+def send(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    """In ASCII, so that a lone surrogate can be sent."""
+    return http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+
+
+@pytest.fixture
+def chat(http: httpx.Client, model: str) -> Callable[..., httpx.Response]:
+    """Asks for a chat completion."""
+    return lambda **fields: send(http, "/v1/chat/completions", {"model": model, "messages": MESSAGES, **fields})
+
+
+@pytest.fixture
+def complete(http: httpx.Client, model: str) -> Callable[..., httpx.Response]:
+    """Asks for a completion."""
+    return lambda **fields: send(http, "/v1/completions", {"model": model, "prompt": "def f", **fields})
+
+
+def chunks(answer: httpx.Response) -> list[Any]:
+    """A whole stream's chunks as JSON, each of its lines looked at; [DONE] as it is."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    found: list[Any] = []
+    for line in answer.text.split("\n"):
+        if line.startswith("data: "):
+            said = line.removeprefix("data: ")
+            found.append(said if said == "[DONE]" else json.loads(said))
+        else:
+            assert line == "" or line.startswith(": "), line
+    return found
+
+
+def nothing_written(valkey: Redis) -> bool:
+    return not [name for name in valkey.keys("penstock:*") if _of_a_task(name.decode())]
+
+
+def _of_a_task(name: str) -> bool:
+    return name.startswith((keys.task(""), keys.stream(""), "penstock:queue:", keys.SUBMITTING))

@@ -1,0 +1,239 @@
+"""`/v1/chat/completions` over real HTTP: what is queued, and what is answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.text import ChatTemplate, Tokenizer
+from tests.producers.gateway.conftest import CARD, TINY
+from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, says
+
+Ask = Callable[..., httpx.Response]
+
+TOKENIZER = Tokenizer.from_folder(TINY)
+TEMPLATE = ChatTemplate.from_folder(TINY)
+
+
+def prompt_of(messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    assert TEMPLATE is not None
+    return TOKENIZER.encode(TEMPLATE.render(messages, **options), add_special_tokens=False)
+
+
+def test_the_answer_has_openais_shape(chat: Ask, answering: Answering) -> None:
+    answer = chat().json()
+    (record,) = answering.records
+    assert abs(answer.pop("created") - time.time()) < 60
+    assert answer == {
+        "id": f"chatcmpl-{record.id}",
+        "object": "chat.completion",
+        "model": "tiny",
+        "system_fingerprint": "fp_test",
+        "service_tier": "default",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello, world", "refusal": None, "annotations": []},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 3,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        },
+    }
+
+
+def test_the_messages_are_queued_as_the_template_writes_them(chat: Ask, answering: Answering) -> None:
+    chat()
+    task = answering.records[0].task
+    assert task["prompt"] == prompt_of(MESSAGES)
+    assert task["prompt"][0] == CARD.bos_token_id
+    assert task["ttl"] == 300
+
+
+def test_parameters_reach_the_task(chat: Ask, answering: Answering) -> None:
+    chat(
+        temperature=0.25, top_p=0.5, top_k=7, n=1, seed=11, stop=["a", "b"], max_completion_tokens=9, min_tokens=2,
+        ignore_eos=True, stop_token_ids=[3], logprobs=True, top_logprobs=4, service_tier="flex", metadata={"k": "v"},
+        user="u", parallel_tool_calls=True, store=False, response_format={"type": "text"}, frequency_penalty=None,
+    )  # fmt: skip
+    task = answering.records[0].task
+    wanted = {
+        "temperature": 0.25, "top_p": 0.5, "top_k": 7, "n": 1, "seed": 11, "stop": ["a", "b"], "max_tokens": 9,
+        "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3], "logprobs": 4, "tier": "flex",
+        "metadata": {"k": "v"},
+    }  # fmt: skip
+    assert {name: task[name] for name in wanted} == wanted
+
+
+def test_a_model_decides_what_was_left_open(chat: Ask, answering: Answering) -> None:
+    chat(temperature=None)
+    task = answering.records[0].task
+    assert (task["temperature"], task["max_tokens"]) == (CARD.defaults["temperature"], None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tier", "said"),
+    [
+        (None, "default", "default"),
+        ("auto", "default", "default"),
+        ("default", "default", "default"),
+        ("flex", "flex", "flex"),
+        ("scale", "default", "default"),
+        ("priority", "priority", "priority"),
+        ("fast", "priority", "priority"),
+    ],
+)
+def test_a_service_tier_is_a_tier(chat: Ask, answering: Answering, asked: str | None, tier: str, said: str) -> None:
+    assert chat(service_tier=asked).json()["service_tier"] == said
+    assert answering.records[0].tier == tier
+
+
+class TestMessages:
+    def test_text_parts_are_paragraphs(self, chat: Ask, answering: Answering) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        chat(messages=[{"role": "user", "content": parts}])
+        assert answering.records[0].task["prompt"] == prompt_of([{"role": "user", "content": "a\nb"}])
+
+    def test_a_developer_is_the_system_of_a_template_that_knows_none(self, chat: Ask, answering: Answering) -> None:
+        chat(messages=[{"role": "developer", "content": "Be brief."}, *MESSAGES])
+        wanted = prompt_of([{"role": "system", "content": "Be brief."}, *MESSAGES])
+        assert answering.records[0].task["prompt"] == wanted
+
+    def test_an_assistants_message_is_taken_as_it_was_sent(self, chat: Ask, answering: Answering) -> None:
+        said = chat().json()["choices"][0]["message"]
+        answer = chat(messages=[*MESSAGES, said | {"audio": None, "tool_calls": None}, *MESSAGES])
+        assert answer.status_code == 200, answer.text
+        wanted = prompt_of([*MESSAGES, {"role": "assistant", "content": "Hello, world"}, *MESSAGES])
+        assert answering.records[1].task["prompt"] == wanted
+
+    def test_a_final_message_is_gone_on_with(self, chat: Ask, answering: Answering) -> None:
+        begun = [*MESSAGES, {"role": "assistant", "content": "def f("}]
+        chat(messages=begun, continue_final_message=True)
+        prompt = answering.records[0].task["prompt"]
+        assert TOKENIZER.decode(prompt).endswith("def f(")
+        assert prompt == prompt_of(begun, add_generation_prompt=False, continue_final_message=True)
+
+    def test_what_the_template_refuses_is_told_in_its_words(self, chat: Ask, model: str) -> None:
+        answer = chat(messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}])
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "messages")
+        assert "unknown role tool" in error["message"]
+
+
+class TestStream:
+    def test_role_content_reason_and_done(self, chat: Ask, answering: Answering) -> None:
+        *said, done = chunks(chat(stream=True))
+        assert done == "[DONE]"
+        assert said[0]["choices"][0]["delta"] == {
+            "role": "assistant",
+            "content": "",
+            "refusal": None,
+        }
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in said) == "Hello, world"
+        assert [c["choices"][0]["finish_reason"] for c in said] == [None] * (len(said) - 1) + ["stop"]
+        assert said[-1]["choices"][0]["delta"] == {}
+        heads = [{name: chunk[name] for name in chunk if name not in ("choices", "created")} for chunk in said]
+        assert heads == [
+            {
+                "id": f"chatcmpl-{answering.records[0].id}",
+                "object": "chat.completion.chunk",
+                "model": "tiny",
+                "system_fingerprint": "fp_test",
+                "service_tier": "default",
+            }
+        ] * len(said)
+
+    def test_usage_is_the_last_chunk_where_asked_for(self, chat: Ask, answering: Answering) -> None:
+        *said, usage, _ = chunks(chat(stream=True, stream_options={"include_usage": True}))
+        assert [chunk["usage"] for chunk in said] == [None] * len(said)
+        assert usage["choices"] == []
+        assert usage["usage"]["total_tokens"] == 10
+
+    def test_every_choice_is_told_apart(self, chat: Ask, answering: Answering) -> None:
+        answering.scripts = [says("a", "b", n=3)]
+        *said, _ = chunks(chat(stream=True, n=3))
+        for index in range(3):
+            mine = [c["choices"][0] for c in said if c["choices"][0]["index"] == index]
+            assert mine[0]["delta"]["role"] == "assistant"
+            assert "".join(c["delta"].get("content", "") for c in mine) == "ab"
+            assert [c["finish_reason"] for c in mine].count("stop") == 1
+
+    def test_text_is_the_same_in_one_piece_and_in_many(self, chat: Ask, answering: Answering) -> None:
+        answering.scripts = [says("é", "\u2028", '"\\', "", "🙂\n", "data: x\n\n")]
+        whole = chat().json()["choices"][0]["message"]["content"]
+        *said, _ = chunks(chat(stream=True))
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in said) == whole
+
+    def test_a_task_that_fails_ends_the_stream_with_its_error(self, chat: Ask, answering: Answering) -> None:
+        def fails(worker: Any, record: Any) -> None:
+            worker.append(record.id, 0, ["a"])
+            worker.finish(record.id, [1], status="failed", error={"code": "engine_error", "message": "It broke."})
+
+        answering.scripts = [fails]
+        *said, last = chunks(chat(stream=True))
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in said) == "a"
+        assert last["error"] == {"message": "It broke.", "type": "server_error", "param": None, "code": "engine_error"}
+
+    def test_a_choice_without_a_token_ends_too(self, chat: Ask, answering: Answering) -> None:
+        answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=["length"]) and None]
+        *said, _ = chunks(chat(stream=True))
+        assert [c["choices"][0]["finish_reason"] for c in said] == [None, "length"]
+
+
+class TestLogprobs:
+    LOGPROBS = (-0.5, ((0, -0.5), (5, -2.0)))
+
+    def test_tokens_come_with_their_text_and_bytes(self, chat: Ask, answering: Answering) -> None:
+        answering.scripts = [says("x", "y", logprobs=[self.LOGPROBS])]
+        logprobs = chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]
+        assert logprobs["refusal"] is None
+        assert logprobs["content"][0] == {
+            "token": "<|endoftext|>",
+            "bytes": list(b"<|endoftext|>"),
+            "logprob": -0.5,
+            "top_logprobs": [
+                {"token": "<|endoftext|>", "bytes": list(b"<|endoftext|>"), "logprob": -0.5},
+                {"token": "!", "bytes": [33], "logprob": -2.0},
+            ],
+        }
+        assert len(logprobs["content"]) == 2
+
+    def test_they_are_streamed_with_their_tokens(self, chat: Ask, answering: Answering) -> None:
+        answering.scripts = [says("x", "", "y", logprobs=[self.LOGPROBS])]
+        *said, _ = chunks(chat(stream=True, logprobs=True))
+        told = [c["choices"][0]["logprobs"] for c in said]
+        assert sum(len(one["content"]) for one in told if one) == 3
+        assert answering.records[0].task["logprobs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "code"),
+    [
+        ({"status": "failed", "error": {"code": "engine_error", "message": "m"}}, 500, "engine_error"),
+        ({"status": "failed", "error": {"code": "dead_lettered", "message": "m"}}, 500, "dead_lettered"),
+        ({"status": "failed", "error": {"code": "expired", "message": "m"}}, 504, "expired"),
+        ({"status": "failed", "error": {"code": "kv_capacity_exceeded", "message": "m"}}, 400, "kv_capacity_exceeded"),
+        ({"status": "cancelled"}, 409, "cancelled"),
+    ],
+)
+def test_how_a_task_ends_is_how_its_request_does(
+    chat: Ask, answering: Answering, end: dict[str, Any], status: int, code: str
+) -> None:
+    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=[], **end) and None]
+    answer = chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)

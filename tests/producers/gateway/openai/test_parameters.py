@@ -1,0 +1,227 @@
+"""What both endpoints refuse: each parameter out of its limits, of a wrong type, not offered, or unknown, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from tests.producers.gateway.openai.conftest import MESSAGES, nothing_written
+
+Ask = Callable[..., httpx.Response]
+
+#: Parameters of both: (fields, param, code, what the message says)
+BOTH: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"temperature": -0.1}, "temperature", "invalid_value", "0 (greedy) to 100"),
+    ({"temperature": 100.1}, "temperature", "invalid_value", "0 (greedy) to 100"),
+    ({"temperature": "hot"}, "temperature", "invalid_type", "'hot'"),
+    ({"temperature": [1]}, "temperature", "invalid_type", "[1]"),
+    ({"temperature": True}, "temperature", "invalid_type", "True"),
+    ({"top_p": 0}, "top_p", "invalid_value", "above 0"),
+    ({"top_p": 1.01}, "top_p", "invalid_value", "up to 1"),
+    ({"top_k": -1}, "top_k", "invalid_value", "from 0"),
+    ({"top_k": 1.5}, "top_k", "invalid_type", "1.5"),
+    ({"n": 0}, "n", "invalid_value", "1 to 64"),
+    ({"n": 65}, "n", "invalid_value", "1 to 64"),
+    ({"n": "2"}, "n", "invalid_type", "'2'"),
+    ({"seed": -1}, "seed", "invalid_value", "from 0"),
+    ({"seed": 1 << 63}, "seed", "invalid_value", str((1 << 63) - 1)),
+    ({"seed": "s"}, "seed", "invalid_type", "'s'"),
+    ({"stop": ""}, "stop", "invalid_value", "1 to 256"),
+    ({"stop": ["x"] * 17}, "stop", "invalid_value", "at most 16"),
+    ({"stop": [5]}, "stop", "invalid_type", "5"),
+    ({"stop": {"a": 1}}, "stop", "invalid_type", "a string"),
+    ({"max_tokens": -1}, "max_tokens", "invalid_value", "-1"),
+    ({"max_tokens": "9"}, "max_tokens", "invalid_type", "'9'"),
+    ({"max_tokens": 1.5}, "max_tokens", "invalid_type", "1.5"),
+    ({"max_tokens": 5000}, "max_tokens", "context_length_exceeded", "1024"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "invalid_value", "more than max_tokens"),
+    ({"ignore_eos": 1}, "ignore_eos", "invalid_type", "true or false"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "invalid_value", "64"),
+    ({"stop_token_ids": [2048]}, "stop_token_ids", "invalid_value", "0 to 2047"),
+    ({"metadata": {"a": 1}}, "metadata", "invalid_type", "metadata"),
+    ({"metadata": {str(k): "" for k in range(17)}}, "metadata", "invalid_value", "at most 16"),
+    ({"service_tier": "vip"}, "service_tier", "invalid_value", "auto, default, flex, scale, priority, fast"),
+    ({"service_tier": ["flex"]}, "service_tier", "invalid_value", "flex"),
+    ({"stream": "yes"}, "stream", "invalid_type", "true or false"),
+    ({"stream": 1}, "stream", "invalid_type", "true or false"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value", "stream: true"),
+    ({"stream": True, "stream_options": []}, "stream_options", "invalid_type", "an object"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter", "include_usage"),
+    (
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+        "invalid_type",
+        "true or false",
+    ),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+        "unsupported_parameter",
+        "not offered",
+    ),
+    ({"user": 5}, "user", "invalid_type", "a string"),
+    ({"prompt_cache_key": ["k"]}, "prompt_cache_key", "invalid_type", "a string"),
+    ({"model": ""}, "model", "invalid_type", "name of a model"),
+    ({"model": 5}, "model", "invalid_type", "5"),
+    ({"model": None}, "model", "missing_required_parameter", "model is missing"),
+    ({"model": "m" * 201}, "model", "invalid_value", "1 to 200"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter", "leave it out"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", "'none' or 'auto'"),
+    ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter", "not offered"),
+    ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter", "not offered"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", "'text'"),
+    ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter", "not offered"),
+    ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter", "not offered"),
+    ({"prediction": {"type": "content"}}, "prediction", "unsupported_parameter", "not offered"),
+    ({"web_search_options": {}}, "web_search_options", "unsupported_parameter", "not offered"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter", "'none'"),
+    ({"verbosity": "low"}, "verbosity", "unsupported_parameter", "'medium'"),
+    ({"store": True}, "store", "unsupported_parameter", "False"),
+    ({"store": 0}, "store", "unsupported_parameter", "False"),
+    ({"suffix": "x"}, "suffix", "unsupported_parameter", "not offered"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter", "not offered"),
+    ({"temprature": 1}, "temprature", "unknown_parameter", "'temperature'"),
+    ({"zzz": None, "qqq": 1}, "qqq", "unknown_parameter", "'qqq'"),
+]
+CHAT: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"messages": None}, "messages", "missing_required_parameter", "messages is missing"),
+    ({"messages": []}, "messages", "empty_array", "at least one"),
+    ({"messages": "hi"}, "messages", "invalid_type", "a list of messages"),
+    ({"messages": ["hi"]}, "messages[0]", "invalid_type", "role and content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "invalid_value", "assistant"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value", "'robot'"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "invalid_value", "user"),
+    ({"messages": [*MESSAGES, {"role": "user"}]}, "messages[1].content", "invalid_type", "text parts"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type", "5"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_type", "not empty"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "invalid_type", "'a'"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+        "messages[0].content[1].type",
+        "invalid_value",
+        "'image_url'",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+        "invalid_type",
+        "a string",
+    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "invalid_value", "surrogate"),
+    ({"messages": [{"role": "user", "content": "x", "nme": "a"}]}, "messages[0].nme", "unknown_parameter", "name"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name", "invalid_type", "a string"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]},
+        "messages[0].refusal",
+        "unsupported_parameter",
+        "not offered",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        "invalid_value",
+        "assistant",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls[0]",
+        "invalid_type",
+        "function",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "invalid_value",
+        "JSON object",
+    ),
+    ({"messages": [{"role": "user", "content": "pass\n" * 2000}]}, "messages", "context_length_exceeded", "1024"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "invalid_value", "max_completion_tokens is -1"),
+    ({"max_completion_tokens": 5000}, "max_completion_tokens", "context_length_exceeded", "lower max_completion"),
+    ({"max_completion_tokens": 5, "max_tokens": 5}, "max_tokens", "invalid_value", "mean the same"),
+    ({"logprobs": 5}, "logprobs", "invalid_type", "true or false"),
+    ({"top_logprobs": 5}, "top_logprobs", "invalid_value", "without logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "0 to 20"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "invalid_value", "0 to 20"),
+    ({"logprobs": True, "top_logprobs": "5"}, "top_logprobs", "invalid_type", "0 to 20"),
+    ({"continue_final_message": "x"}, "continue_final_message", "invalid_type", "true or false"),
+    ({"add_generation_prompt": 1}, "add_generation_prompt", "invalid_type", "true or false"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+        "invalid_value",
+        "both true",
+    ),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_type", "an object"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value", "messages"),
+    ({"prompt": "x"}, "prompt", "unknown_parameter", "'prompt'"),
+    ({"best_of": 2}, "best_of", "unknown_parameter", "'best_of'"),
+]
+COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"prompt": None}, "prompt", "missing_required_parameter", "prompt is missing"),
+    ({"prompt": "\ud800"}, "prompt", "invalid_value", "surrogate"),
+    ({"prompt": "x" * (1 << 20) + "y"}, "prompt", "invalid_value", "1048577"),
+    ({"echo": "yes"}, "echo", "invalid_type", "true or false"),
+    ({"add_special_tokens": 0}, "add_special_tokens", "invalid_type", "true or false"),
+    ({"logprobs": True}, "logprobs", "invalid_type", "0 to 20"),
+    ({"logprobs": 21}, "logprobs", "invalid_value", "0 to 20"),
+    ({"logprobs": -1}, "logprobs", "invalid_value", "0 to 20"),
+    ({"stream": True, "n": 1, "best_of": 2}, "best_of", "invalid_value", "cannot be streamed"),
+    ({"messages": MESSAGES}, "messages", "unknown_parameter", "'messages'"),
+]
+
+
+def refused(answer: httpx.Response, param: str, code: str, says: str) -> None:
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert (error["param"], error["code"]) == (param, code), error
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize("case", [*BOTH, *CHAT], ids=lambda case: f"{case[1]}: {json.dumps(case[0])[:60]}")
+def test_chat_refuses_by_name(chat: Ask, valkey: Redis, case: tuple[dict[str, Any], str, str, str]) -> None:
+    fields, param, code, says = case
+    refused(chat(**fields), param, code, says)
+    assert nothing_written(valkey)
+
+
+@pytest.mark.parametrize("case", [*BOTH, *COMPLETIONS], ids=lambda case: f"{case[1]}: {json.dumps(case[0])[:60]}")
+def test_completions_refuse_by_name(complete: Ask, valkey: Redis, case: tuple[dict[str, Any], str, str, str]) -> None:
+    fields, param, code, says = case
+    refused(complete(**fields), param, code, says)
+    assert nothing_written(valkey)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+class TestBodies:
+    @pytest.mark.parametrize(
+        ("body", "code"),
+        [
+            (b"", "invalid_json"),
+            (b"{", "invalid_json"),
+            (b"[" * 100_000, "invalid_json"),
+            (b"\xff", "invalid_utf8"),
+            (b"[]", "invalid_type"),
+            (b"null", "invalid_type"),
+            (b'{"model": 1' + b"0" * 5000 + b"}", "invalid_json"),
+        ],
+    )
+    def test_what_is_no_object_is_refused(self, http: httpx.Client, path: str, body: bytes, code: str) -> None:
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+
+    def test_numbers_that_are_none_are_refused(self, http: httpx.Client, model: str, path: str) -> None:
+        body = f'{{"model": "{model}", "prompt": "x", "messages": [], "temperature": NaN}}'
+        answer = http.post(path, content=body.encode(), headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+
+    def test_an_unknown_model_is_404_as_openais(self, http: httpx.Client, model: str, path: str) -> None:
+        fields: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+        answer = http.post(path, json={"model": "gpt-9", **fields})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert error["type"] == "invalid_request_error"
