@@ -1,13 +1,51 @@
 """Everything about a model's text that needs no weights: what a gateway shares with an engine. No torch.
 
-Messages become a prompt (template), a prompt becomes token ids (tokenizer), tokens become text again as they are
-generated (detokenizer), and a model is known to those who never load it by its card (card).
+Messages become a prompt (template; in a process of its own: confined), a prompt becomes token ids (tokenizer), tokens
+become text again as they are generated (detokenizer), and those who never load a model know it by its card (card).
 """
 
-from engine.errors import ModelError, RequestError
-from engine.text.card import ModelCard
-from engine.text.detokenizer import Detokenizer
-from engine.text.template import ChatTemplate
-from engine.text.tokenizer import Tokenizer
+from __future__ import annotations
 
-__all__ = ["ChatTemplate", "Detokenizer", "ModelCard", "ModelError", "RequestError", "Tokenizer"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.errors import ModelError, RequestError
+    from engine.text.card import ModelCard
+    from engine.text.confined import ConfinedTemplate
+    from engine.text.detokenizer import Detokenizer
+    from engine.text.template import ChatTemplate, TemplateSource
+    from engine.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "ConfinedTemplate",
+    "Detokenizer",
+    "ModelCard",
+    "ModelError",
+    "RequestError",
+    "TemplateSource",
+    "Tokenizer",
+]
+
+# Lazy, so that the process of a confined template loads no tokenizer, and starts sooner.
+_HOMES = {
+    "ChatTemplate": "engine.text.template",
+    "ConfinedTemplate": "engine.text.confined",
+    "Detokenizer": "engine.text.detokenizer",
+    "ModelCard": "engine.text.card",
+    "ModelError": "engine.errors",
+    "RequestError": "engine.errors",
+    "TemplateSource": "engine.text.template",
+    "Tokenizer": "engine.text.tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine.text' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,6 +19,7 @@ from producers.gateway.metrics import Metrics
 from producers.gateway.prompts import Prompts
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
+from producers.gateway.templates import Templates
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -33,13 +34,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         async with client:
-            prompts = Prompts(client.store)
-            app.state.gateway = Gateway(settings, client, prompts, figures, streams)
+            prompts, templates = Prompts(client.store), Templates(client.store)
+            app.state.gateway = Gateway(settings, client, prompts, templates, figures, streams)
             sweeping = asyncio.create_task(sweeper.run(client)) if settings.sweep else None
             try:
                 yield
             finally:
                 prompts.close()
+                templates.close()
                 if sweeping is not None:
                     sweeping.cancel()
                     with suppress(asyncio.CancelledError):

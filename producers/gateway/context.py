@@ -11,6 +11,7 @@ from producers.gateway.metrics import Metrics
 from producers.gateway.prompts import Prompts
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
+from producers.gateway.templates import Templates
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Gateway:
     settings: GatewaySettings
     client: AsyncClient
     prompts: Prompts
+    templates: Templates
     metrics: Metrics
     streams: Streams
 

@@ -120,7 +120,7 @@ async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: 
                 param="model",
                 code="unsupported_model",
             )
-        text = await gateway.prompts.render(card, chat.messages, **chat.template)
+        text = await gateway.templates.render(card, chat.messages, **chat.template)
         return await gateway.prompts.encode(card, text, special=False)
 
 

@@ -1,0 +1,83 @@
+"""The process in which `engine.text.confined` lets a chat template run.
+
+    python -m engine.text.template_process CPU MEMORY OUTPUT     the limits of one render, see `Limits`
+
+Frames come on standard input: the template, then messages; each of the latter is answered on standard output. The
+kernel holds the limits: a timer that ends the process when its processor time is spent, also in the midst of one long
+call, and a bound on address space, at which an allocation fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO, NoReturn
+
+from engine.errors import ModelError, RequestError
+from engine.text.template import ChatTemplate
+
+HEADER = 4
+
+
+def main() -> NoReturn:
+    cpu, memory, output = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    asked, answers = sys.stdin.buffer, sys.stdout.buffer
+    _confine(memory)
+    source = _read(asked)
+    template: ChatTemplate | None = None
+    while True:
+        data = _read(asked)
+        # Its signal is left to the kernel, whose answer is the end of the process.
+        signal.setitimer(signal.ITIMER_PROF, cpu)
+        try:
+            if template is None:
+                told = json.loads(source)
+                template = ChatTemplate(told["text"], told["special_tokens"])
+            answer = _render(template, json.loads(data), output)
+        except ModelError as error:
+            answer = {"model": str(error)}
+        except RequestError as error:
+            answer = {"request": str(error), "code": error.code}
+        except MemoryError:
+            answer = {"stopped": f"it took more than {memory >> 20} MiB of memory"}
+        frame = json.dumps(answer).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(len(frame).to_bytes(HEADER, "big") + frame)
+        answers.flush()
+
+
+def _render(template: ChatTemplate, asked: dict[str, Any], output: int) -> dict[str, str]:
+    variables = asked.pop("variables")
+    text = template.render(**asked, **variables)
+    size = len(text.encode(errors="replace"))
+    if size > output:
+        return {"stopped": f"it made {size} bytes of text; at most {output} are taken"}
+    return {"text": text}
+
+
+def _confine(memory: int) -> None:
+    """All that is needed has been imported."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # not every kernel has such a bound; the timer holds everywhere
+        with open("/proc/self/statm", "rb") as statm:
+            pages = int(statm.read().split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _read(stream: BinaryIO) -> bytes:
+    """A frame's content. Ends the process where there is none: whoever asked has gone."""
+    header = stream.read(HEADER)
+    data = stream.read(int.from_bytes(header, "big"))
+    if not data:
+        sys.exit(0)
+    return data
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Messages to prompts, by the chat templates that models' cards name by hash, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from engine.text import ConfinedTemplate, ModelError, RequestError, TemplateSource
+from producers.errors import InvalidTask
+from producers.gateway.blobs import TEMPLATE, broken, read_blobs
+from producers.gateway.errors import RETRY_AFTER, Problem
+from producers.gateway.kept import Kept
+
+logger = logging.getLogger(__name__)
+
+#: Templates kept, a process each; the least recently used goes first.
+KEPT: Final = 8
+#: Requests that may wait for one template. A render takes a fraction of a millisecond, unless the template is hostile:
+#: then it is its own callers who wait, and not for long.
+WAITING: Final = 64
+
+
+class Templates:
+    """Renders chats. `store`: where the models' files are."""
+
+    def __init__(self, store: Redis) -> None:
+        self._store = store
+        self._kept: Kept[tuple[str, ...], _Renderer] = Kept(KEPT, _Renderer.close)
+
+    async def render(self, card: Mapping[str, Any], messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """Messages as one text, see `ChatTemplate.render`.
+
+        Raises InvalidTask where the template does not take the messages or is stopped over them, Problem where it
+        cannot be used or too many wait for it.
+        """
+        key = tuple(card["files"].get(name, "") for name in TEMPLATE)
+        renderer = await self._kept.get(key, lambda: self._load(card))
+        try:
+            return await renderer.render(messages, **options)
+        except RequestError as error:
+            raise InvalidTask(str(error), param=error.param, code=error.code) from error
+        except ModelError as error:
+            raise _unusable(card["name"], error) from error
+
+    def close(self) -> None:
+        """End all processes."""
+        self._kept.clear()
+
+    async def _load(self, card: Mapping[str, Any]) -> _Renderer:
+        files = await read_blobs(self._store, card, TEMPLATE)
+        try:
+            source = await asyncio.to_thread(TemplateSource.from_bytes, files)
+        except ModelError as error:
+            raise _unusable(card["name"], error) from error
+        if source is None:
+            raise broken(card["name"], TEMPLATE[0])  # the card says that there is one
+        return _Renderer(source)
+
+
+class _Renderer:
+    """A confined template, and the thread that waits for it."""
+
+    def __init__(self, source: TemplateSource) -> None:
+        self._template = ConfinedTemplate(source)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-template")
+        self._waiting = 0
+
+    async def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        if self._waiting >= WAITING:
+            raise Problem(
+                429,
+                f"{WAITING} requests wait for this model's chat template already; try again in a moment.",
+                code="template_busy",
+                headers=RETRY_AFTER,
+            )
+        if "developer" not in self._template.source.text:
+            # OpenAI's newer name of the role; nearly all templates know the older one.
+            messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
+        self._waiting += 1
+        try:
+            work = partial(self._template.render, messages, **options)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """Does not wait: a render that runs is ended by its limits."""
+        self._thread.submit(self._template.close)
+        self._thread.shutdown(wait=False)
+
+
+def _unusable(model: str, error: ModelError) -> Problem:
+    """The model's own files are at fault; trying again does not help."""
+    logger.error("the chat template of %s cannot be used: %s", model, error)
+    return Problem(500, str(error), code="model_broken", param="model", headers={"x-should-retry": "false"})
