@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,10 @@ class StepBatch:
     """int64 [tokens]."""
     positions: Tensor
     """int64 [tokens], from each prompt's first token."""
-    attention: AttentionBatch
+    long: Tensor | None
+    """bool [tokens], whose sequence is longer than the model's rope_switch; None where it has none."""
+    attention: tuple[AttentionBatch, ...]
+    """One for each KV group."""
     wanted: Tensor
     """int64: token rows whose logits are wanted: of the sampling rows, in the plan's order; then of the prompts that
     are scored, in the plan's order."""
@@ -44,7 +48,12 @@ class BatchBuilder:
         zero_block: int,
         kernels: Kernels,
         device: torch.device,
+        *,
+        windows: Sequence_[int | None] = (None,),
+        rope_switch: int | None = None,
     ) -> None:
+        self._windows = windows
+        self._rope_switch = rope_switch
         self._block_size = block_size
         self._zero_block = zero_block
         self._kernels = kernels
@@ -79,6 +88,8 @@ class BatchBuilder:
         bounds = self._group(rows)
         groups = self._tables_of(bounds, slots, starts + counts)
         entered = self._entered(slots, starts, starts + counts)
+        totals = np.fromiter((len(row.seq.tokens) for row in rows), np.int64, len(rows))
+        long = (totals > (self._rope_switch or 0)).repeat(counts)
         sent = upload(
             [
                 np.array(tokens, np.int64),
@@ -86,6 +97,7 @@ class BatchBuilder:
                 blocks * self._block_size + positions % self._block_size,
                 wanted,
                 entered,
+                long,
                 *(array for pair in groups for array in pair),
             ],
             self._device,
@@ -93,7 +105,11 @@ class BatchBuilder:
         return StepBatch(
             tokens=sent[0],
             positions=sent[1],
-            attention=AttentionBatch(sent[2], self._attention_groups(rows, bounds, sent[5:])),
+            long=None if self._rope_switch is None else sent[5],
+            attention=tuple(
+                AttentionBatch(sent[2], self._attention_groups(rows, bounds, sent[6:], window), window)
+                for window in self._windows
+            ),
             wanted=sent[3],
             entered=sent[4] if len(entered) else None,
         )
@@ -133,7 +149,7 @@ class BatchBuilder:
         return found
 
     def _attention_groups(
-        self, rows: list[ScheduledSeq], bounds: list[tuple[int, int]], sent: list[Tensor]
+        self, rows: list[ScheduledSeq], bounds: list[tuple[int, int]], sent: list[Tensor], window: int | None
     ) -> tuple[AttentionGroup, ...]:
         groups = []
         token_row = 0
@@ -141,8 +157,8 @@ class BatchBuilder:
             tables, lens = sent[2 * i], sent[2 * i + 1]
             query_len = rows[first].count
             kv_lens = tuple(row.start + row.count for row in rows[first:end])
-            fresh = all(kv_len == query_len for kv_len in kv_lens)
-            mask = None if fresh else visibility(lens, query_len, tables.shape[1] * self._block_size)
+            fresh = all(kv_len == query_len for kv_len in kv_lens) and (window is None or query_len <= window)
+            mask = None if fresh else visibility(lens, query_len, tables.shape[1] * self._block_size, window)
             groups.append(AttentionGroup(token_row, query_len, kv_lens, tables, mask))
             token_row += (end - first) * query_len
         return tuple(groups)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,13 +17,13 @@ from engine.errors import EngineError, RequestError
 from engine.loop import StepLoop
 from engine.memory import kv_blocks
 from engine.models import Model, load_model
-from engine.models.registry import read_settings
 from engine.params import SamplingParams
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.runner import Runner, block_bytes
 from engine.scheduler import Scheduler
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
+from engine.text.config import Config, read_config
 
 #: Tokens of a step where the configuration leaves it open: enough for full use of the device, few enough that
 #: those who decode beside a long prompt go on smoothly.
@@ -94,12 +93,15 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched,
             max_model_len=self.max_model_len,
-            eos_token_ids=self.tokenizer.eos_token_ids if self.tokenizer else _eos(read_settings(folder)),
+            eos_token_ids=self.tokenizer.eos_token_ids
+            if self.tokenizer
+            else _eos(Config.of_model(read_config(folder))),
             ageing_s=config.ageing_s,
             enable_prefix_caching=config.enable_prefix_caching,
             version=version,
             new_detokenizer=self.tokenizer.new_detokenizer if self.tokenizer else lambda: None,
             vocab_size=model.vocab_size,
+            rope_switch=model.rope_switch,
             seed=config.seed,
         )
         self._ids = itertools.count()
@@ -276,8 +278,8 @@ def _use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _eos(settings: dict[str, Any]) -> list[int]:
-    value = settings.get("eos_token_id")
+def _eos(config: Config) -> list[int]:
+    value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     return [token_id for token_id in ids if isinstance(token_id, int)]
 

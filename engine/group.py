@@ -15,8 +15,6 @@ class Group:
     """The first unfinished choice leads: the others wait until its prompt is computed, then share its blocks."""
 
     request: Request
-    root: bytes
-    """Parent of the hashes of its first blocks."""
     seqs: list[Sequence] = field(default_factory=list)
     led: list[Sequence] = field(default_factory=list)
     unfinished: int = field(kw_only=True)
@@ -46,10 +44,12 @@ class Group:
         self.led.append(seq)
         return None, None
 
-    def donor(self, entered: Container[int]) -> Sequence | None:
-        """A running choice whose prompt is computed; those with a serial in `entered` have yet to compute theirs."""
+    def donor(self, root: bytes, entered: Container[int]) -> Sequence | None:
+        """A running choice whose prompt is computed, under the same root; those with a serial in `entered` have yet to
+        compute theirs."""
         for seq in self.seqs:
-            if seq.status is Status.RUNNING and seq.computed >= seq.prompt_len and seq.serial not in entered:
+            computed = seq.status is Status.RUNNING and seq.computed >= seq.prompt_len
+            if computed and seq.root == root and seq.serial not in entered:
                 return seq
         return None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelError
 
 GIB = 1 << 30
 #: On a CPU the cache shares the machine with everything else.
@@ -29,6 +29,15 @@ def kv_blocks(
         source = f"kv_cache_bytes={asked_bytes}" if asked_bytes is not None else f"the free memory ({budget} bytes)"
         raise EngineError(f"{source} does not hold one KV block of {block_bytes} bytes ({block_size} tokens)")
     return blocks
+
+
+def check_weights(folder: Path, wanted: int, device: torch.device) -> None:
+    """Raise ModelError where `device` has less memory than the `wanted` bytes of a model's weights."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_on_host()
+    if wanted > free:
+        raise ModelError(
+            f"{folder}: its weights take {wanted / GIB:.1f} GiB, and {device.type} has {free / GIB:.1f} GiB free"
+        )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -139,7 +139,7 @@ class Planner:
         return True
 
     def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
-        return self._tables.claim(seq, group.root, group.donor(step.entered))
+        return self._tables.claim(seq, group.donor(seq.root, step.entered))
 
     def _fits(self, claim: Claim, tier: int, step: _Step) -> bool:
         """Whether there is a row, a token of the budget, and blocks enough."""
@@ -167,13 +167,18 @@ class Planner:
     def _preempt_last(self, step: _Step) -> None:
         """Put the last in order out of the batch. It keeps its tokens and computes them again, where the cache has
         not kept them."""
-        seq = self.running.pop()
+        seq = self.running[-1]
         if len(seq.tokens) - seq.computed == 1:
             step.reserved -= 1
+        self.preempt(seq, step.now)
+
+    def preempt(self, seq: Sequence, now: float) -> None:
+        """Put a running sequence, between steps any of them, out of the batch, to compute all of its tokens again."""
+        self.running.remove(seq)
         self._leave(seq)
         seq.status = Status.WAITING
         seq.preempted = True
-        seq.queued_at = step.now
+        seq.queued_at = now
         self.waiting.push(seq)
         self.preemptions += 1
 

@@ -138,6 +138,8 @@ class Sequence:
     """Tier less ageing, as of its last admission."""
     preempted: bool = False
     """Waiting because it was put out of the batch."""
+    root: bytes = b""
+    """Parent of the hash of its first block."""
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of tokens, as far as they were needed."""
     registered: int = 0

@@ -20,13 +20,23 @@ class Runner:
         self, model: Model, *, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
     ) -> None:
         self._model = model
-        self._cache = torch.zeros(
-            (model.num_layers, 2, num_blocks + 1, block_size, model.kv_heads, model.head_dim),
-            dtype=model.kernels.compute_dtype,
-            device=model.device,
-        )
+        self._caches = [
+            torch.zeros(
+                (group.layers, 2, num_blocks + 1, block_size, group.kv_heads, group.head_dim),
+                dtype=model.kernels.compute_dtype,
+                device=model.device,
+            )
+            for group in model.kv_groups
+        ]
         self._builder = BatchBuilder(
-            max_num_seqs, -(-max_model_len // block_size), block_size, num_blocks, model.kernels, model.device
+            max_num_seqs,
+            -(-max_model_len // block_size),
+            block_size,
+            num_blocks,
+            model.kernels,
+            model.device,
+            windows=[group.window for group in model.kv_groups],
+            rope_switch=model.rope_switch,
         )
         self._sampling = SamplingRows(max_num_seqs, model.vocab_size, model.device)
         self._owners: list[Sequence | None] = [None] * max_num_seqs
@@ -47,8 +57,11 @@ class Runner:
         batch = self._builder.build(plan)
         how = self._sampling.gather(sampling) if sampling else None
         if batch.entered is not None:
-            self._cache.index_fill_(2, batch.entered, 0)
-        hidden = self._model.forward(batch.tokens, batch.positions, batch.attention, self._cache, batch.wanted)
+            for cache in self._caches:
+                cache.index_fill_(2, batch.entered, 0)
+        hidden = self._model.forward(
+            batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.wanted
+        )
         if len(hidden) > len(sampling):
             scored = [row for row in plan.rows if row.wanted()]
             score_prompts(scored, hidden[len(sampling) :], self._model.logits, self._model.vocab_size)
@@ -61,10 +74,11 @@ class Runner:
         if copies:
             columns = [np.array(column, np.int64) for column in zip(*copies, strict=True)]
             sources, destinations = upload(columns, self._model.device)
-            self._cache[:, :, destinations] = self._cache[:, :, sources]
+            for cache in self._caches:
+                cache[:, :, destinations] = cache[:, :, sources]
 
 
 def block_bytes(model: Model, block_size: int) -> int:
     """Memory that one KV block takes, over all layers."""
     width = torch.empty(0, dtype=model.kernels.compute_dtype).element_size()
-    return model.num_layers * 2 * block_size * model.kv_heads * model.head_dim * width
+    return sum(group.layers * 2 * block_size * group.kv_heads * group.head_dim * width for group in model.kv_groups)

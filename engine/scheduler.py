@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine.errors import EngineError, RequestError
 from engine.group import Group
-from engine.kv import BlockTables, root_hash
+from engine.kv import BlockTables, long_root, root_hash
 from engine.limits import RequestLimits
 from engine.output import OutputState
 from engine.plan import Sampled, ScheduledSeq, StepPlan
@@ -55,9 +55,11 @@ class Scheduler:
         version: str = "",
         new_detokenizer: Callable[[], Detokenizer | None] = lambda: None,
         vocab_size: int | None = None,
+        rope_switch: int | None = None,
         seed: int | None = None,
     ) -> None:
-        """`version` is the model's, which keeps the cached blocks of different models apart. `seed` is the source of
+        """`version` is the model's, which keeps the cached blocks of different models apart. A sequence of more than
+        `rope_switch` tokens has other keys than a shorter one: past that it is computed anew. `seed` is the source of
         seeds for requests that bring none. Raises EngineError where a step could not hold one token of each sequence.
         """
         if max_num_batched_tokens < max_num_seqs:
@@ -70,6 +72,7 @@ class Scheduler:
         self._new_detokenizer = new_detokenizer
         self._tables = BlockTables(num_blocks, block_size, enable_prefix_caching)
         self._limits = RequestLimits(max_model_len, self._tables.capacity, vocab_size)
+        self._rope_switch = rope_switch
         self._groups: dict[str, Group] = {}
         self._planner = Planner(
             self._tables,
@@ -105,7 +108,7 @@ class Scheduler:
         scores = None
         if params.prompt_logprobs is not None:
             scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
-        group = Group(request, root, unfinished=params.n, scores=scores)
+        group = Group(request, unfinished=params.n, scores=scores)
         events = []
         for choice in range(params.n):
             seq = Sequence(
@@ -117,10 +120,13 @@ class Scheduler:
                 seed=seed,
                 serial=self._serial,
                 queued_at=request.arrival,
+                root=root,
                 scores=scores,
             )
             self._serial += 1
             reason, match = group.enter(seq)
+            if self._rope_switch is not None and len(seq.tokens) > self._rope_switch:
+                seq.root = long_root(root)
             if reason is not None:
                 group.unfinished -= 1
                 events.append(group.event(seq, reason, match))
@@ -188,13 +194,13 @@ class Scheduler:
                 events += self.fail(seq.request.id, row.scored.error)
                 continue
             seq.computed = row.start + row.count
-            self._tables.register(seq, group.root)
+            self._tables.register(seq)
             if group.led and seq.computed >= seq.prompt_len:
                 self._release_led(group, seq)
             if group.scores is not None:
                 events += self._score(group, group.scores, row)
             if result is not None:
-                events.append(self._append(group, seq, result))
+                events.append(self._append(group, seq, result, now))
         return events
 
     @staticmethod
@@ -207,7 +213,7 @@ class Scheduler:
         scores.told = True
         return [group.prompt_event(row.seq, scores)]
 
-    def _append(self, group: Group, seq: Sequence, result: Sampled) -> Event:
+    def _append(self, group: Group, seq: Sequence, result: Sampled, now: float) -> Event:
         if seq.output.limit == 0:  # it was computed for its prompt alone
             self._end(group, seq)
             return group.event(seq, "length")
@@ -216,12 +222,17 @@ class Scheduler:
         text, reason, match = seq.output.push(result.token_id)
         if reason is not None:
             self._end(group, seq)
+        elif self._rope_switch is not None and len(seq.tokens) == self._rope_switch + 1:
+            seq.root = long_root(seq.root)
+            seq.hashes = []
+            self._planner.preempt(seq, now)
         return group.event(seq, reason, match, result, text)
 
     def _release_led(self, group: Group, leader: Sequence) -> None:
         """Let the choices that waited for the prompt to be computed queue up."""
         for seq in group.led:
-            seq.hashes = leader.hashes[: leader.prompt_len // self._tables.block_size]
+            if seq.root == leader.root:
+                seq.hashes = leader.hashes[: leader.prompt_len // self._tables.block_size]
             self._planner.waiting.push(seq)
         group.led.clear()
 

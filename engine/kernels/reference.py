@@ -36,10 +36,13 @@ class Reference:
         return linear
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32.
+
+        Rounded to the dtype of `x`; before the product with the weight, unless that is fp32.
+        """
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
+        return (weight * normed.to(weight.dtype)).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual). Either input may be overwritten."""
@@ -49,14 +52,23 @@ class Reference:
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` [tokens, heads, head_dim] by pairs (i, i + head_dim / 2) (arXiv 2104.09864, half-split).
 
-        `cos` and `sin` are [tokens, 1, head_dim]; the first half of `sin` carries the rotation's minus sign.
+        `cos` and `sin` are [tokens, 1, rotary_dim]; the first half of `sin` carries the rotation's minus sign. Where
+        rotary_dim is less than head_dim, only so many of the first dimensions turn, as if they were all.
         """
+        turning = cos.shape[-1]
+        if turning < x.shape[-1]:
+            return torch.cat((self.rope(x[..., :turning], cos, sin), x[..., turning:]), -1)
         return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of `gate_up` [tokens, 2 * width] -> [tokens, width] (SwiGLU, arXiv 2002.05202)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """As silu_mul, with GELU by its tanh approximation (arXiv 1606.08415) in place of SiLU."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def write_kv(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         """Put `key` and `value` [tokens, kv_heads, head_dim] at `slots` of one layer's `cache`.
@@ -67,10 +79,13 @@ class Reference:
         flat[0].index_copy_(0, slots, key)
         flat[1].index_copy_(0, slots, value)
 
-    def paged_attention(self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    def paged_attention(
+        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """Causal attention of `query` [tokens, heads, head_dim] over what `write_kv` put into `cache`.
 
-        Query head h reads KV head h // (heads / kv_heads). Returns [tokens, heads, head_dim].
+        Query head h reads KV head h // (heads / kv_heads). Scores are multiplied by `scale`; with `softcap` they
+        then become softcap * tanh(score / softcap). Returns [tokens, heads, head_dim].
         """
         out = torch.empty_like(query)
         share = query.shape[1] // cache.shape[3]
@@ -81,8 +96,13 @@ class Reference:
                 keys, values = cache[:, group.block_tables[i]].flatten(1, 2)[:, :kv_len].float()
                 q = query[rows].float()
                 scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(share, 1)) * scale
-                position = torch.arange(kv_len - group.query_len, kv_len, device=query.device)
-                future = torch.arange(kv_len, device=query.device)[None] > position[:, None]
-                weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+                if softcap is not None:
+                    scores = (scores / softcap).tanh() * softcap
+                query_at = torch.arange(kv_len - group.query_len, kv_len, device=query.device)[:, None]
+                key_at = torch.arange(kv_len, device=query.device)[None]
+                hidden = key_at > query_at
+                if batch.window is not None:
+                    hidden |= key_at <= query_at - batch.window
+                weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
                 out[rows] = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(share, 1)).to(out.dtype)
         return out

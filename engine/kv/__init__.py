@@ -7,7 +7,8 @@ registered block that nobody holds stays cached until the memory is wanted, the 
 """
 
 from engine.kv.blocks import BlockPool
-from engine.kv.prefix import block_hash, extend_hashes, root_hash
+from engine.kv.groups import KvGroup
+from engine.kv.prefix import block_hash, extend_hashes, long_root, root_hash
 from engine.kv.tables import BlockTables, Claim
 
-__all__ = ["BlockPool", "BlockTables", "Claim", "block_hash", "extend_hashes", "root_hash"]
+__all__ = ["BlockPool", "BlockTables", "Claim", "KvGroup", "block_hash", "extend_hashes", "long_root", "root_hash"]

@@ -4,6 +4,8 @@ The format is fixed: caches of other processes and routers that send a prompt to
 
     root  = SHA-256(b"penstock/block/1" || field(salt) || field(adapter) || field(model version))
     block = SHA-256(parent || u32le(token) for each token of the block)
+    long  = SHA-256(b"penstock/long/1" || root), the root of sequences beyond a model's rope switch: their keys turn by
+            other frequencies, so that what the same tokens left in a shorter sequence is of no use to them
 
 where field(s) = u32le(length of the UTF-8 of s) || the UTF-8 of s, and the parent of a first block is the root.
 Because the root takes in the tenant's salt, nobody can learn from timing or from `cached_tokens` what another
@@ -17,6 +19,7 @@ from functools import lru_cache
 from hashlib import sha256
 
 _DOMAIN = b"penstock/block/1"
+_LONG = b"penstock/long/1"
 
 
 def root_hash(salt: str, adapter: str, version: str) -> bytes:
@@ -27,6 +30,11 @@ def root_hash(salt: str, adapter: str, version: str) -> bytes:
         digest.update(struct.pack("<I", len(data)))
         digest.update(data)
     return digest.digest()
+
+
+def long_root(root: bytes) -> bytes:
+    """32 bytes: the parent of the first blocks of sequences beyond a model's rope switch."""
+    return sha256(_LONG + root).digest()
 
 
 def block_hash(parent: bytes, token_ids: list[int]) -> bytes:

@@ -37,7 +37,7 @@ class BlockTables:
         """Tokens that the whole pool holds."""
         return self.pool.num_blocks * self.block_size
 
-    def claim(self, seq: Sequence, root: bytes, donor: Sequence | None) -> Claim:
+    def claim(self, seq: Sequence, donor: Sequence | None) -> Claim:
         """What a waiting sequence could share: cached blocks, or the prompt of `donor`, a choice of the same
         request whose prompt is computed; whichever saves more.
 
@@ -48,7 +48,7 @@ class BlockTables:
         copy_from = None
         if self._caching:
             full = seq.reusable // size
-            extend_hashes(seq.hashes, root, seq.tokens, size, full)
+            extend_hashes(seq.hashes, seq.root, seq.tokens, size, full)
             shared = self.pool.match(islice(seq.hashes, full))
         computed = len(shared) * size
         common = min(seq.prompt_len, len(seq.tokens) - 1)
@@ -81,12 +81,12 @@ class BlockTables:
         seq.block_table += self.pool.allocate(lacking)
         return True
 
-    def register(self, seq: Sequence, root: bytes) -> None:
+    def register(self, seq: Sequence) -> None:
         """Offer the blocks that computed tokens have filled to the prefix cache."""
         full = seq.computed // self.block_size
         if not self._caching or full == seq.registered:
             return
-        extend_hashes(seq.hashes, root, seq.tokens, self.block_size, full)
+        extend_hashes(seq.hashes, seq.root, seq.tokens, self.block_size, full)
         for index in range(seq.registered, full):
             self.pool.register(seq.block_table[index], seq.hashes[index])
         seq.registered = full

@@ -5,11 +5,36 @@ into its own, so that q, k and v land in one packed matrix. The loader fills the
 kernel set, and calling the layer runs it on token rows [tokens, width].
 """
 
-from engine.layers.attention import Attention
+from engine.layers.attention import Attention, AttentionShape, NormedAttention
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
-from engine.layers.rope import Llama3Scaling, Rope
+from engine.layers.rope import Rope
+from engine.layers.rope_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    Unscaled,
+    YarnScaling,
+)
 
-__all__ = ["Attention", "Embedding", "GatedMlp", "Linear", "Llama3Scaling", "RmsNorm", "Rope"]
+__all__ = [
+    "Attention",
+    "AttentionShape",
+    "DynamicScaling",
+    "Embedding",
+    "GatedMlp",
+    "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "NormedAttention",
+    "RmsNorm",
+    "Rope",
+    "RopeScaling",
+    "Unscaled",
+    "YarnScaling",
+]

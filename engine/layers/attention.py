@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from engine.kernels import AttentionBatch, Kernels
 from engine.layers.linear import Linear
+from engine.layers.norm import RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    width: int
+    """Of the rows that come in and go out."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    """Scores are multiplied by it."""
+    softcap: float | None = None
+    """Bound that scores approach: cap * tanh(score / cap) (arXiv 2408.00118)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    fused: bool = False
+    """The checkpoint has one matrix for q, k and v."""
 
 
 class Attention:
-    def __init__(
-        self,
-        kernels: Kernels,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        bias: bool,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, kernels: Kernels, shape: AttentionShape, *, device: torch.device) -> None:
         self._kernels = kernels
-        self._heads = heads
-        self._kv_heads = kv_heads
-        self._head_dim = head_dim
-        self._scale = head_dim**-0.5
-        kv_width = kv_heads * head_dim
-        self._qkv = Linear(
-            kernels,
-            width,
-            {"q_proj": heads * head_dim, "k_proj": kv_width, "v_proj": kv_width},
-            bias=bias,
-            device=device,
-        )
-        self._output = Linear(kernels, heads * head_dim, {"o_proj": width}, bias=bias, device=device)
+        self._shape = shape
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        parts = {"qkv_proj": q + 2 * kv} if shape.fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self._qkv = Linear(kernels, shape.width, parts, bias=shape.qkv_bias, device=device)
+        self._output = Linear(kernels, q, {"o_proj": shape.width}, bias=shape.output_bias, device=device)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         return self._qkv.weights(prefix) | self._output.weights(prefix)
@@ -45,9 +47,42 @@ class Attention:
 
     def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
         """`x` [tokens, width]; `rotation` from Rope; `cache` this layer's [2, blocks, block, kv_heads, head_dim]."""
-        heads = self._qkv(x).view(len(x), -1, self._head_dim)
+        shape, kernels = self._shape, self._kernels
+        heads = self._qkv(x).view(len(x), -1, shape.head_dim)
+        turning, values = heads[:, : shape.heads + shape.kv_heads], heads[:, shape.heads + shape.kv_heads :]
         # Queries and keys turn by the same angles: one operation for both.
-        rotated = self._kernels.rope(heads[:, : self._heads + self._kv_heads], *rotation)
-        self._kernels.write_kv(rotated[:, self._heads :], heads[:, self._heads + self._kv_heads :], cache, batch.slots)
-        out = self._kernels.paged_attention(rotated[:, : self._heads], cache, batch, self._scale)
+        rotated = kernels.rope(self._prepared(turning), *rotation)
+        kernels.write_kv(rotated[:, shape.heads :], values, cache, batch.slots)
+        out = kernels.paged_attention(rotated[:, : shape.heads], cache, batch, shape.scale, shape.softcap)
         return self._output(out.reshape(len(x), -1))
+
+    def _prepared(self, heads: Tensor) -> Tensor:
+        """Queries, then keys, [tokens, heads + kv_heads, head_dim], as they are to be turned."""
+        return heads
+
+
+class NormedAttention(Attention):
+    """Norms each head's query and key before they turn, with one weight for all queries and one for all keys."""
+
+    def __init__(
+        self, kernels: Kernels, shape: AttentionShape, *, eps: float, offset: float, device: torch.device
+    ) -> None:
+        super().__init__(kernels, shape, device=device)
+        self._query_norm = RmsNorm(kernels, shape.head_dim, eps, offset=offset, device=device)
+        self._key_norm = RmsNorm(kernels, shape.head_dim, eps, offset=offset, device=device)
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        return (
+            super().weights(prefix)
+            | self._query_norm.weights(f"{prefix}q_norm.")
+            | self._key_norm.weights(f"{prefix}k_norm.")
+        )
+
+    def pack(self) -> None:
+        super().pack()
+        self._query_norm.pack()
+        self._key_norm.pack()
+
+    def _prepared(self, heads: Tensor) -> Tensor:
+        queries = self._shape.heads
+        return torch.cat((self._query_norm(heads[:, :queries]), self._key_norm(heads[:, queries:])), 1)

@@ -1,4 +1,4 @@
-"""The gated feed-forward block: down(silu(gate(x)) * up(x))."""
+"""The gated feed-forward block: down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ from engine.layers.linear import Linear
 
 
 class GatedMlp:
-    def __init__(self, kernels: Kernels, width: int, hidden: int, *, bias: bool, device: torch.device) -> None:
-        self._kernels = kernels
-        self._gate_up = Linear(kernels, width, {"gate_proj": hidden, "up_proj": hidden}, bias=bias, device=device)
+    def __init__(
+        self,
+        kernels: Kernels,
+        width: int,
+        hidden: int,
+        *,
+        activation: str,
+        bias: bool,
+        fused: bool,
+        device: torch.device,
+    ) -> None:
+        """`activation` is "silu" or "gelu_tanh"; `fused`: the checkpoint has one matrix for gate and up."""
+        self._multiply = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}[activation]
+        parts = {"gate_up_proj": 2 * hidden} if fused else {"gate_proj": hidden, "up_proj": hidden}
+        self._gate_up = Linear(kernels, width, parts, bias=bias, device=device)
         self._down = Linear(kernels, hidden, {"down_proj": width}, bias=bias, device=device)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
@@ -23,4 +35,4 @@ class GatedMlp:
         self._down.pack()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._kernels.silu_mul(self._gate_up(x)))
+        return self._down(self._multiply(self._gate_up(x)))

@@ -9,13 +9,20 @@ from engine.kernels import Kernels
 
 
 class RmsNorm:
-    def __init__(self, kernels: Kernels, width: int, eps: float, *, device: torch.device) -> None:
+    def __init__(self, kernels: Kernels, width: int, eps: float, *, offset: float, device: torch.device) -> None:
+        """`offset` is added to the checkpoint's weight; if it is not 0, weight and product are fp32: as small numbers
+        around 0 such weights have more digits than a sum near 1 would keep in half precision."""
         self._kernels = kernels
         self._eps = eps
-        self._weight = torch.empty(width, dtype=kernels.compute_dtype, device=device)
+        self._offset = offset
+        dtype = torch.float32 if offset else kernels.compute_dtype
+        self._weight = torch.empty(width, dtype=dtype, device=device)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}weight": self._weight}
+
+    def pack(self) -> None:
+        self._weight += self._offset
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.rms_norm(x, self._weight, self._eps)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,84 +14,134 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.text.checkpoint import StoredTensor, read_header
+from engine.text.folder import file_in
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+#: The largest index that is read; those of the largest checkpoints have some 10 MB.
+_LONGEST_INDEX = 64 << 20
+_FLOATS = ("F32", "F16", "BF16")
 
-def load_weights(folder: Path, places: dict[str, Tensor], dtype: torch.dtype, unused: Callable[[str], bool]) -> None:
-    """Fill every tensor of `places` (checkpoint name -> view) from the safetensors in `folder`.
 
-    Files are memory-mapped: each tensor goes from the page cache to its place, rounded to `dtype` on the way,
-    without a second copy of the model. Raises ModelError naming the file and the tensor for: a missing, misshapen
-    or non-float tensor, one that the model has no use for (unless `unused` says so: ignoring a bias would give
-    other output without a word), a truncated or malformed file, a shard outside of the folder.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a tensor is, and what the file's header says of it."""
+
+    path: Path
+    name: str
+    """As the file has it."""
+    stored: StoredTensor
+
+
+def match(
+    folder: Path, located: Mapping[str, Found], places: Mapping[str, Tensor], canonical: Callable[[str], str | None]
+) -> dict[str, Found]:
+    """For each of `places` (a model's name -> a tensor of the shape it wants, of which nothing else is looked at) the
+    tensor of the checkpoint.
+
+    From headers alone, so that what config.json asks for is refused before memory is taken for it. `canonical` gives a
+    checkpoint's names as the model spells them, None for what it passes over. Raises ModelError naming the tensor that
+    is missing, misshapen or of another kind than float, or that the model has no use for: ignoring a bias would give
+    other output without a word.
     """
-    files = locate(folder)
-    missing = sorted(places.keys() - files.keys())
+    found: dict[str, Found] = {}
+    extra = []
+    for name, one in located.items():
+        ours = canonical(name)
+        if ours is None:
+            continue
+        if ours in found:
+            raise ModelError(f"{folder}: the checkpoint has {ours} twice, as {found[ours].name} and as {name}")
+        if ours in places:
+            found[ours] = one
+        else:
+            extra.append(name)
+    missing = sorted(places.keys() - found.keys())
     if missing:
         raise ModelError(f"{folder}: the checkpoint lacks {_listing(missing)}")
-    extra = sorted(name for name in files.keys() - places.keys() if not unused(name))
     if extra:
-        raise ModelError(f"{folder}: the checkpoint has tensors that this architecture does not use: {_listing(extra)}")
+        raise ModelError(
+            f"{folder}: the checkpoint has tensors that this architecture does not use: {_listing(sorted(extra))}"
+        )
+    for name, one in found.items():
+        shape, asked = list(one.stored.shape), list(places[name].shape)
+        if shape != asked:
+            raise ModelError(f"{one.path}: {one.name} has shape {shape}; config.json asks for {asked}")
+        if one.stored.dtype not in _FLOATS:
+            raise ModelError(
+                f"{one.path}: {one.name} is stored as {one.stored.dtype}; one of {', '.join(_FLOATS)} is expected"
+            )
+    return found
+
+
+def load_weights(found: Mapping[str, Found], places: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Fill every tensor of `places` with what `match` found for it.
+
+    Files are memory-mapped: each tensor goes from the page cache to its place, rounded to `dtype` on the way, without a
+    second copy of the model. Raises ModelError naming a file that is malformed after all.
+    """
     shards: dict[Path, list[str]] = defaultdict(list)
     for name in places:
-        shards[files[name]].append(name)
+        shards[found[name].path].append(name)
     for path, names in shards.items():
         with _faults_named(path), safe_open(path, framework="pt") as file:
             for name in names:
-                _fill(path, name, places[name], file.get_tensor(name), dtype)
+                tensor = file.get_tensor(found[name].name)
+                # The place may be wider than dtype (a CPU without bf16): the rounding happens all the same.
+                places[name].copy_(tensor if tensor.dtype == dtype else tensor.to(dtype))
 
 
-def _fill(path: Path, name: str, place: Tensor, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.shape != place.shape:
-        raise ModelError(f"{path}: {name} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}")
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise ModelError(f"{path}: {name} is stored as {tensor.dtype}; float16, bfloat16 or float32 is expected")
-    # The place may be wider than dtype (a CPU without bf16): the rounding happens all the same.
-    place.copy_(tensor if tensor.dtype == dtype else tensor.to(dtype))
-
-
-def locate(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, from the index if there is one. Raises ModelError."""
-    index = folder / INDEX
-    if not index.is_file():
-        path = folder / SINGLE
-        if not path.is_file():
+def locate(folder: Path) -> dict[str, Found]:
+    """Every tensor of a folder's checkpoint, by the index if there is one. Raises ModelError."""
+    index = file_in(folder, INDEX)
+    if index is None:
+        path = file_in(folder, SINGLE)
+        if path is None:
             raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}")
-        return dict.fromkeys(_names(path), path)
-    try:
-        shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{index} cannot be read as a weight map: {error!r}") from error
-    if not isinstance(shard_of, dict):
-        raise ModelError(f"{index}: weight_map is not an object")
-    held: dict[str, set[str]] = {}
-    files = {}
-    for name, shard in shard_of.items():
+        return {name: Found(path, name, stored) for name, stored in _header(path).items()}
+    held: dict[str, tuple[Path, dict[str, StoredTensor]]] = {}
+    found = {}
+    for name, shard in _weight_map(index).items():
         if not isinstance(shard, str) or not _is_plain_name(shard):
             raise ModelError(
                 f"{index}: {name} is said to be in {shard!r}, which is not the name of a safetensors file beside it"
             )
-        path = folder / shard
         if shard not in held:
-            if not path.is_file():
+            path = file_in(folder, shard)
+            if path is None:
                 raise ModelError(f"{folder}: the shard {shard}, named by {INDEX}, is missing")
-            held[shard] = set(_names(path))
-        if name not in held[shard]:
+            held[shard] = path, _header(path)
+        path, tensors = held[shard]
+        if name not in tensors:
             raise ModelError(f"{path} does not hold {name}, although {INDEX} says so")
-        files[name] = path
-    return files
+        found[name] = Found(path, name, tensors[name])
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, object]:
+    try:
+        with index.open("rb") as file:
+            data = file.read(_LONGEST_INDEX + 1)
+        if len(data) > _LONGEST_INDEX:
+            raise ModelError(f"{index} is longer than {_LONGEST_INDEX} bytes: it is no weight map")
+        shard_of = json.loads(data)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"{index} cannot be read as a weight map: {error!r}") from error
+    if not isinstance(shard_of, dict):
+        raise ModelError(f"{index}: weight_map is not an object")
+    return shard_of
 
 
 def _is_plain_name(shard: str) -> bool:
     # An index is data from elsewhere: it must not reach other files of this machine.
-    return Path(shard).name == shard and "\\" not in shard and shard.endswith(".safetensors")
+    return Path(shard).name == shard and "\\" not in shard and "\0" not in shard and shard.endswith(".safetensors")
 
 
-def _names(path: Path) -> list[str]:
-    with _faults_named(path), safe_open(path, framework="pt") as file:
-        return list(file.keys())
+def _header(path: Path) -> dict[str, StoredTensor]:
+    with _faults_named(path):
+        return read_header(path)
 
 
 @contextmanager

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kernels import AttentionBatch, Kernels, select
-from engine.models.loader import load_weights
+from engine.kv import KvGroup
+from engine.memory import check_weights
+from engine.models.loader import load_weights, locate, match
+from engine.text.config import Config, architectures, read_config
 
 #: Architecture as config.json names it -> module and class.
 FAMILIES = {
     "LlamaForCausalLM": "engine.models.llama:Llama",
+    "MistralForCausalLM": "engine.models.mistral:Mistral",
+    "Qwen2ForCausalLM": "engine.models.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "engine.models.qwen3:Qwen3",
+    "Phi3ForCausalLM": "engine.models.phi3:Phi3",
+    "Gemma2ForCausalLM": "engine.models.gemma2:Gemma2",
+    "Gemma3ForCausalLM": "engine.models.gemma3:Gemma3",
+    # Its text half; images are not taken.
+    "Gemma3ForConditionalGeneration": "engine.models.gemma3:Gemma3",
 }
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,30 +39,42 @@ class Model(Protocol):
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
-    num_layers: int
-    kv_heads: int
-    head_dim: int
     vocab_size: int
     context_length: int
+    kv_groups: tuple[KvGroup, ...]
+    """Layers by how far back they see; each group has blocks of its own."""
+    rope_switch: int | None
+    """Tokens of the longest sequence whose keys turn as those of a short one; see layers/rope_scaling.py."""
 
-    def __init__(self, settings: dict[str, Any], kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        """Empty layers for `settings`, the content of config.json. Raises ModelError naming what it cannot serve."""
+    def __init__(self, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        """Empty layers for `config`; on the device "meta" they take no memory, and tell only their shapes.
+
+        Raises ModelError naming what it cannot serve.
+        """
 
     def weights(self) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> where to copy it."""
+        """Tensor name -> where to copy it."""
 
-    def unused(self, name: str) -> bool:
-        """Whether a checkpoint may carry this tensor although `weights` does not want it."""
+    def canonical(self, name: str) -> str | None:
+        """A checkpoint's name for a tensor as `weights` spells it; None for one that is passed over."""
 
     def pack(self) -> None:
         """Called once, when every tensor of `weights` has been filled."""
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention: AttentionBatch, cache: Tensor, wanted: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        long: Tensor | None,
+        attention: Sequence[AttentionBatch],
+        caches: Sequence[Tensor],
+        wanted: Tensor,
     ) -> Tensor:
         """The last hidden states [wanted, width], normed, of the token rows whose indexes are in `wanted`.
 
-        `tokens`, `positions`: int64 [tokens]. `cache`: [layers, 2, blocks, block_size, kv_heads, head_dim].
+        `tokens`, `positions`: int64 [tokens]. `long`: bool [tokens], whose sequence is beyond `rope_switch`; None where
+        the model has none. `attention` and `caches` have one entry for each of `kv_groups`; a cache is [layers of the
+        group, 2, blocks, block_size, kv_heads, head_dim].
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -64,43 +87,40 @@ def load_model(folder: str | Path, dtype: str, device: torch.device, kernels: ty
     `kernels` overrides the set that `engine.kernels.select` would choose. Raises ModelError.
     """
     path = Path(folder)
-    settings = read_settings(path)
-    names = settings.get("architectures") or []
+    settings = read_config(path)
+    names = architectures(settings)
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
         raise ModelError(
             f"{path}: config.json names the architectures {names}; supported are {', '.join(sorted(FAMILIES))}"
         )
-    if settings.get("quantization_config") is not None:
+    config = Config.of_model(settings)
+    if "quantization_config" in config:
         raise ModelError(f"{path}: config.json has a quantization_config; quantised checkpoints are not supported")
-    weight_dtype = _dtype(path, settings, dtype)
+    weight_dtype = _dtype(path, config, dtype)
     kernel_set = kernels(weight_dtype) if kernels is not None else select(device, weight_dtype)
     module, name = family.split(":")
-    model: Model = getattr(import_module(module), name)(settings, kernel_set, weight_dtype, device)
-    load_weights(path, model.weights(), weight_dtype, model.unused)
+    make = getattr(import_module(module), name)
+    located = locate(path)
+    layers = config.integer("num_hidden_layers")
+    if layers > len(located):
+        raise ModelError(f"{path}: config.json asks for {layers} layers; the checkpoint has {len(located)} tensors")
+    # First without memory: config.json is checked against the checkpoint before anything is allocated by it.
+    shape: Model = make(config, kernel_set, weight_dtype, torch.device("meta"))
+    places = shape.weights()
+    found = match(path, located, places, shape.canonical)
+    check_weights(path, sum(place.nbytes for place in places.values()), device)
+    model: Model = make(config, kernel_set, weight_dtype, device)
+    load_weights(found, model.weights(), weight_dtype)
     model.pack()
     return model
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises ModelError where there is none, or it is not a JSON object."""
-    path = folder / "config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise ModelError(f"{path} holds a {type(settings).__name__} where an object is expected")
-    return settings
-
-
-def _dtype(path: Path, settings: dict[str, Any], asked: str) -> torch.dtype:
+def _dtype(path: Path, config: Config, asked: str) -> torch.dtype:
     name = asked
     if asked == "auto":
         # transformers 5 writes "dtype", earlier ones "torch_dtype"; none at all meant float32.
-        name = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
+        name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"{path}: dtype {name!r} is not supported; choose one of {', '.join(DTYPES)}")
+        raise ModelError(f"{path}: dtype {name!r:.80} is not supported; choose one of {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -1,18 +1,23 @@
-"""config.json of a decoder, checked: a setting that would change the output is either served or refused by name."""
+"""What a decoder is made of, read from config.json: a setting that would change the output is served or refused."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
-from engine.layers import Llama3Scaling
+from engine.kv import KvGroup
+from engine.models.rotary import RopeSettings
+from engine.text.config import MOST_LAYERS, MOST_WIDTH, Config
+
+#: config.json's name -> ours.
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSettings:
-    """Names are transformers', shortened; defaults are those of its LlamaConfig."""
+    """Names are transformers', shortened."""
 
     layers: int
     hidden_size: int
@@ -23,103 +28,104 @@ class DecoderSettings:
     vocab_size: int
     context_length: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3Scaling | None
     tied: bool
-    attention_bias: bool
-    mlp_bias: bool
+    activation: str
+    """"silu" or "gelu_tanh"."""
+    ropes: tuple[RopeSettings, ...]
+    """One, or two: that of layers with full attention, that of layers with a window."""
+    windows: tuple[int | None, ...]
+    """Of each layer, how many tokens a query sees, its own included; None for all."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    """The checkpoint holds q, k, v as one matrix, and gate and up as one."""
+    qk_norm: bool = False
+    """Each head's query and key are normed before they turn."""
+    norm_offset: float = 0.0
+    """Added to the checkpoint's norm weights."""
+    query_scale: float | None = None
+    """By which scores are multiplied; None is head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    scales_embedding: bool = False
+    """Embeddings are multiplied by the square root of hidden_size."""
 
     @classmethod
-    def read(cls, settings: dict[str, Any]) -> DecoderSettings:
-        """Raises ModelError naming the setting, its value and what is supported."""
-        hidden_size = _positive(settings, "hidden_size")
-        heads = _positive(settings, "num_attention_heads")
-        kv_heads = _positive(settings, "num_key_value_heads", heads)
+    def read(
+        cls,
+        config: Config,
+        *,
+        windows: tuple[int | None, ...] | None = None,
+        ropes: tuple[Config, ...] | None = None,
+        activation: str | None = None,
+        **traits: Any,
+    ) -> DecoderSettings:
+        """What families have in common; the rest is what one of them sees to by itself, `traits` other fields of this.
+
+        `ropes` are sections as Config.rope gives them. Raises ModelError naming the setting, its value and what is
+        supported.
+        """
+        layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+        hidden_size = config.integer("hidden_size")
+        heads = config.integer("num_attention_heads")
+        kv_heads = config.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ModelError(
                 f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
             )
-        if settings.get("head_dim") is None and hidden_size % heads:
+        if "head_dim" not in config and hidden_size % heads:
             raise ModelError(
                 f"config.json: without head_dim, hidden_size={hidden_size} must be a multiple of "
                 f"num_attention_heads={heads}"
             )
-        head_dim = _positive(settings, "head_dim", hidden_size // heads)
-        if head_dim % 2:
-            raise ModelError(f"config.json: head_dim={head_dim} is odd; rotary embedding turns pairs")
-        activation = settings.get("hidden_act", "silu")
-        if activation != "silu":
-            raise ModelError(f"config.json: hidden_act={activation!r} is not supported; only 'silu' is")
-        # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
-        rope = settings.get("rope_parameters") or {}
-        if not isinstance(rope, dict):
-            raise ModelError(f"config.json: rope_parameters={rope!r} is not an object")
+        head_dim = config.integer("head_dim", hidden_size // heads, high=MOST_WIDTH // heads)
+        context_length = config.context_length()
         return cls(
-            layers=_positive(settings, "num_hidden_layers"),
+            layers=layers,
             hidden_size=hidden_size,
-            intermediate_size=_positive(settings, "intermediate_size"),
+            intermediate_size=config.integer("intermediate_size"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=_positive(settings, "vocab_size"),
-            context_length=_positive(settings, "max_position_embeddings", 2048),
-            norm_eps=_number(settings, "rms_norm_eps", 1e-6),
-            rope_theta=_number(rope if "rope_theta" in rope else settings, "rope_theta", 10000.0),
-            rope_scaling=_scaling(rope or settings.get("rope_scaling")),
-            tied=_flag(settings, "tie_word_embeddings"),
-            attention_bias=_flag(settings, "attention_bias"),
-            mlp_bias=_flag(settings, "mlp_bias"),
+            vocab_size=config.integer("vocab_size"),
+            context_length=context_length,
+            norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
+            tied=config.flag("tie_word_embeddings"),
+            activation=read_activation(config, "hidden_act", "silu") if activation is None else activation,
+            ropes=tuple(RopeSettings.read(rope, head_dim) for rope in ropes or (config.rope(),)),
+            windows=tuple(
+                # A window that no sequence outgrows is none.
+                None if window is None or window >= context_length else window
+                for window in windows or (None,) * layers
+            ),
+            **traits,
         )
 
-
-def _scaling(given: Any) -> Llama3Scaling | None:
-    if not given:
-        return None
-    if not isinstance(given, dict):
-        raise ModelError(f"config.json: rope_scaling={given!r} is not an object")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ModelError(f"config.json: rope scaling {kind!r} is not supported; only 'default' and 'llama3' are")
-    scaling = Llama3Scaling(
-        factor=_number(given, "factor"),
-        low_freq_factor=_number(given, "low_freq_factor"),
-        high_freq_factor=_number(given, "high_freq_factor"),
-        original_max_position_embeddings=_positive(given, "original_max_position_embeddings"),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ModelError(
-            f"config.json: rope scaling's high_freq_factor={scaling.high_freq_factor} must be above its "
-            f"low_freq_factor={scaling.low_freq_factor}"
+    @property
+    def kv_groups(self) -> tuple[KvGroup, ...]:
+        """Layers of one window each; full attention, where there is any, first."""
+        counts = Counter(self.windows)
+        return tuple(
+            KvGroup(counts[window], self.kv_heads, self.head_dim, window)
+            for window in sorted(counts, key=lambda window: (window is not None, window or 0))
         )
-    return scaling
+
+    @property
+    def rope_switch(self) -> int | None:
+        """Tokens of the longest sequence that turns by the first frequencies, where there are two sets."""
+        switches = {rope.scaling.switch for rope in self.ropes} - {None}
+        if len(switches) > 1:
+            raise ModelError(
+                "config.json: rope scalings that switch at different lengths are not supported: "
+                f"{', '.join(map(str, sorted(filter(None, switches))))}"
+            )
+        return next(iter(switches), None)
 
 
-def _positive(settings: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = settings.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelError(f"config.json lacks {name}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {name}={value!r} must be a positive integer")
-    return value
-
-
-def _number(settings: dict[str, Any], name: str, default: float | None = None) -> float:
-    value = settings.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelError(f"config.json: rope scaling lacks {name}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(f"config.json: {name}={value!r} must be a finite number above 0")
-    return float(value)
-
-
-def _flag(settings: dict[str, Any], name: str) -> bool:
-    value = settings.get(name) or False
-    if not isinstance(value, bool):
-        raise ModelError(f"config.json: {name}={value!r} must be true or false")
-    return value
+def read_activation(config: Config, name: str, default: str) -> str:
+    """Of the setting `name`, which families call differently."""
+    given = config.text(name, default)
+    if given not in _ACTIVATIONS:
+        raise config.wrong(name, f"is not supported; {', '.join(map(repr, _ACTIVATIONS))} are")
+    return _ACTIVATIONS[given]

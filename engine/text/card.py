@@ -31,6 +31,7 @@ from typing import Any
 from engine.errors import ModelError, RequestError
 from engine.params import SamplingParams
 from engine.text.checkpoint import count_parameters, model_version
+from engine.text.config import Config, architectures, read_config
 from engine.text.files import read_files, read_object
 from engine.text.template import TemplateSource
 from engine.text.tokenizer import Tokenizer
@@ -61,18 +62,19 @@ class ModelCard:
         """
         root = Path(folder).resolve()
         files = read_files(root)
-        config = read_object(files, "config.json")
-        architectures = config.get("architectures")
-        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        values = read_config(root)
+        named = architectures(values)
+        if not named:
             raise ModelError(f"{root / 'config.json'} names no architecture")
+        config = Config.of_model(values)
         tokenizer = Tokenizer(files)
         chat = TemplateSource.from_bytes(files) is not None
         return cls(
             name=root.name if name is None else name,
             version=model_version(root),
-            architecture=architectures[0],
-            context_length=_positive(config, "max_position_embeddings"),
-            vocab_size=_positive(config, "vocab_size"),
+            architecture=named[0],
+            context_length=config.context_length(),
+            vocab_size=config.integer("vocab_size"),
             parameters=count_parameters(root),
             capabilities=("generate", "chat") if chat else ("generate",),
             eos_token_ids=tokenizer.eos_token_ids,
@@ -110,13 +112,6 @@ class ModelCard:
                 raise ModelError(f"the model card has {listed}={given[listed]!r}, which is not a list")
             given[listed] = tuple(given[listed])
         return cls(**given)
-
-
-def _positive(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise ModelError(f"config.json has {key}={value!r}; it must be an integer above 0")
-    return value
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:

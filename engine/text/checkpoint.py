@@ -6,30 +6,73 @@ import json
 import math
 import os
 import struct
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeGuard
 
 from engine.errors import ModelError
+from engine.text.folder import file_in
 
 #: Files up to this size count into a version with all of their bytes.
 WHOLE_FILE = 16 << 20
 _PAGES = 64
 _PAGE = 64 << 10
-#: safetensors' own bound on a header.
-_LONGEST_HEADER = 100_000_000
+#: A header takes about a hundred bytes for each tensor, and many times that as objects of Python: this is room for
+#: some ten times the tensors of the largest checkpoints. safetensors itself allows 100 MB.
+_LONGEST_HEADER = 16 << 20
+_MOST_DIMENSIONS = 16
+#: Bytes of an element, of the dtypes that take whole ones.
+_WIDTHS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    dtype: str
+    """As safetensors spells it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name, each with its bytes inside of the file.
+
+    Raises ModelError naming the file: truncated, or a header that is malformed, too long or says what is not so.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = _read_header(path, file)
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} has a header that is not valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path} has a header that is not a JSON object")
+    room = size - 8 - len(data)
+    found = {name: _stored(path, name, entry, room) for name, entry in header.items() if name != "__metadata__"}
+    held = sum(math.prod(tensor.shape) * _WIDTHS[tensor.dtype] for tensor in found.values())
+    if held != room:
+        raise ModelError(
+            f"{path} is truncated or not a safetensors file: it has {room} bytes of data, its header lists {held}"
+        )
+    return found
 
 
 def count_parameters(folder: str | Path) -> int:
     """Numbers in all tensors of the *.safetensors files of a folder, from their headers alone."""
-    paths = sorted(Path(folder).glob("*.safetensors"))
-    if not paths:
+    root = Path(folder)
+    names = sorted(path.name for path in root.glob("*.safetensors"))
+    if not names:
         raise ModelError(f"{folder} has no *.safetensors file")
     total = 0
-    for path in paths:
-        for name, entry in _header(path).items():
-            if name != "__metadata__":
-                total += _numbers(path, name, entry)
+    for name in names:
+        path = file_in(root, name)
+        if path is not None:
+            total += sum(math.prod(tensor.shape) for tensor in read_header(path).values())
     return total
 
 
@@ -68,30 +111,30 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _header(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        data = _read_header(path, file)
-    try:
-        header = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} has a header that is not valid JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise ModelError(f"{path} has a header that is not a JSON object")
-    return header
-
-
 def _read_header(path: Path, file: BinaryIO) -> bytes:
     """The header of a safetensors file: 8 bytes of little-endian length, then so many of JSON."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
     if length > min(size - 8, _LONGEST_HEADER):
-        raise ModelError(f"{path} is truncated or no safetensors file: its header does not fit its {size} bytes")
+        raise ModelError(f"{path} is truncated or not a safetensors file: its header does not fit its {size} bytes")
     return file.read(length)
 
 
-def _numbers(path: Path, name: str, entry: object) -> int:
-    shape = entry.get("shape") if isinstance(entry, dict) else None
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+def _stored(path: Path, name: str, entry: object, room: int) -> StoredTensor:
+    given = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _WIDTHS:
+        raise ModelError(f"{path} gives tensor {name!r} no known dtype")
+    if not _are_sizes(shape, room) or len(shape) > _MOST_DIMENSIONS:
         raise ModelError(f"{path} gives tensor {name!r} no valid shape")
-    return math.prod(shape)
+    if not _are_sizes(offsets, room) or len(offsets) != 2:
+        raise ModelError(f"{path} is truncated or not a safetensors file: tensor {name!r} has no place in it")
+    if offsets[1] - offsets[0] != math.prod(shape) * _WIDTHS[dtype]:
+        raise ModelError(f"{path} gives tensor {name!r} a place of another size than its shape {shape} has")
+    return StoredTensor(dtype, tuple(shape))
+
+
+def _are_sizes(values: object, most: int) -> TypeGuard[list[int]]:
+    """Whether it is a list of integers from 0 to `most`: the number of bytes that there are, or 1 if none."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= max(most, 1) for value in values)

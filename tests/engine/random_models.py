@@ -42,7 +42,14 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 
-#: Name -> what differs from BASE.
+#: Of 8 dimensions that turn, as the heads of BASE have them by half.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.2, 2.0, 4.0, 7.0],
+}
+
+#: Name -> what differs from BASE: every shape of Llama.
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -50,6 +57,48 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide-heads": {"head_dim": 32, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48},
     "biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "llama3-rope": {"rope_scaling": LLAMA3_SCALING, "rope_theta": 500000.0},
+}
+
+
+def family(architecture: str, **changes: Any) -> dict[str, Any]:
+    model_type = {"Gemma3ForCausalLM": "gemma3_text"}.get(architecture, architecture.split("For")[0].lower())
+    named = {"architectures": [architecture], "model_type": model_type}
+    return named | {"num_hidden_layers": 4, "pad_token_id": 0} | changes
+
+
+_GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 20,
+    "tie_word_embeddings": True,
+}
+#: Name -> what differs from BASE: the other families, with their windows and without. Windows are no multiple of a
+#: block, and shorter than most of the prompts that are tried.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": family("MistralForCausalLM", sliding_window=None, tie_word_embeddings=False),
+    "mistral-window": family("MistralForCausalLM", sliding_window=21),
+    "qwen2": family("Qwen2ForCausalLM", use_sliding_window=False, max_window_layers=2),
+    "qwen2-window": family(
+        "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=18, max_window_layers=2, tie_word_embeddings=False
+    ),
+    "qwen3": family("Qwen3ForCausalLM", head_dim=32),
+    "phi3": family("Phi3ForCausalLM", tie_word_embeddings=False, sliding_window=70),
+    "phi3-longrope": family(
+        "Phi3ForCausalLM",
+        partial_rotary_factor=0.5,
+        original_max_position_embeddings=60,
+        rope_scaling=LONGROPE,
+        sliding_window=None,
+    ),
+    "gemma2": family("Gemma2ForCausalLM", **_GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=6.0),
+    "gemma3": family(
+        "Gemma3ForCausalLM",
+        **_GEMMA,
+        sliding_window_pattern=3,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+    ),
 }
 
 #: Standard deviation of the weights: large enough that in these small shapes the likeliest tokens stand well apart.
@@ -60,28 +109,40 @@ def tensors(settings: dict[str, Any], seed: int = 0, spread: float = SPREAD) -> 
     """A checkpoint of random numbers for `settings`, by transformers' names."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, settings["dtype"])
+    kind = settings["architectures"][0].split("For")[0]
+    gemma = kind in ("Gemma2", "Gemma3")
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * spread).to(dtype)
 
-    hidden, inner = settings["hidden_size"], settings["intermediate_size"]
-    q = settings["num_attention_heads"] * settings["head_dim"]
-    kv = settings["num_key_value_heads"] * settings["head_dim"]
-    made = {
-        "model.embed_tokens.weight": normal(settings["vocab_size"], hidden),
-        "model.norm.weight": 1 + normal(hidden),
-    }
+    def norm(width: int) -> torch.Tensor:
+        return normal(width) if gemma else 1 + normal(width)
+
+    hidden, inner, head_dim = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
+    q, kv = settings["num_attention_heads"] * head_dim, settings["num_key_value_heads"] * head_dim
+    made = {"model.embed_tokens.weight": normal(settings["vocab_size"], hidden), "model.norm.weight": norm(hidden)}
     if not settings["tie_word_embeddings"]:
         made["lm_head.weight"] = normal(settings["vocab_size"], hidden)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if gemma:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    attention = [("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)]
+    feed = [("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)]
+    if kind == "Phi3":
+        attention = [("qkv", q + 2 * kv, hidden), ("o", hidden, q)]
+        feed = [("gate_up", 2 * inner, hidden), ("down", hidden, inner)]
+    biased = {"q", "k", "v"} if kind == "Qwen2" else {"q", "k", "v", "o"} if settings["attention_bias"] else set()
     for i in range(settings["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            made[f"{layer}{norm}.weight"] = 1 + normal(hidden)
-        for name, outputs, inputs in (("q", q, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, q)):
+        for name in norms:
+            made[f"{layer}{name}.weight"] = norm(hidden)
+        if kind in ("Qwen3", "Gemma3"):
+            made |= {f"{layer}self_attn.{name}_norm.weight": norm(head_dim) for name in "qk"}
+        for name, outputs, inputs in attention:
             made[f"{layer}self_attn.{name}_proj.weight"] = normal(outputs, inputs)
-            if settings["attention_bias"]:
+            if name in biased:
                 made[f"{layer}self_attn.{name}_proj.bias"] = normal(outputs)
-        for name, outputs, inputs in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        for name, outputs, inputs in feed:
             made[f"{layer}mlp.{name}_proj.weight"] = normal(outputs, inputs)
             if settings["mlp_bias"]:
                 made[f"{layer}mlp.{name}_proj.bias"] = normal(outputs)

@@ -36,7 +36,7 @@ def plan(*rows: ScheduledSeq) -> StepPlan:
 
 def by_token(batch: StepBatch) -> dict[int, tuple[int, int]]:
     """Token -> (position, slot)."""
-    places = zip(batch.positions.tolist(), batch.attention.slots.tolist(), strict=True)
+    places = zip(batch.positions.tolist(), batch.attention[0].slots.tolist(), strict=True)
     return dict(zip(batch.tokens.tolist(), places, strict=True))
 
 
@@ -60,7 +60,7 @@ def test_wanted_rows_come_in_the_plans_order() -> None:
 
 
 def groups(batch: StepBatch) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [(group.row, group.query_len, group.kv_lens) for group in batch.attention.groups]
+    return [(group.row, group.query_len, group.kv_lens) for group in batch.attention[0].groups]
 
 
 def test_decodes_of_similar_length_are_one_group_and_prompts_of_equal_length_too() -> None:
@@ -75,12 +75,11 @@ def test_decodes_of_similar_length_are_one_group_and_prompts_of_equal_length_too
     )
     # 14 <= 2 * 5 + 4, 40 is too far from 5.
     assert groups(batch) == [(0, 1, (5, 14)), (2, 1, (40,)), (3, 12, (12, 12))]
-    first, second, third = batch.attention.groups
+    first, second, third = batch.attention[0].groups
     assert first.block_tables.tolist() == [[3, 4, ZERO, ZERO], [5, 6, 7, 8]]
     assert first.mask is not None
     assert first.mask.view(2, -1).sum(-1).tolist() == [5, 14]
     assert second.mask is not None
-    assert third.is_fresh
     assert third.mask is None
 
 
@@ -98,7 +97,7 @@ def test_a_table_follows_its_sequence_and_its_slot() -> None:
     assert by_token(made.build(plan(one)))[9] == (9, 9)
     # A shorter one takes the slot over: nothing of the old table is left.
     batch = made.build(plan(row(0, range(2), [1], 1, 1), row(3, range(8), [3, 4], 7, 1)))
-    assert batch.attention.groups[0].block_tables.tolist() == [[1, ZERO], [3, 4]]
+    assert batch.attention[0].groups[0].block_tables.tolist() == [[1, ZERO], [3, 4]]
 
 
 @pytest.mark.parametrize(

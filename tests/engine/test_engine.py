@@ -264,10 +264,10 @@ def test_logits_that_are_not_finite_fail_their_request_alone(load: Load, monkeyp
     forward = engine._model.forward
 
     def poisoned(
-        tokens: torch.Tensor, positions: torch.Tensor, attention: Any, cache: Any, wanted: torch.Tensor
+        tokens: torch.Tensor, positions: torch.Tensor, long: Any, attention: Any, caches: Any, wanted: torch.Tensor
     ) -> torch.Tensor:
-        logits = forward(tokens, positions, attention, cache, wanted)
-        return logits.masked_fill((tokens[wanted] == poison)[:, None], float("nan"))
+        hidden = forward(tokens, positions, long, attention, caches, wanted)
+        return hidden.masked_fill((tokens[wanted] == poison)[:, None], float("nan"))
 
     monkeypatch.setattr(engine._model, "forward", poisoned)
     good, bad = engine.generate([[1, 2, 3], [1, poison]], GREEDY)

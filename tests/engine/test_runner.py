@@ -82,7 +82,7 @@ def test_shared_and_copied_blocks_serve_another_sequence(runner: Runner, expecte
 
 
 def test_rubbish_of_an_earlier_owner_harms_nobody(runner: Runner, expected: list[float]) -> None:
-    runner._cache[:, :, :24] = float("nan")
+    runner._caches[0][:, :, :24] = float("nan")
     short = seq(1, [4], [11])
     one = seq(0, PROMPT, [0, 1, 2])
     found = logprobs(runner, scheduled(one, 0, 11), scheduled(short, 0, 1))
@@ -106,5 +106,5 @@ def test_executing_a_row_again_gives_the_same(runner: Runner, expected: list[flo
 
 def test_block_bytes_are_what_a_block_of_the_cache_takes(runner: Runner, model_folder: Path) -> None:
     model = load_model(model_folder, "auto", torch.device("cpu"))
-    per_block = runner._cache[:, :, 0]
+    per_block = runner._caches[0][:, :, 0]
     assert block_bytes(model, BLOCK) == per_block.numel() * per_block.element_size()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.models import Model, load_model
-from tests.engine.random_models import VARIANTS, write_model
+from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,6 +25,9 @@ class Truth:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        rope = self._model.config.rope_parameters
+        #: Tokens up to which a sequence's keys turn by other frequencies than in longer ones.
+        self._switch = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
         self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     @torch.no_grad()
@@ -45,8 +48,10 @@ class Truth:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """fp32 [tokens, vocabulary]."""
+        """fp32 [tokens, vocabulary], each row as if its token were the last."""
         logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
+        if self._switch is not None and len(tokens) > self._switch:
+            logits[: self._switch] = self._model(torch.tensor([tokens[: self._switch]])).logits[0]
         return logits
 
     def check(self, prompt: list[int], found: list[int]) -> None:
@@ -73,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("parity")
     return {
         name: write_model(root / name, seed=i, shards=1 + i % 2, tokenizer=False, **changes)
-        for i, (name, changes) in enumerate(VARIANTS.items())
+        for i, (name, changes) in enumerate((VARIANTS | FAMILIES).items())
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ class Driver:
             max_num_batched_tokens=tokens,
             max_model_len=model.context_length,
             vocab_size=model.vocab_size,
+            rope_switch=model.rope_switch,
             **settings,
         )
         self.found: dict[str, dict[int, list[int]]] = {}
@@ -75,7 +75,7 @@ class Driver:
         """Put the last running sequence out, as a lack of blocks would."""
         planner = self.scheduler._planner
         if planner.running:
-            planner._preempt_last(SimpleNamespace(reserved=0, now=0.0))  # type: ignore[arg-type]
+            planner.preempt(planner.running[-1], 0.0)
 
 
 def greedy(max_tokens: int) -> SamplingParams:

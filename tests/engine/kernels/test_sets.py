@@ -62,6 +62,27 @@ def test_silu_mul_is_its_formula(kernels: Kernels, device: torch.device) -> None
     torch.testing.assert_close(kernels.silu_mul(x.to(device)).cpu().double(), expected, atol=1e-6, rtol=1e-5)
 
 
+def test_gelu_tanh_mul_is_its_formula(kernels: Kernels, device: torch.device) -> None:
+    x = noise(6, 24)
+    gate, up = x.double().split(12, -1)
+    expected = 0.5 * gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) * up
+    torch.testing.assert_close(kernels.gelu_tanh_mul(x.to(device)).cpu().double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_rope_of_a_part_leaves_the_rest(kernels: Kernels, device: torch.device) -> None:
+    x, angles = noise(4, 3, 16).to(device), noise(4, 1, 3, seed=1).to(device)
+    cos, sin = (torch.cat(pair, -1) for pair in ((angles.cos(), angles.cos()), (-angles.sin(), angles.sin())))
+    found = kernels.rope(x, cos, sin)
+    torch.testing.assert_close(found[..., :6], kernels.rope(x[..., :6], cos, sin))
+    assert torch.equal(found[..., 6:], x[..., 6:])
+
+
+def test_a_weight_in_fp32_is_multiplied_before_rounding(kernels: Kernels, device: torch.device) -> None:
+    x, weight = noise(5, 48).to(device, torch.bfloat16), (1 + noise(48, seed=1) / 100).to(device)
+    exact = kernels.rms_norm(x.float(), weight, 1e-6)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-6), exact.bfloat16())
+
+
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("biased", [False, True])
 def test_prepared_linear_is_the_product(kernels: Kernels, device: torch.device, rows: int, biased: bool) -> None:
@@ -74,8 +95,16 @@ def test_prepared_linear_is_the_product(kernels: Kernels, device: torch.device, 
 class Paged:
     """Sequences in a shuffled paged cache, and the same keys and values laid out plainly."""
 
-    def __init__(self, shapes: list[tuple[int, tuple[int, ...]]], heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        shapes: list[tuple[int, tuple[int, ...]]],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+    ) -> None:
         """`shapes`: for each group the query length and the context lengths."""
+        self.window = window
         total = sum(-(-n // BLOCK) for _, lens in shapes for n in lens)
         self.zero_block = total
         free = torch.randperm(total, generator=torch.Generator().manual_seed(5)).tolist()
@@ -99,13 +128,13 @@ class Paged:
                 writes.append((slots, keys, values))
                 self.plain.append((slice(row, row + query), keys, values))
                 row += query
-            fresh = all(n == query for n in lens)
-            mask = None if fresh else visibility(torch.tensor(lens), query, width * BLOCK)
+            fresh = all(n == query for n in lens) and (window is None or query <= window)
+            mask = None if fresh else visibility(torch.tensor(lens), query, width * BLOCK, window)
             groups.append(AttentionGroup(first, query, lens, tables, mask))
         self.groups = tuple(groups)
         self.writes = writes
 
-    def attend(self, kernels: Kernels, device: torch.device) -> Tensor:
+    def attend(self, kernels: Kernels, device: torch.device, softcap: float | None = None) -> Tensor:
         cache = self.cache.to(device)
         for slots, keys, values in self.writes:
             kernels.write_kv(keys.to(device), values.to(device), cache, slots.to(device))
@@ -119,10 +148,10 @@ class Paged:
             )
             for g in self.groups
         )
-        batch = AttentionBatch(torch.empty(0), groups)
-        return kernels.paged_attention(self.query.to(device), cache, batch, self.query.shape[-1] ** -0.5).cpu()
+        batch = AttentionBatch(torch.empty(0), groups, self.window)
+        return kernels.paged_attention(self.query.to(device), cache, batch, self.query.shape[-1] ** -0.5, softcap).cpu()
 
-    def expected(self) -> Tensor:
+    def expected(self, softcap: float | None = None) -> Tensor:
         """Softmax attention one query at a time, in float64."""
         out = torch.empty_like(self.query, dtype=torch.float64)
         heads, head_dim = self.query.shape[1:]
@@ -130,26 +159,41 @@ class Paged:
             share = heads // keys.shape[1]
             for j in range(rows.start, rows.stop):
                 seen = len(keys) - (rows.stop - 1 - j)
+                first = 0 if self.window is None else max(0, seen - self.window)
                 for h in range(heads):
-                    k, v = keys[:seen, h // share].double(), values[:seen, h // share].double()
-                    weights = (k @ self.query[j, h].double() / math.sqrt(head_dim)).softmax(0)
-                    out[j, h] = weights @ v
+                    k, v = keys[first:seen, h // share].double(), values[first:seen, h // share].double()
+                    scores = k @ self.query[j, h].double() / math.sqrt(head_dim)
+                    if softcap is not None:
+                        scores = softcap * (scores / softcap).tanh()
+                    out[j, h] = scores.softmax(0) @ v
         return out
+
+
+SHAPES = [
+    (1, (1,)),  # a first token
+    (1, (9, 16, 23)),  # decodes, padded to the longest
+    (5, (5, 5)),  # fresh prompts
+    (3, (3, 11)),  # one fresh, one behind cached tokens
+    (12, (29,)),  # a chunk in the middle of a prompt
+]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 8), (4, 1, 32)])
 def test_attention_over_blocks_is_plain_attention(
     kernels: Kernels, device: torch.device, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    shapes = [
-        (1, (1,)),  # a first token
-        (1, (9, 16, 23)),  # decodes, padded to the longest
-        (5, (5, 5)),  # fresh prompts
-        (3, (3, 11)),  # one fresh, one behind cached tokens
-        (12, (29,)),  # a chunk in the middle of a prompt
-    ]
-    paged = Paged(shapes, heads, kv_heads, head_dim)
+    paged = Paged(SHAPES, heads, kv_heads, head_dim)
     torch.testing.assert_close(paged.attend(kernels, device).double(), paged.expected(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 10])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_windows_and_caps_are_their_formulas(
+    kernels: Kernels, device: torch.device, window: int | None, softcap: float | None
+) -> None:
+    paged = Paged(SHAPES, 6, 2, 8, window)
+    found = paged.attend(kernels, device, softcap).double()
+    torch.testing.assert_close(found, paged.expected(softcap), atol=1e-5, rtol=1e-4)
 
 
 def test_scratch_memory_of_one_call_does_not_leak_into_the_next() -> None:
@@ -161,10 +205,14 @@ def test_scratch_memory_of_one_call_does_not_leak_into_the_next() -> None:
 
 
 def test_visibility_lets_each_query_see_up_to_itself() -> None:
-    mask = visibility(torch.tensor([3, 5]), 2, 6)
+    mask = visibility(torch.tensor([3, 5]), 2, 6, None)
     assert mask[:, 0].long().tolist() == [
         [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]],
         [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]],
+    ]
+    assert visibility(torch.tensor([3, 5]), 2, 6, 2)[:, 0].long().tolist() == [
+        [[1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]],
+        [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]],
     ]
 
 

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from engine.errors import ModelError
+from engine.layers import Llama3Scaling, Unscaled
 from engine.models import load_model
+from engine.models.llama import Llama
+from engine.models.rotary import RopeSettings
 from engine.models.settings import DecoderSettings
+from engine.text.config import Config
 from tests.engine.random_models import BASE, LLAMA3_SCALING, write_model
 
 CPU = torch.device("cpu")
@@ -21,20 +25,20 @@ CPU = torch.device("cpu")
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*LlamaForCausalLM"),
-        ({"architectures": None}, "supported are LlamaForCausalLM"),
+        ({"architectures": None}, r"architectures \[\]; supported are .*LlamaForCausalLM"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic'"),
-        ({"rope_scaling": LLAMA3_SCALING | {"factor": None}}, "lacks factor"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "'axial' is not supported; .*'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks rope's factor"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "lacks rope's factor"),
+        ({"rope_scaling": LLAMA3_SCALING | {"factor": None}}, "lacks rope's factor"),
         ({"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "must be above"),
         ({"rope_scaling": "yes"}, "rope_scaling='yes'"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
-        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"head_dim": 15}, "head_dim=15"),
         ({"head_dim": None, "hidden_size": 66}, "hidden_size=66 must be a multiple"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be an integer from 1 to"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"num_attention_heads": True}, "num_attention_heads=True"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
@@ -63,19 +67,20 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_both_spellings_of_rope_settings_mean_the_same() -> None:
-    old = DecoderSettings.read(BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING})
+    old = DecoderSettings.read(Config(BASE | {"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING}))
     theta_inside = {key: value for key, value in BASE.items() if key != "rope_theta"}
-    new = DecoderSettings.read(theta_inside | {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 5e5}})
+    new = DecoderSettings.read(Config(theta_inside | {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 5e5}}))
     assert old == new
-    assert old.rope_scaling is not None
+    assert isinstance(old.ropes[0].scaling, Llama3Scaling)
 
 
 def test_defaults_are_those_of_transformers() -> None:
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    read = DecoderSettings.read({name: BASE[name] for name in needed})
+    given = {name: BASE[name] for name in ("architectures", *needed)}
+    read = Llama.read(Config.of_model(given))
     assert (read.kv_heads, read.head_dim, read.context_length) == (4, 16, 2048)
-    assert (read.norm_eps, read.rope_theta, read.rope_scaling) == (1e-6, 10000.0, None)
-    assert (read.tied, read.attention_bias, read.mlp_bias) == (False, False, False)
+    assert (read.norm_eps, read.ropes) == (1e-6, (RopeSettings(16, 10000.0, Unscaled()),))
+    assert (read.tied, read.qkv_bias, read.output_bias, read.mlp_bias) == (False, False, False, False)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from hashlib import sha256
 from pathlib import Path
@@ -14,14 +15,16 @@ from engine.text.checkpoint import WHOLE_FILE, count_parameters, model_version
 TENSORS = {"a": [3, 4], "b": [5], "c": []}
 
 
-def write_safetensors(path: Path, tensors: dict[str, list[int]], padding: int = 64) -> None:
-    header = {"__metadata__": {"format": "pt"}} | {
-        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in tensors.items()
-    }
+def write_safetensors(path: Path, tensors: dict[str, list[int]], padding: int = 0) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     data = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(data)) + data)
-        file.truncate(file.tell() + padding)
+        file.truncate(file.tell() + end + padding)
 
 
 @pytest.fixture
@@ -173,7 +176,7 @@ def test_a_broken_checkpoint_is_refused_by_name(tmp_path, data):
     [
         ({"architectures": None}, "names no architecture"),
         ({"architectures": []}, "names no architecture"),
-        ({"vocab_size": None}, "vocab_size=None"),
+        ({"vocab_size": None}, "lacks vocab_size"),
         ({"max_position_embeddings": "512"}, "max_position_embeddings='512'"),
         ({"vocab_size": True}, "vocab_size=True"),
     ],

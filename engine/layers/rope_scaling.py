@@ -1,0 +1,169 @@
+"""How rotary frequencies are stretched for contexts longer than a model was first trained on.
+
+Each kind gives what transformers' function of that `rope_type` gives. Two of them depend on the length of the
+sequence. transformers takes the length that a forward pass has come to; here K of earlier tokens are in a cache,
+perhaps shared, and neither chunks nor neighbours may change them. So such a kind has two sets of frequencies and a
+`switch`: all tokens of a sequence of up to so many tokens turn by the first, all tokens of a longer one by the second,
+and a sequence that grows past it is computed anew from its first token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RopeScaling(Protocol):
+    @property
+    def attention_factor(self) -> float:
+        """By which cosines and sines are multiplied."""
+
+    @property
+    def switch(self) -> int | None:
+        """Tokens of the longest sequence that turns by the first set; None where there is only one."""
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        """fp32 [dim / 2], of the second set if `long`."""
+
+
+def plain(theta: float, dim: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    attention_factor: float = 1.0
+    switch: int | None = None
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        return plain(theta, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Position interpolation (arXiv 2306.15595)."""
+
+    factor: float
+    attention_factor: float = 1.0
+    switch: int | None = None
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        return plain(theta, dim) / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Dynamic NTK: a larger base for sequences longer than the model's own context.
+
+    Up to `context` tokens this is transformers' to the bit. Beyond, transformers has a base for every length and leaves
+    earlier keys as they were, so that its output depends on where the prompt ended; here the base is the one for
+    `factor * context` tokens, the longest that are served, whatever the sequence's length.
+    """
+
+    factor: float
+    context: int
+    attention_factor: float = 1.0
+
+    @property
+    def switch(self) -> int:
+        return self.context
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        return self.at_length(theta, dim, int(self.factor * self.context) if long else self.context)
+
+    def at_length(self, theta: float, dim: int, length: int) -> Tensor:
+        """For sequences of `length` tokens, at least `context`."""
+        stretch = self.factor * length / self.context - (self.factor - 1)
+        return plain(theta * stretch ** (dim / (dim - 2)), dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of low frequencies (its model card)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    attention_factor: float = 1.0
+    switch: int | None = None
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        """Kept when short, divided by `factor` when long, blended in between."""
+        frequencies = plain(theta, dim)
+        context = self.original_max_position_embeddings
+        wavelengths = 2 * math.pi / frequencies
+        blend = (context / wavelengths - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        return (1 - blend) * frequencies / self.factor + blend * frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): dimensions that turn often are kept, those that turn rarely are interpolated."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Round the borders of the ramp to whole dimensions."""
+    switch: int | None = None
+
+    @staticmethod
+    def mscale(factor: float, mscale: float = 1.0) -> float:
+        """The paper's attention factor (its equation 22)."""
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        def turns_at(rotations: float) -> float:
+            """The dimension that makes so many rotations over the original context."""
+            return (
+                dim
+                * math.log(self.original_max_position_embeddings / (rotations * 2 * math.pi))
+                / (2 * math.log(theta))
+            )
+
+        low, high = turns_at(self.beta_fast), turns_at(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        if low == high:
+            high += 0.001
+        interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        kept = 1 - interpolated
+        periods = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (arXiv 2402.13753): a divisor for each dimension, one list for short sequences and one for long.
+
+    As in transformers' Phi-3, which computes its cache anew when a generation passes the switch; a prompt longer than
+    that is long from its first token.
+    """
+
+    short_factor: tuple[float, ...]
+    """dim / 2 of them; so are long_factor's."""
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+    @staticmethod
+    def factor_of(factor: float, original: int) -> float:
+        """The paper's attention factor for a context `factor` times as long as the original one."""
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+    @property
+    def switch(self) -> int:
+        return self.original_max_position_embeddings
+
+    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        divisors = torch.tensor(self.long_factor if long else self.short_factor, dtype=torch.float32)
+        return 1.0 / (divisors * theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))

@@ -1,0 +1,169 @@
+"""The decoder that all families share: what sets one apart is in its settings and, seldom, in its layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kernels import AttentionBatch, Kernels
+from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear, NormedAttention, RmsNorm, Rope
+from engine.models.settings import DecoderSettings
+from engine.text.config import Config
+
+
+class DecoderLayer:
+    """Norm, attention, sum, norm, feed-forward, sum. The sums and the norms after them are the decoder's to call."""
+
+    #: The checkpoint's names of the norms before attention and before the feed-forward block.
+    NORMS = ("input_layernorm", "post_attention_layernorm")
+
+    def __init__(self, c: DecoderSettings, kernels: Kernels, device: torch.device) -> None:
+        shape = AttentionShape(
+            c.hidden_size,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            scale=c.head_dim**-0.5 if c.query_scale is None else c.query_scale,
+            softcap=c.attention_softcap,
+            qkv_bias=c.qkv_bias,
+            output_bias=c.output_bias,
+            fused=c.fused,
+        )
+        self._attention = (
+            NormedAttention(kernels, shape, eps=c.norm_eps, offset=c.norm_offset, device=device)
+            if c.qk_norm
+            else Attention(kernels, shape, device=device)
+        )
+        self._mlp = GatedMlp(
+            kernels,
+            c.hidden_size,
+            c.intermediate_size,
+            activation=c.activation,
+            bias=c.mlp_bias,
+            fused=c.fused,
+            device=device,
+        )
+        self.input_norm = self._norm(c, kernels, device)
+        self.middle_norm = self._norm(c, kernels, device)
+
+    @staticmethod
+    def _norm(c: DecoderSettings, kernels: Kernels, device: torch.device) -> RmsNorm:
+        return RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
+
+    def norms(self) -> dict[str, RmsNorm]:
+        """By the checkpoint's names."""
+        return dict(zip(self.NORMS, (self.input_norm, self.middle_norm), strict=True))
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        places = self._attention.weights(f"{prefix}self_attn.") | self._mlp.weights(f"{prefix}mlp.")
+        for name, norm in self.norms().items():
+            places |= norm.weights(f"{prefix}{name}.")
+        return places
+
+    def pack(self) -> None:
+        self._attention.pack()
+        self._mlp.pack()
+        for norm in self.norms().values():
+            norm.pack()
+
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
+        return self._attention(x, rotation, cache, batch)
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self._mlp(x)
+
+
+class Decoder(ABC):
+    """A Model (registry.py). A family says by `read` what its settings are, and may bring a layer of its own."""
+
+    LAYER = DecoderLayer
+
+    def __init__(self, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        c = self.read(config)
+        self.kernels, self.device, self.dtype = kernels, device, dtype
+        self.vocab_size, self.context_length = c.vocab_size, c.context_length
+        self.kv_groups, self.rope_switch = c.kv_groups, c.rope_switch
+        self._embedding = Embedding(
+            kernels,
+            c.vocab_size,
+            c.hidden_size,
+            tied=c.tied,
+            scale=c.hidden_size**0.5 if c.scales_embedding else None,
+            dtype=dtype,
+            device=device,
+        )
+        self._ropes = [Rope(kernels, rope.rotary_dim, rope.theta, rope.scaling, device=device) for rope in c.ropes]
+        self._layers = [self.LAYER(c, kernels, device) for _ in range(c.layers)]
+        self._norm = RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
+        self._head = (
+            None if c.tied else Linear(kernels, c.hidden_size, {"lm_head": c.vocab_size}, bias=False, device=device)
+        )
+        self._softcap = c.logit_softcap
+        # Of each layer: its KV group, its place in that group's cache, and its rope.
+        windows = [group.window for group in self.kv_groups]
+        self._homes = [
+            (windows.index(window), c.windows[:i].count(window), min(window is not None, len(c.ropes) - 1))
+            for i, window in enumerate(c.windows)
+        ]
+
+    @staticmethod
+    @abstractmethod
+    def read(config: Config) -> DecoderSettings:
+        """Raises ModelError naming the setting that the family cannot serve."""
+
+    def weights(self) -> dict[str, Tensor]:
+        places = self._embedding.weights("model.embed_tokens.") | self._norm.weights("model.norm.")
+        for i, layer in enumerate(self._layers):
+            places |= layer.weights(f"model.layers.{i}.")
+        if self._head is not None:
+            places |= self._head.weights("")
+        return places
+
+    def canonical(self, name: str) -> str | None:
+        """A checkpoint's name for a tensor as `weights` spells it; None for one that is passed over."""
+        # Old checkpoints carry the rotary frequencies; tied ones often a copy of the table as head.
+        if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and self._head is None):
+            return None
+        return name
+
+    def pack(self) -> None:
+        self._embedding.pack()
+        for layer in self._layers:
+            layer.pack()
+        self._norm.pack()
+        if self._head is not None:
+            self._head.pack()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        long: Tensor | None,
+        attention: Sequence[AttentionBatch],
+        caches: Sequence[Tensor],
+        wanted: Tensor,
+    ) -> Tensor:
+        rotations = [rope(positions, long) for rope in self._ropes]
+        residual = self._embedding(tokens)
+        x = self._layers[0].input_norm(residual)
+        for i, layer in enumerate(self._layers):
+            group, place, rope = self._homes[i]
+            x = layer.attend(x, rotations[rope], caches[group][place], attention[group])
+            x, residual = layer.middle_norm.add(x, residual)
+            x = layer.feed(x)
+            # The sum and the next layer's norm are one operation, so the norm is reached for across the border.
+            after = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
+            x, residual = after.add(x, residual)
+        return x[wanted]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self._head or self._embedding.head
+        if head is None:
+            raise RuntimeError("a model is packed before it runs")
+        logits = head(hidden)
+        if self._softcap is None:
+            return logits
+        return logits.div_(self._softcap).tanh_().mul_(self._softcap)

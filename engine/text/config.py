@@ -1,0 +1,246 @@
+"""config.json of a model: typed, bounded, in one spelling. No torch.
+
+It is data from elsewhere, and memory is sized by it: every number has a type and a bound, and what is wrong is
+refused by name. transformers 5 and earlier ones spell rotary settings differently, and some checkpoints leave out
+what is their architecture's default or put the decoder into `text_config`: readers see none of that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.text.folder import file_in
+
+#: The largest config.json that is read: real ones have some kilobytes.
+_LONGEST = 4 << 20
+#: The largest size of a layer, of a vocabulary, ... : some ten times the largest there are. Two of them multiplied
+#: stay far from overflow.
+MOST_WIDTH = 1 << 22
+MOST_LAYERS = 4096
+MOST_CONTEXT = 1 << 27
+#: Where a number has no bound of its own.
+_LARGEST = 1e30
+
+#: What transformers takes for settings that config.json leaves out, where that is more than an error message.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "Phi3ForCausalLM": {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
+    "Gemma2ForCausalLM": {
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    # Complete: in published checkpoints text_config has only what differs from these.
+    "Gemma3ForCausalLM": {
+        "num_hidden_layers": 26,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+}
+#: Architectures whose decoder's settings are in `text_config` -> the decoder's own architecture.
+_NESTED = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Config:
+    """An object of config.json. Its readers raise ModelError naming the setting, its value and what it must be."""
+
+    def __init__(self, values: Mapping[str, Any], within: str = "") -> None:
+        self._values = values
+        self._within = within
+
+    @classmethod
+    def of_model(cls, values: Mapping[str, Any]) -> Config:
+        """`values` is all of config.json: completed by the defaults of its architecture, `text_config` laid open."""
+        names = architectures(values)
+        found = next((name for name in names if name in _DEFAULTS or name in _NESTED), "")
+        inner: Mapping[str, Any] = {}
+        if found in _NESTED:
+            section = values.get("text_config")
+            if not isinstance(section, dict):
+                raise ModelError(f"config.json: text_config={_shown(section)} must be an object")
+            found, inner = _NESTED[found], section
+        return cls(_DEFAULTS.get(found, {}) | dict(values) | dict(inner))
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MOST_WIDTH) -> int:
+        value = self._given(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(name, f"must be an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, low: float = 0.0, high: float = _LARGEST) -> float:
+        """Above `low`, at most `high`."""
+        value = self._given(name, default)
+        if not _is_number(value, low, high):
+            raise self.wrong(name, f"must be a number above {low:g}, at most {high:g}")
+        return float(value)
+
+    def optional(self, name: str) -> float | None:
+        """A number above 0, or None where there is none."""
+        return self.number(name) if name in self else None
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """Exactly `length` numbers above 0."""
+        values = self._given(name, None)
+        if not isinstance(values, list) or len(values) != length or not all(map(_is_number, values)):
+            raise self.wrong(name, f"must be a list of {length} numbers above 0, at most {_LARGEST:g}")
+        return tuple(map(float, values))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "must be true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._given(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "must be a text")
+        return value
+
+    def wrong(self, name: str, why: str) -> ModelError:
+        return ModelError(f"config.json: {self._within}{name}={_shown(self.get(name))} {why}")
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"config.json lacks {self._within}{name}")
+        return value
+
+    def replaced(self, **values: Any) -> Config:
+        return Config(dict(self._values) | values, self._within)
+
+    # ---- what several readers want to know
+
+    def rope(self, layer_type: str = "full_attention") -> Config:
+        """Rotary settings of the layers of one type, as transformers 5 writes them: rope_type, rope_theta,
+        partial_rotary_factor, original_max_position_embeddings and those of the rope_type.
+        """
+        given = self.get("rope_scaling") or self.get("rope_parameters") or {}
+        name = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
+        if not isinstance(given, dict):
+            raise self.wrong(name, "must be an object")
+        theta = self.get("rope_theta")
+        if any(kind in given for kind in _LAYER_TYPES):
+            given = given.get(layer_type) or {}
+            if not isinstance(given, dict):
+                raise self.wrong(name, f"must have an object for {layer_type}")
+        elif layer_type == "sliding_attention" and "rope_local_base_freq" in self:
+            # Before transformers 5 the local layers had a base of their own, and were never stretched.
+            given = {}
+        if layer_type == "sliding_attention" and "rope_local_base_freq" in self:
+            theta = self.get("rope_local_base_freq")
+        context = self.get("max_position_embeddings")
+        values = {
+            "rope_theta": theta,
+            "partial_rotary_factor": self.get("partial_rotary_factor"),
+            "original_max_position_embeddings": context,
+        }
+        values |= {key: value for key, value in given.items() if value is not None}
+        values["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+        values["max_position_embeddings"] = context
+        if "original_max_position_embeddings" in self:
+            # A model's own setting goes before that of its scaling.
+            values["original_max_position_embeddings"] = self.get("original_max_position_embeddings")
+        return Config(values, "rope's ")
+
+    def context_length(self) -> int:
+        """Tokens of prompt and output together.
+
+        Two kinds of rope scaling are set by hand, to go beyond a max_position_embeddings that stays as it was.
+        """
+        context = self.integer("max_position_embeddings", high=MOST_CONTEXT)
+        rope = self.rope()
+        stretched = 0
+        if rope.get("rope_type") == "dynamic":
+            stretched = int(context * rope.number("factor", high=1e4))
+        elif rope.get("rope_type") == "yarn" and "factor" in rope:
+            original = rope.integer("original_max_position_embeddings", high=MOST_CONTEXT)
+            stretched = int(original * rope.number("factor", high=1e4))
+        return min(max(context, stretched), MOST_CONTEXT)
+
+
+def architectures(values: Mapping[str, Any]) -> list[str]:
+    """What config.json names; [] where it names none. Raises ModelError where that is no list of texts."""
+    names = values.get("architectures")
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"config.json: architectures={_shown(names)} must be a list of names")
+    return names
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The content of a folder's config.json. Raises ModelError where there is none, or it is not a JSON object."""
+    path = file_in(Path(folder), "config.json")
+    if path is None:
+        raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LONGEST + 1)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if len(data) > _LONGEST:
+        raise ModelError(f"{path} is longer than {_LONGEST} bytes: it is no model's configuration")
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        # ValueError is also what a number of thousands of digits gives.
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a {type(values).__name__} where an object is expected")
+    return values
+
+
+def _is_number(value: object, low: float = 0.0, high: float = _LARGEST) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and low < value <= high
+
+
+def _shown(value: object) -> str:
+    """A value as an error message can bear it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

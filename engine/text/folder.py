@@ -1,0 +1,33 @@
+"""The files of a model folder, which comes from elsewhere: nothing in it may lead out of it, or block a reader."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from engine.errors import ModelError
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """The path of a regular file of the folder, None where there is none of that name.
+
+    Raises ModelError where it is no regular file, or a link to a place outside. In the cache of huggingface_hub files
+    are links from `snapshots/<revision>` to `blobs` beside it; those are followed.
+    """
+    path = folder / name
+    try:
+        mode = path.stat().st_mode
+        root, target = folder.resolve(strict=True), path.resolve(strict=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: a loop of links, before Python 3.13.
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path} is not a regular file")
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise ModelError(f"{path} is a link to {target}, outside of the model's folder")
+    return path

@@ -1,0 +1,131 @@
+"""Every family's greedy fp32 output is transformers', however the work was cut up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models import Model, load_model
+from engine.models.registry import FAMILIES as SERVED
+from engine.text.config import Config, read_config
+from tests.engine.random_models import BASE, FAMILIES, write_model
+from tests.parity.conftest import Truth, transformers
+from tests.parity.driver import Driver, greedy, prompts_of
+
+#: Shorter and longer than a window, on both sides of the switch of "phi3-longrope"; some go past it on their way.
+LENGTHS = [1, 17, 30, 50, 59, 61, 120]
+COUNT = 14
+
+
+@pytest.fixture(params=list(FAMILIES))
+def variant(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def run_all(driver: Driver, truth: Truth, vocab_size: int, preempt_every: int | None = None) -> None:
+    prompts = prompts_of(LENGTHS, vocab_size)
+    for i, prompt in enumerate(prompts):
+        driver.add(str(i), prompt, greedy(COUNT))
+    found = driver.run(preempt_every)
+    for i, prompt in enumerate(prompts):
+        assert len(found[str(i)]) == COUNT
+        truth.check(prompt, found[str(i)])
+
+
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_in_one_batch_at_every_chunk_size(model: Model, truth: Truth, tokens: int) -> None:
+    run_all(Driver(model, tokens=tokens), truth, model.vocab_size)
+
+
+def test_with_a_preemption_at_every_third_step(model: Model, truth: Truth) -> None:
+    run_all(Driver(model, tokens=64, block_size=4), truth, model.vocab_size, preempt_every=3)
+
+
+def test_with_too_little_memory_for_all(model: Model, truth: Truth) -> None:
+    driver = Driver(model, blocks=38, block_size=4, tokens=64)
+    run_all(driver, truth, model.vocab_size)
+    assert driver.scheduler.stats().preemptions > 0
+
+
+def test_behind_cached_prefixes(model: Model, truth: Truth) -> None:
+    shared = prompts_of([40], model.vocab_size, seed=3)[0]
+    tails = prompts_of([1, 30, 8], model.vocab_size, seed=4)
+    prompts = [shared, *(shared + tail for tail in tails), shared[:30], shared]
+    driver = Driver(model, tokens=64, block_size=4)
+    for i, prompt in enumerate(prompts):
+        driver.add(str(i), prompt, greedy(COUNT))
+        found = driver.run()
+    for i, prompt in enumerate(prompts):
+        truth.check(prompt, found[str(i)])
+    assert driver.cached["0"] == 0
+    assert driver.cached["5"] == 36
+    # A sequence beyond the switch shares nothing with those before it.
+    assert driver.cached["2"] == (0 if model.rope_switch is not None else 40)
+
+
+def test_choices_of_one_prompt(model: Model, truth: Truth) -> None:
+    prompt = prompts_of([54], model.vocab_size, seed=6)[0]
+    driver = Driver(model, tokens=32, block_size=4, enable_prefix_caching=False)
+    driver.add("a", prompt, replace(greedy(COUNT), n=3))
+    driver.run()
+    for tokens in driver.found["a"].values():
+        truth.check(prompt, tokens)
+
+
+def test_logits_are_those_of_transformers(model: Model, truth: Truth) -> None:
+    prompt = prompts_of([90], model.vocab_size, seed=9)[0]
+    driver = Driver(model, tokens=64)
+    seen = []
+    logits = model.logits
+
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden).clone())
+        return seen[-1]
+
+    model.logits = record  # type: ignore[method-assign]
+    driver.add("a", prompt, greedy(COUNT))
+    found = driver.run()["a"]
+    expected = truth.logits(prompt + found)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.cat(seen).cpu(), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_settings_are_the_same_from_a_folder_that_transformers_wrote(
+    variant: str, folders: dict[str, Path], truth: Truth, tmp_path: Path
+) -> None:
+    truth._model.save_pretrained(tmp_path)
+    module, name = SERVED[FAMILIES[variant]["architectures"][0]].split(":")
+    read = getattr(__import__(module, fromlist=[name]), name).read
+    ours, theirs = (read(Config.of_model(read_config(folder))) for folder in (folders[variant], tmp_path))
+    assert ours == theirs
+    load_model(tmp_path, "auto", torch.device("cpu"))
+
+
+#: One variant of each family.
+EACH = ["gqa", "mistral-window", "qwen2", "qwen3", "phi3-longrope", "gemma2", "gemma3"]
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", EACH)
+def test_checkpoints_in_half_precision_are_as_close_as_transformers(name: str, stored: str, tmp_path: Path) -> None:
+    """In shards or whole, of the dtype that config.json names."""
+    changes = FAMILIES.get(name, {}) | {"dtype": stored}
+    write_model(tmp_path, shards=3 if stored == "bfloat16" else 1, tokenizer=False, **changes)
+    prompt = prompts_of([50], BASE["vocab_size"], seed=5)[0]
+    exact = Truth(tmp_path).logits(prompt)[-1]
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs = peer(torch.tensor([prompt])).logits[0, -1].float()
+    model = load_model(tmp_path, "auto", torch.device("cpu"))
+    assert model.dtype == peer.dtype == getattr(torch, stored)
+    driver = Driver(model, tokens=32)
+    seen = []
+    logits = model.logits
+    model.logits = lambda hidden: seen.append(logits(hidden).clone()) or seen[-1]  # type: ignore[method-assign]
+    driver.add("a", prompt, greedy(1))
+    driver.run()
+    ours = torch.cat(seen)[0].float()
+    assert (ours - exact).square().mean() <= 1.5 * (theirs - exact).square().mean()
