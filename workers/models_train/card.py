@@ -1,6 +1,9 @@
 """The model card that is written beside the weights."""
 
+import textwrap
+
 from workers.models_train.measure import HeldOut
+from workers.models_train.recipes import Recipe
 
 _CARD = """\
 ---
@@ -11,19 +14,18 @@ pipeline_tag: text-generation
 tags: [llama, python, tiny]
 ---
 
-# tiny: Penstock's bundled model
+# {name}: {title}
 
-A Llama of {parameters:,} parameters that writes text shaped like Python. It exists so that a fresh
-install serves something real, and so that tests can measure perplexity and speculation. It is far
-too small to be right about anything.
+{about}
 
 | | |
 | --- | --- |
-| architecture | `LlamaForCausalLM`, grouped-query attention, tied embeddings, context 1,024 |
+| architecture | `LlamaForCausalLM`, grouped-query attention, tied embeddings |
+| shape | {layers} layers of width {width}, context {context:,} |
 | weights | bf16 safetensors |
 | tokenizer | byte-level BPE, {vocabulary:,} tokens; a line break and its indentation are one token |
-| training text | {files} files of CPython {python}'s library: {tokens:,} tokens with the chat pairs |
-| training | {steps:,} steps of {batch_tokens:,} tokens, seed {seed}, on CPU; Muon and AdamW, cosine to zero |
+{start}| training text | {files} files of CPython {python}'s library: {tokens:,} tokens with the chat pairs |
+| training | {steps:,} steps of {batch_tokens:,} tokens, seed {seed}, on CPU; Muon and AdamW, {schedule} |
 | held-out loss | {loss:.3f} nats per token: perplexity {perplexity:.2f}, {bits_per_byte:.3f} bits per byte |
 | held-out text | {held_files} files ({held_tokens:,} tokens) picked by a hash of their names |
 
@@ -37,7 +39,8 @@ Plain prompts are continued as source text. Chat goes through the template in
 
 ## Make it again
 
-    python -m workers.models_train.train_tiny --out DIR --steps {steps} --seed {seed}
+    python -m workers.models_train {name} --out DIR --steps {steps} --seed {seed}
+    python -m workers.models_train.measure DIR
 
 Only the interpreter's own library is read: no download. Test suites, encoding tables and installed
 packages are left out.
@@ -52,25 +55,41 @@ repeat passages of what it has read; such passages remain under the PSF licence.
 
 def model_card(
     *,
+    name: str,
+    recipe: Recipe,
     parameters: int,
     vocabulary: int,
     files: int,
     tokens: int,
     steps: int,
-    batch_tokens: int,
     seed: int,
     python: str,
     held_out: HeldOut,
 ) -> str:
     """The card in Markdown, with the figures of one run."""
+    about = (
+        f"A Llama of {parameters:,} parameters that writes text shaped like Python. {recipe.purpose} It is far too "
+        "small to be right about anything."
+    )
+    shape = recipe.shape
     return _CARD.format(
+        name=name,
+        title=recipe.title,
+        about="\n".join(textwrap.wrap(about, 100)),
         parameters=parameters,
+        layers=shape.layers,
+        width=shape.hidden_size,
+        context=shape.context,
         vocabulary=vocabulary,
+        start=f"| started from | the weights of `{recipe.start}`, the feed-forward layers widened |\n"
+        if recipe.start
+        else "",
         files=files,
         tokens=tokens,
         steps=steps,
-        batch_tokens=batch_tokens,
+        batch_tokens=recipe.batch_tokens,
         seed=seed,
+        schedule=recipe.schedule(),
         python=python,
         loss=held_out.loss,
         perplexity=held_out.perplexity,

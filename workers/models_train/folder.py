@@ -2,14 +2,24 @@
 
 import json
 import os
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
 from workers.models_train.llama import Llama, Shape
 from workers.models_train.tokenizer import CHAT_TEMPLATE, END_ID, END_OF_TEXT, END_OF_TEXT_ID, SPECIAL_TOKENS
+
+#: Where a config.json calls a size of `Shape` otherwise.
+_CONFIG_NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
 
 
 def write_folder(folder: Path, model: Llama, tokenizer: Tokenizer, card: str) -> None:
@@ -34,20 +44,21 @@ def write_folder(folder: Path, model: Llama, tokenizer: Tokenizer, card: str) ->
     _write(folder / "README.md", card.encode())
 
 
+def read_folder(folder: Path) -> Llama:
+    """The network of a folder that `write_folder` wrote, in fp32."""
+    config = json.loads((folder / "config.json").read_text())
+    names = [field.name for field in fields(Shape)]
+    model = Llama(Shape(**{name: config[_CONFIG_NAMES.get(name, name)] for name in names}))
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): value.float() for name, value in weights.items()})
+    return model
+
+
 def _config(shape: Shape) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": shape.norm_eps,
+        **{_CONFIG_NAMES.get(name, name): value for name, value in asdict(shape).items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

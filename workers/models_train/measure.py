@@ -1,12 +1,18 @@
-"""Perplexity on files that training has not seen."""
+"""Perplexity on files that training has not seen.
 
+python -m workers.models_train.measure workers/models/tiny workers/models/tiny-v2
+"""
+
+import argparse
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
-from workers.models_train.corpus import SourceFile
+from workers.models_train.corpus import SourceFile, standard_library
+from workers.models_train.folder import read_folder
 from workers.models_train.llama import Llama
 from workers.models_train.tokenizer import END_OF_TEXT_ID
 
@@ -47,3 +53,21 @@ def held_out_loss(model: Llama, files: list[SourceFile], tokenizer: Tokenizer) -
             tokens += len(window) - 1
     text_bytes = sum(len(file.text.encode()) for file in files)
     return HeldOut(loss=nats / tokens, files=len(files), tokens=tokens, text_bytes=text_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m workers.models_train.measure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
+    torch.set_num_threads(1)
+    files = [file for file in standard_library() if file.held_out]
+    for folder in parser.parse_args().folders:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        print(f"{folder.name}: {held_out_loss(read_folder(folder), files, tokenizer)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,12 +25,18 @@ class Muon:
         for matrix in matrices:
             groups[matrix.shape].append(matrix)
         self._groups = list(groups.values())
-        self._velocity = [torch.zeros(len(group), *group[0].shape) for group in self._groups]
+        #: Momentum, one `[n, rows, columns]` tensor for each shape; with the weights, all there is to go on from.
+        self.velocity = [torch.zeros(len(group), *group[0].shape) for group in self._groups]
+
+    def load(self, velocity: Iterable[Tensor]) -> None:
+        """Take on the momentum of an earlier run over the same matrices."""
+        for ours, theirs in zip(self.velocity, velocity, strict=True):
+            ours.copy_(theirs)
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Apply one update of learning rate `rate` (spectral norm of a square matrix's update)."""
-        for group, velocity in zip(self._groups, self._velocity, strict=True):
+        for group, velocity in zip(self._groups, self.velocity, strict=True):
             gradient = torch.stack([matrix.grad for matrix in group if matrix.grad is not None])
             velocity.lerp_(gradient, 1 - self.momentum)
             update = orthogonal(gradient.lerp(velocity, self.momentum))

@@ -1,12 +1,11 @@
-"""The bundled model: a folder that transformers loads unchanged, small, and really trained.
+"""The bundled models: folders that transformers loads unchanged, small, with one tokenizer, and really trained.
 
 Perplexity is measured on this machine's own standard library, on files held out by name, so the
-bounds leave room for other Python versions than the one that it was trained on.
+bounds leave room for other Python versions than the one that they were trained on.
 """
 
 import json
 import math
-import random
 from collections import Counter
 from pathlib import Path
 
@@ -16,14 +15,24 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from workers.models_train.corpus import SourceFile, chat_pairs, standard_library
-from workers.models_train.folder import write_folder
-from workers.models_train.llama import Llama, Shape
-from workers.models_train.muon import orthogonal
+from workers.models_train.corpus import SourceFile, standard_library
+from workers.models_train.folder import read_folder
+from workers.models_train.recipes import RECIPES
 from workers.models_train.tokenizer import SPECIAL_TOKENS, chat_text
-from workers.models_train.train_tiny import batches, documents, train
 
-FOLDER = Path(__file__).parents[2] / "workers" / "models" / "tiny"
+MODELS = Path(__file__).parents[2] / "workers" / "models"
+FOLDER = MODELS / "tiny"
+NAMES = [path.parent.name for path in sorted(MODELS.glob("*/config.json"))]
+FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+#: Perplexity on the windows below, here; what it is on the whole held-out text stands in each README.
+BOUNDS = {"tiny": 40, "tiny-v2": 40, "tiny-draft": 90}
 WINDOW = 512
 WINDOWS = 12
 
@@ -37,8 +46,14 @@ def _one_thread():
 
 
 @pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+def models():
+    """By name, as transformers loads them."""
+    return {name: AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval() for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -69,56 +84,69 @@ def mean_loss(model: torch.nn.Module, windows: torch.Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()))
 
 
-def test_folder_leaves_room_for_a_successor_and_a_draft_in_8_mb():
-    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
-    assert set(sizes) == {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
-    whole, shared = sum(sizes.values()), sum(sizes.values()) - sizes["model.safetensors"]
-    assert whole <= 3_600_000
-    assert 2 * whole + sizes["model.safetensors"] / 10 + shared <= 8_000_000
+def test_all_are_there_and_small():
+    assert {"tiny", "tiny-draft"} <= set(NAMES) <= RECIPES.keys()
+    sizes = {name: sum(path.stat().st_size for path in (MODELS / name).iterdir()) for name in NAMES}
+    assert sizes["tiny"] <= 3_600_000
+    assert sizes["tiny-draft"] <= 500_000
+    assert sizes.get("tiny-v2", 0) <= 4_000_000
+    assert sum(sizes.values()) <= 8_000_000
 
 
-def test_weights_are_bf16_and_finite():
-    with safe_open(FOLDER / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-            tensor = file.get_tensor(name)
-            assert tensor.dtype == torch.bfloat16, name
-            assert tensor.isfinite().all(), name
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_has_what_a_model_needs_and_nothing_else(name):
+    assert {path.name for path in (MODELS / name).iterdir()} == FILES
+    assert f"# {name}: " in (MODELS / name / "README.md").read_text()
 
 
-def test_transformers_takes_every_tensor_and_misses_none():
-    _, info = AutoModelForCausalLM.from_pretrained(FOLDER, output_loading_info=True)
+@pytest.mark.parametrize("name", NAMES)
+def test_all_have_one_tokenizer_and_template(name):
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (MODELS / name / file).read_bytes() == (FOLDER / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_bf16_and_finite(name):
+    with safe_open(MODELS / name / "model.safetensors", "pt") as file:
+        for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+            tensor = file.get_tensor(key)
+            assert tensor.dtype == torch.bfloat16, key
+            assert tensor.isfinite().all(), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_takes_every_tensor_and_misses_none(name):
+    _, info = AutoModelForCausalLM.from_pretrained(MODELS / name, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert set(info["missing_keys"]) <= {"lm_head.weight"}
     assert not info["mismatched_keys"]
 
 
-def test_transformers_computes_what_was_trained(model):
-    ours = Llama(Shape()).eval()
-    with safe_open(FOLDER / "model.safetensors", "pt") as file:
-        state = {name.removeprefix("model."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    ours.load_state_dict(state)
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_computes_what_was_trained(models, name):
+    ours = read_folder(MODELS / name).eval()
+    assert ours.shape == RECIPES[name].shape
     tokens = torch.randint(0, 2048, (2, 300), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        torch.testing.assert_close(model(tokens).logits, ours(tokens), atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(models[name](tokens).logits, ours(tokens), atol=2e-4, rtol=1e-4)
 
 
-def test_held_out_perplexity_is_far_below_uniform_and_unigram(model, held_out_windows):
+@pytest.mark.parametrize("name", NAMES)
+def test_held_out_perplexity_is_far_below_uniform_and_unigram(models, name, held_out_windows):
     assert len(held_out_windows) >= 8
-    loss = mean_loss(model, held_out_windows)
+    loss = mean_loss(models[name], held_out_windows)
     counts = Counter(held_out_windows.flatten().tolist())
     # The entropy of these very tokens: no unigram model, however it was fitted, can do better on them.
     best_unigram = -sum(n * math.log(n / counts.total()) for n in counts.values()) / counts.total()
-    uniform = math.log(model.config.vocab_size)
-    assert loss < best_unigram - 1.5
-    assert loss < uniform - 3.0
-    assert math.exp(loss) < 40
+    assert loss < best_unigram - 1.0
+    assert loss < math.log(models[name].config.vocab_size) - 2.5
+    assert math.exp(loss) < BOUNDS[name]
+
+
+def test_a_larger_or_longer_trained_model_is_clearly_better(models, held_out_windows):
+    losses = {name: mean_loss(model, held_out_windows) for name, model in models.items()}
+    assert losses["tiny"] < losses["tiny-draft"] - 0.4
+    assert losses.get("tiny-v2", 0.0) < losses["tiny"] - 0.05
 
 
 def test_perplexity_depends_on_the_order_of_the_tokens(model, held_out_windows):
@@ -205,76 +233,3 @@ def test_generation_stops_at_either_end_token():
     assert config["eos_token_id"] == [0, 4]
     assert 0 < config["temperature"] <= 1
     assert 0 < config["top_p"] <= 1
-
-
-def test_held_out_files_are_a_twentieth_and_known_by_name_alone(library):
-    held_out = [file for file in library if file.held_out]
-    assert 0.02 < len(held_out) / len(library) < 0.1
-    assert SourceFile("http/client.py", "").held_out
-    assert not SourceFile("os.py", "").held_out
-
-
-def test_training_text_leaves_tests_tables_and_installed_packages_out(tmp_path):
-    text = "# a line of source\n" * 20
-    for name in ["os.py", "json/decoder.py", "test/test_os.py", "site-packages/x.py", "encodings/cp1252.py"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "latin.py").write_bytes(b"# \xe9t\xe9\n" * 100)
-    (tmp_path / "empty.py").write_text("")
-    assert [file.name for file in standard_library(tmp_path)] == ["json/decoder.py", "os.py"]
-
-
-def test_no_sources_is_an_error_that_says_where(tmp_path):
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        standard_library(tmp_path)
-
-
-def test_chat_pairs_ask_by_docstring_and_answer_by_source():
-    source = '''\
-"""Tools for
-lines."""
-
-
-class A:
-    def first(self, n=1):
-        """Return the first."""
-        return n
-'''
-    file = SourceFile("pkg/lines.py", source)
-    seen = [pair for seed in range(30) for pair in chat_pairs(file, random.Random(seed))]
-    answers = {pair.assistant for pair in seen}
-    assert answers == {
-        "Tools for\nlines.",
-        'def first(self, n=1):\n    """Return the first."""\n    return n',
-        "Return the first.",
-    }
-    assert any(pair.user == "Write the function first(self, n=1)." for pair in seen)
-    assert all("pkg.lines" in pair.user for pair in seen if pair.assistant.startswith("Tools"))
-
-
-def test_orthogonal_leaves_singular_values_near_one():
-    matrices = torch.randn(3, 48, 32, generator=torch.Generator().manual_seed(0))
-    for batch in (matrices, matrices.mT):
-        values = torch.linalg.svdvals(orthogonal(batch))
-        assert values.min() > 0.5
-        assert values.max() < 1.3
-
-
-def test_training_learns_and_repeats_itself(tmp_path, library):
-    raw = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    shape = Shape(hidden_size=32, intermediate_size=48, layers=1, heads=2, kv_heads=1, head_dim=16, context=256)
-    texts = documents([file for file in library if not file.held_out and len(file.text) < 3000][:20], raw, seed=0)
-    windows = next(batches(texts, 128, torch.Generator().manual_seed(1)))[:8]
-    losses = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        network = Llama(shape)
-        untrained = network.loss(windows).item()
-        train(network, texts, steps=6, seed=0)
-        losses.append(network.loss(windows).item())
-    assert losses[0] == losses[1]
-    assert losses[0] < untrained - 0.2
-    write_folder(tmp_path / "small", network, raw, "a card")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
-    assert mean_loss(loaded, windows) == pytest.approx(losses[0], abs=0.02)
-    assert AutoTokenizer.from_pretrained(tmp_path / "small").model_max_length == shape.context
