@@ -9,12 +9,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from workers.errors import Refused
+
 #: What a lost or refused connection raises, besides OSError.
 LOST = (RedisError, OSError)
-
-
-class Refused(Exception):
-    """The server cannot serve as Penstock's broker or store; the message says why and what to use instead."""
 
 
 def connect(url: str, **options: Any) -> Redis:

@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
+import logging
+from dataclasses import replace
 from typing import Any
 
 from redis import Redis
 
 from producers import keys
-from workers.connect import Refused
+from workers.errors import Refused
+from workers.library import find_model
 
-#: What a model may be called: its name is part of queues' names.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-#: Models that come with Penstock.
-BUNDLED = Path(__file__).parent / "models"
-
-
-def find_model(name: str) -> Path:
-    """The folder of a model given by path, or by the name of a bundled one. Raises Refused."""
-    for path in (Path(name), BUNDLED / name):
-        if (path / "config.json").is_file():
-            return path
-    bundled = ", ".join(sorted(p.parent.name for p in BUNDLED.glob("*/config.json")))
-    raise Refused(f"no model {name!r}: give a folder that holds a config.json, or one of the bundled models: {bundled}")
+logger = logging.getLogger(__name__)
 
 
 def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
-    """`engine.Engine` for the model, and its tokenizer's files by name. Raises Refused."""
+    """`engine.Engine` for the model, by its reference, and its tokenizer's files by name. Raises Refused."""
     from engine import Engine, EngineConfig, EngineError  # torch takes seconds to import
     from engine.text import ModelCard
 
-    folder = find_model(model)
+    found = find_model(model, say=logger.info)
+    folder = found.folder
     try:
         engine = Engine.load(folder, EngineConfig(**options))
     except EngineError as exc:
         raise Refused(f"cannot serve {folder}: {exc}") from exc
     if engine.card is None:
         raise Refused(f"cannot serve {folder}: it has no tokenizer.json")
-    if not NAME.fullmatch(engine.card.name):
-        raise Refused(
-            f"cannot serve {folder}: a model is called as its folder, and {engine.card.name!r} cannot name a queue; "
-            "use letters, digits, '.', '_' and '-'"
-        )
+    engine.card = replace(engine.card, name=found.name)
     return engine, ModelCard.tokenizer_files(folder)
 
 

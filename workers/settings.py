@@ -17,7 +17,7 @@ class WorkerSettings:
     broker: str
     store: str
     model: str
-    """A folder, or the name of a bundled model."""
+    """A reference, as `workers.library.find_model` reads it."""
     name: str = field(default_factory=lambda: f"{socket.gethostname()}.{os.getpid()}")
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `engine.EngineConfig`."""

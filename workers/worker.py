@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     """Serve until SIGTERM or SIGINT (drains) or SIGQUIT (hands everything back at once); return the exit code.
 
-    Raises workers.connect.Refused where broker, store or model cannot be used.
+    Raises workers.errors.Refused where broker, store or model cannot be used.
     """
     logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.processes import Worker, valkey
-from workers.connect import Refused, check_server
+from workers.connect import check_server
+from workers.errors import Refused
 
 
 def test_a_cluster_is_refused() -> None:

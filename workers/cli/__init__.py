@@ -1,6 +1,8 @@
 """The `penstock` command.
 
     up, demo                     -> system -> supervisor -> children: valkey, gateway, workers
+    run                          -> the engine, in this process
+    models                       -> the models on this machine, and a hub's
     worker, gateway, sweeper     -> one of those processes, by itself
     submit, tail, result, cancel -> client -> a gateway, over HTTP
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import demo, processes, tasks, up
+from workers.cli import completion, demo, models, processes, run, tasks, up
 from workers.cli.exits import Failure
 
 app = typer.Typer(
@@ -16,7 +16,7 @@ app = typer.Typer(
     help="Event-driven, serverless LLM inference on a queue.",
     epilog="Begin with: penstock up -- then, elsewhere: penstock submit tiny 'def fibonacci(n):' --stream",
 )
-for group in (up, demo, tasks, processes):
+for group in (up, demo, run, models, tasks, processes, completion):
     group.add_to(app)
 
 
@@ -40,7 +40,7 @@ def _root(
 def main() -> None:
     """The entry point of `penstock`."""
     try:
-        app()
+        app(prog_name="penstock")  # also as python -m workers.cli: shells complete it by that name
     except Failure as failure:
         typer.echo(f"penstock: {failure}", err=True)
         sys.exit(failure.status)

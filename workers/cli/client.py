@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Final
@@ -106,6 +106,19 @@ class Gateway:
                     raise
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
+
+    def chat(self, request: Mapping[str, Any]) -> Generator[str]:
+        """The answer to `messages` as it comes, by /v1/chat/completions. To close the generator is to cancel it."""
+        with self._request("POST", "/v1/chat/completions", {**request, "stream": True}) as response:
+            for line in response:
+                name, _, value = line.decode().rstrip("\r\n").partition(": ")
+                if name != "data" or value == "[DONE]":
+                    continue
+                chunk: dict[str, Any] = json.loads(value)
+                if chunk.get("error"):
+                    raise Refused(500, chunk["error"])
+                for choice in chunk["choices"]:
+                    yield choice["delta"].get("content") or ""
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         with self._request(method, path, body) as response:

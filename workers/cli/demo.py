@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.exits import PROCESS_STATUS
+from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
     from workers.cli.system import System
@@ -18,7 +19,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="A Hugging Face folder or a bundled model.")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)] = "tiny",
     tasks: Annotated[int, typer.Option(min=1, max=500, help="How many to submit.")] = 24,
 ) -> None:
     """Start everything in a temporary directory, run a mixed load of prioritised tasks, show it, stop everything."""
@@ -32,11 +33,12 @@ def demo(
     with needs("gateway"), needs("worker"):
         from workers.cli.system import Plan, System, conduct
 
+    models = find_models([model], typer.echo)
     said: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
         # Room for a third of the load, so that tiers matter; a short lease, so that its figures are fresh.
         options = ("--max-num-seqs", str(max(2, tasks // 3)), "--lease", "5")
-        plan = Plan((model,), Path(folder), port=0, drain=3.0, worker_options=options)
+        plan = Plan(models, Path(folder), port=0, drain=3.0, worker_options=options)
         system = System(plan, lambda name, line: said.append(f"{name} | {line}"))
         typer.echo("Starting an embedded Valkey server, a gateway and a worker ...")
         try:

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
+from workers.cli.options import Device, DType, Threads
+from workers.cli.references import MODEL, complete_model
 
 Broker = Annotated[
     str, typer.Option(envvar="BROKER_URL", help="The Redis or Valkey server with the queues: redis://HOST:PORT/DB.")
@@ -34,7 +36,7 @@ def add_to(app: typer.Typer) -> None:
 
 def worker(
     broker: Broker,
-    model: Annotated[str, typer.Option(help="A Hugging Face folder, or the name of a bundled model.")],
+    model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
     store: Store = None,
     name: Annotated[str | None, typer.Option(help="Of this process, in leases and logs; unset: HOST.PID.")] = None,
     lease: Annotated[float, typer.Option(min=1, help="Seconds of silence after which its tasks go to others.")] = 10.0,
@@ -43,15 +45,15 @@ def worker(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one batch.")] = None,
     max_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
     kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; unset: torch's choice.")] = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Serve a model: take tasks from its queue, run them in the engine, publish their tokens."""
     with needs("worker"):
         from engine.errors import EngineError
-        from workers.connect import Refused
+        from workers.errors import Refused
         from workers.settings import WorkerSettings
         from workers.worker import run_worker
     asked: dict[str, Any] = {

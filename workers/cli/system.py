@@ -26,8 +26,9 @@ from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.processes import open_port
 from workers.cli.supervisor import Child, Program, ended
-from workers.connect import Refused, check_server
-from workers.serving import find_model
+from workers.connect import check_server
+from workers.errors import Refused
+from workers.library import Found
 
 #: -P: a folder named `workers` where the user happens to be is not ours.
 PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
@@ -41,7 +42,7 @@ VALKEY_STOP_S: Final = 15.0
 class Plan:
     """What to run. With a `broker`, no server of our own is started and `data_dir` is not used."""
 
-    models: tuple[str, ...]
+    models: tuple[Found, ...]
     data_dir: Path
     host: str = "127.0.0.1"
     port: int = 8000
@@ -82,7 +83,6 @@ class System:
     async def start(self) -> None:
         """Raises Failure when something is in the way, or a child dies before all are of use."""
         plan = self.plan
-        _check_models(plan.models)
         # The port first: it is what most often is in the way, and nothing runs yet.
         self._listener = open_port(plan.host, plan.port)
         self.port = self._listener.getsockname()[1]
@@ -176,8 +176,8 @@ class System:
         shared = ("--threads", str(max(1, (os.cpu_count() or 1) // total))) if total > 1 else ()
         for model in plan.models:
             for k in range(1, plan.workers + 1):
-                name = "worker" if total == 1 else f"worker.{find_model(model).name}.{k}"
-                argv = [*PENSTOCK, "worker", "--model", model, "--drain", str(plan.drain), *shared]
+                name = "worker" if total == 1 else f"worker.{model.name}.{k}"
+                argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain", str(plan.drain), *shared]
                 argv += [*plan.worker_options, "--log-level", plan.log_level]
                 argv += ["--name", f"{socket.gethostname()}.{os.getpid()}.{name}"]
                 programs.append(Program(name, argv, self._urls()))
@@ -198,16 +198,6 @@ class System:
         if self._data is not None:
             self._data.close()
             self._data = None
-
-
-def _check_models(models: tuple[str, ...]) -> None:
-    try:
-        names = [find_model(model).resolve().name for model in models]
-    except Refused as refused:
-        raise Failure(str(refused)) from refused
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise Failure(f"two models are named {twice!r}; a model is addressed by its folder's name, rename one")
 
 
 async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> bool:

@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.options import (
+    DEFAULT_URL,
+    IgnoreEos,
+    MaxTokens,
+    MinTokens,
+    Outputs,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    Url,
+)
 
 if TYPE_CHECKING:
     from workers.cli.client import Gateway
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
-Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="Where the gateway is.")]
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: an object, or for a stream one event a line.")]
 
@@ -40,15 +50,15 @@ def submit(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tier: Annotated[str, typer.Option(help="priority, default, flex or batch.")] = "default",
-    max_tokens: Annotated[int | None, typer.Option(help="Longest output; unset: as far as the context goes.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Shortest output.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens; 0: all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the output repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
-    n: Annotated[int | None, typer.Option("-n", help="How many outputs.")] = None,
+    max_tokens: MaxTokens = None,
+    min_tokens: MinTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    n: Outputs = None,
     logprobs: Annotated[int | None, typer.Option(help="Alternatives to each token; see --json.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the task fails as expired.")] = None,
     tenant: Annotated[str | None, typer.Option(help="On whose behalf.")] = None,

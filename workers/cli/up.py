@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.exits import PROCESS_STATUS
-from workers.cli.tasks import DEFAULT_URL
+from workers.cli.options import DEFAULT_URL
+from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
     from workers.cli.system import System
@@ -33,7 +34,7 @@ def up(
         str | None, typer.Option(envvar="STORE_URL", help="With --broker: records and streams; unset: the broker.")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A Hugging Face folder or a bundled model; may be repeated. Unset: tiny.")
+        list[str] | None, typer.Option(help=f"{MODEL} May be repeated; unset: tiny.", autocompletion=complete_model)
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes for each model.")] = 1,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at Ctrl-C.")] = 30.0,
@@ -51,15 +52,20 @@ def up(
 
     if store is not None and broker is None:
         raise Failure("--store goes with --broker; without them both are the embedded Valkey server")
-    models = tuple(model or ["tiny"])
-    plan = Plan(models, data_dir, host, port, broker, store, workers, drain, checked_level(log_level))
+    level = checked_level(log_level)
 
     def say(name: str, line: str) -> None:
         with suppress(OSError):  # nobody reads it any more: no reason to stop serving
             typer.echo(f"{name} | {line}", err=True)
 
+    models = find_models(model or ["tiny"], lambda line: say("up", line))
+    plan = Plan(models, data_dir, host, port, broker, store, workers, drain, level)
+
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
-    say("up", f"starting {server}, a gateway, {workers * len(models)} worker(s) for {', '.join(models)}")
+    say(
+        "up",
+        f"starting {server}, a gateway, {workers * len(models)} worker(s) for {', '.join(one.name for one in models)}",
+    )
     finished = asyncio.run(conduct(System(plan, say), _serve))
     assert not finished, "it is used until a signal comes"
     say("up", "stopped; what was queued is found at the next start")

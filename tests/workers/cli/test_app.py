@@ -9,12 +9,15 @@ import pytest
 
 from tests.workers.cli.conftest import Run
 
-COMMANDS = ["up", "demo", "submit", "tail", "result", "cancel", "worker", "gateway", "sweeper"]
+COMMANDS = ["up", "demo", "run", "models", "submit", "tail", "result", "cancel"]
+COMMANDS += ["worker", "gateway", "sweeper", "completion"]
+EXAMPLES = [*COMMANDS, "models ls", "models show", "models pull", "models card"]
+EXAMPLES.remove("models")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", EXAMPLES)
 def test_each_commands_help_has_an_example_and_its_exit_statuses(run: Run, command: str) -> None:
-    ran = run(command, "--help")
+    ran = run(*command.split(), "--help")
     said = " ".join(ran.out.split())
     assert ran.status == 0
     assert f"Example: penstock {command}" in said
@@ -37,7 +40,9 @@ def test_an_unknown_command_has_status_2(run: Run) -> None:
 
 
 def test_callers_commands_load_neither_engine_nor_server() -> None:
-    source = "import sys; import workers.cli.app, workers.cli.client, workers.cli.show; print(*sys.modules)"
+    source = (
+        "import sys; import workers.cli.app, workers.cli.client, workers.cli.show, workers.library; print(*sys.modules)"
+    )
     loaded = set(
         subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout.split()
     )

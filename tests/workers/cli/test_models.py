@@ -1,0 +1,113 @@
+"""`penstock models`: what there is here and at a gateway, and how more comes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.text import ModelCard
+from tests.workers.cli.conftest import Run
+from workers.library import Shelf
+from workers.library.reference import BUNDLED
+
+TINY = BUNDLED / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path / "models"))
+    monkeypatch.delenv("PENSTOCK_URL", raising=False)
+
+
+class TestLs:
+    def test_has_bundled_pulled_and_served_models(self, penstock: Run) -> None:
+        Shelf.default().copy("python", TINY)
+        ran = penstock("models", "ls", "--json")
+        rows = {(row["name"], row["where"].partition(":")[0]): row for row in json.loads(ran.out)}
+        assert ran.status == 0
+        assert {("tiny", "bundled"), ("python", "pulled"), ("tiny", "http")} <= rows.keys()
+        card = ModelCard.from_folder(TINY)
+        bundled, served = rows["tiny", "bundled"], rows["tiny", "http"]
+        assert bundled["parameters"] == card.parameters
+        assert bundled["bytes"] == sum(path.stat().st_size for path in TINY.iterdir())
+        assert served["version"] == bundled["version"] == card.version
+
+    def test_is_a_table_for_people(self, penstock: Run) -> None:
+        lines = penstock("models", "ls").out.splitlines()
+        assert lines[0].split() == ["name", "where", "version", "parameters", "size", "context", "chat"]
+        assert ["tiny", "bundled", "1.67", "M", "3.4", "MB", "1024", "yes"] in [
+            [word for word in line.split() if word != ModelCard.from_folder(TINY).version] for line in lines
+        ]
+
+    def test_does_without_a_gateway_unless_one_was_named(self, run: Run) -> None:
+        ran = run("models", "ls", "--url", "http://127.0.0.1:1")
+        assert ran.status == 3
+        assert "no answer from http://127.0.0.1:1" in ran.err
+
+    def test_passes_over_what_cannot_be_read_and_says_so(self, penstock: Run) -> None:
+        broken = Shelf.default().copy("broken", TINY).folder
+        (broken / "config.json").write_text("{}")
+        ran = penstock("models", "ls", "--json")
+        assert ran.status == 0
+        assert "broken" not in {row["name"] for row in json.loads(ran.out)}
+        assert f"{broken} holds no model that can be served" in ran.err
+
+
+class TestShow:
+    def test_tells_shape_size_and_files(self, run: Run) -> None:
+        shown = json.loads(run("models", "show", "tiny", "--json").out)
+        card = ModelCard.from_folder(TINY)
+        assert (shown["name"], shown["version"], shown["parameters"]) == ("tiny", card.version, card.parameters)
+        assert shown["shape"]["num_hidden_layers"] == 4
+        assert shown["files"] == {path.name: path.stat().st_size for path in TINY.iterdir()}
+        assert shown["dtype"] == "bfloat16"
+
+    def test_is_readable(self, run: Run, tmp_path: Path) -> None:
+        said = run("models", "show", "tiny").out
+        for line in ("parameters", "1,672,896", "context", "1,024 tokens", "layers", "chat template", "files: 3.4 MB"):
+            assert line in said
+        mute = tmp_path / "mute"
+        shutil.copytree(TINY, mute)
+        (mute / "tokenizer_config.json").write_text("{}")
+        assert "none: it continues texts" in run("models", "show", str(mute)).out
+
+    def test_of_what_is_no_model_is_refused(self, run: Run, tmp_path: Path) -> None:
+        assert "no model 'nothing'" in run("models", "show", "nothing").err
+        (tmp_path / "config.json").write_text("{}")
+        ran = run("models", "show", str(tmp_path))
+        assert ran.status == 2
+        assert "holds no model that can be served" in ran.err
+
+
+def test_card_is_the_models_card(run: Run) -> None:
+    card = ModelCard.from_json(run("models", "card", "renamed=tiny").out)
+    assert (card.name, card.version) == ("renamed", ModelCard.from_folder(TINY).version)
+
+
+class TestPull:
+    def test_of_a_folder_makes_it_a_model_by_name(self, run: Run, tmp_path: Path) -> None:
+        shutil.copytree(TINY, tmp_path / "mine")
+        pulled = json.loads(run("models", "pull", str(tmp_path / "mine"), "--json").out)
+        assert pulled["name"] == "mine"
+        shutil.rmtree(tmp_path / "mine")
+        assert json.loads(run("models", "card", "mine").out)["version"] == pulled["version"]
+        assert json.loads(run("models", "show", "mine", "--json").out)["folder"] == pulled["folder"]
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            ((str(TINY),), "is the name of a bundled model; give another with --name"),
+            ((str(TINY), "--name", "a b"), "cannot name a queue"),
+            ((str(TINY.parent),), "has no config.json"),
+            (("nowhere",), "is no folder; a model on a hub looks like hf://OWNER/NAME"),
+            (("hf://a/b/c",), "it looks like hf://OWNER/NAME"),
+        ],
+    )
+    def test_of_what_cannot_be_is_refused(self, run: Run, args: tuple[str, ...], says: str) -> None:
+        ran = run("models", "pull", *args)
+        assert ran.status == 2
+        assert says in ran.err
+        assert Shelf.default().all() == []

@@ -1,0 +1,259 @@
+"""Downloads with the unmodified huggingface_hub from a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from engine.text.checkpoint import model_version
+from tests.producers.gateway.conftest import until
+from tests.workers.library.hub_server import COMMIT, Hub, Repo, running_hub
+from workers.errors import Refused
+from workers.library import Shelf, find_model
+from workers.library.hub import HubModel, pull
+from workers.library.shelf import sha256_of
+
+TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
+FILES = {path.name: path.read_bytes() for path in TINY.iterdir()}
+REPO = "penstock/tiny-py"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running_hub(Hub({REPO: Repo(dict(FILES))})) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As huggingface_hub reads them when it is imported."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path / "models"))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "models")
+
+
+class Said(list[str]):
+    """What was said, in lines."""
+
+    __call__ = list.append
+
+
+def bring(shelf: Shelf, text: str = f"hf://{REPO}", name: str = "tiny-py", said: Said | None = None) -> Path:
+    return pull(HubModel.parse(text), shelf, name, said if said is not None else Said()).folder
+
+
+class TestReference:
+    @pytest.mark.parametrize(
+        ("text", "repo", "revision", "name"),
+        [
+            ("hf://Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "main", "Qwen3-0.6B"),
+            ("hf://gpt2", "gpt2", "main", "gpt2"),
+            ("hf://a/b@v1.0", "a/b", "v1.0", "b"),
+            ("hf://a/b@refs/pr/3", "a/b", "refs/pr/3", "b"),
+            (f"hf://a/b@{COMMIT}", "a/b", COMMIT, "b"),
+        ],
+    )
+    def test_is_a_repository_and_a_revision(self, text: str, repo: str, revision: str, name: str) -> None:
+        model = HubModel.parse(text)
+        assert (model.repo, model.revision, model.name) == (repo, revision, name)
+
+    @pytest.mark.parametrize(
+        "text", ["hf://", "hf://a/b/c", "hf://a b", "hf://a/b@", "hf://a/b@x y", "hf:/a/b", "hf://é/b"]
+    )
+    def test_that_is_none_is_refused(self, text: str) -> None:
+        with pytest.raises(Refused, match="hf://OWNER/NAME"):
+            HubModel.parse(text)
+
+
+class TestPull:
+    def test_brings_every_file_as_it_is_with_a_manifest(self, shelf: Shelf, hub: Hub) -> None:
+        folder = bring(shelf)
+        assert {path.name: path.read_bytes() for path in folder.glob("[!.]*") if path.name != "manifest.json"} == FILES
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["files"] == {
+            name: {"size": len(data), "sha256": sha256_of(TINY / name)} for name, data in FILES.items()
+        }
+        assert folder.name == model_version(folder)
+        assert folder.parent == shelf.root / "tiny-py"
+        assert not any(path.is_symlink() for path in folder.iterdir())
+
+    def test_takes_no_other_form_of_the_weights(self, shelf: Shelf, hub: Hub) -> None:
+        others = [
+            "pytorch_model.bin",
+            "consolidated.safetensors",
+            "x.pth",
+            "model.gguf",
+            "train.py",
+            "flax_model.msgpack",
+        ]
+        hub.repos[REPO].files |= dict.fromkeys(others, b"no")
+        bring(shelf)
+        assert set(hub.fetched()) == set(FILES)
+
+    def test_takes_the_shards_that_the_index_names(self, shelf: Shelf, hub: Hub) -> None:
+        shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        index = {"model.safetensors.index.json": json.dumps({"weight_map": shards}).encode()}
+        hub.repos[REPO].files |= {name: name.encode() for name in shards.values()} | index
+        folder = bring(shelf)
+        assert set(hub.fetched()) == {*FILES, *shards.values(), *index} - {"model.safetensors"}
+        assert (folder / shards["b"]).read_bytes() == shards["b"].encode()
+
+    def test_of_the_same_commit_downloads_nothing(self, shelf: Shelf, hub: Hub) -> None:
+        first = bring(shelf)
+        asked, said = len(hub.asked), Said()
+        assert bring(shelf, f"hf://{REPO}@v1", said=said) == first
+        assert [path for method, path, *_ in hub.asked[asked:]] == [f"/api/models/{REPO}/revision/v1"]
+        assert "here already" in said[0]
+
+    def test_that_is_in_huggingface_hubs_cache_downloads_nothing(self, shelf: Shelf, hub: Hub) -> None:
+        huggingface_hub.snapshot_download(REPO, endpoint=hub.url)
+        before = len(hub.fetched())
+        folder = bring(shelf)
+        assert sha256_of(folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
+        assert not any(path.is_symlink() for path in folder.iterdir())
+        assert len(hub.fetched()) == before
+
+    def test_goes_on_where_the_connection_broke(self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        size = len(FILES["model.safetensors"])
+        hub.breaks = [size // 3]
+        # How much huggingface_hub writes to the disk at a time: 10 MB are more than this model has.
+        monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
+        folder = bring(shelf)
+        assert sha256_of(folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
+        (again,) = hub.ranges()
+        assert 0 < int(again.removeprefix("bytes=").partition("-")[0]) <= size // 3
+
+    def test_without_the_hub_uses_what_was_pulled(
+        self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, said = bring(shelf), Said()
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+        assert bring(shelf, said=said) == first
+        assert "cannot reach http://127.0.0.1:1" in said[0]
+        with pytest.raises(Refused, match="cannot reach"):
+            bring(shelf, f"hf://{REPO}@v1")
+
+    def test_sends_the_token_to_the_hub(self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub.repos[REPO].gated = True
+        monkeypatch.setenv("HF_TOKEN", "let-me-in")
+        bring(shelf)
+        sent = {path: token for _, path, _, token in hub.asked}
+        assert sent[f"/api/models/{REPO}/revision/main"] == "Bearer let-me-in"
+        assert sent[f"/storage/{REPO}/model.safetensors"] is None
+
+
+class TestRefusal:
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("hf://penstock/tyni", "has no model 'penstock/tyni', or it is private"),
+            (f"hf://{REPO}@v9", "has no branch, tag or commit 'v9'"),
+        ],
+    )
+    def test_of_what_is_not_there_says_so(self, shelf: Shelf, hub: Hub, text: str, says: str) -> None:
+        with pytest.raises(Refused, match=says):
+            bring(shelf, text)
+        assert hub.fetched() == []
+        assert shelf.all() == []
+
+    def test_of_a_gated_repository_says_how_to_get_in(self, shelf: Shelf, hub: Hub) -> None:
+        hub.repos[REPO].gated = True
+        with pytest.raises(Refused, match=f"is gated: accept its terms at {hub.url}/{REPO}, then set HF_TOKEN"):
+            bring(shelf)
+
+    def test_of_a_hub_in_trouble_says_what_it_said(self, shelf: Shelf, hub: Hub) -> None:
+        hub.status = 400
+        with pytest.raises(Refused, match="answered 400 'the hub is having a bad day'"):
+            bring(shelf)
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+    def test_of_a_wrong_checksum_keeps_nothing_of_the_file(self, shelf: Shelf, hub: Hub, file: str) -> None:
+        right = hub.repos[REPO].files[file]
+        hub.wrong[file] = right[:-1] + bytes([right[-1] ^ 1])
+        with pytest.raises(Refused, match=f"{file} of hf://{REPO} came damaged"):
+            bring(shelf)
+        assert shelf.all() == []
+        del hub.wrong[file]
+        assert (bring(shelf) / file).read_bytes() == right
+
+    def test_of_a_model_that_does_not_fit_the_disk_comes_before_it_is_downloaded(self, shelf: Shelf, hub: Hub) -> None:
+        hub.repos[REPO].sizes["model.safetensors"] = 10**16
+        with pytest.raises(Refused, match="MB free: make room, or set PENSTOCK_MODELS"):
+            bring(shelf)
+        assert hub.fetched() == []
+
+    def test_of_a_full_disk_keeps_what_came(self, shelf: Shelf, hub: Hub) -> None:
+        partial = shelf.root / "tiny-py" / f".{COMMIT}.partial"
+        partial.mkdir(parents=True)
+        (partial / "model.safetensors").symlink_to("/dev/full")  # every write to it fails as on a full disk
+        with pytest.raises(Refused, match="the disk is full"):
+            bring(shelf)
+        assert (partial / "config.json").read_bytes() == FILES["config.json"]
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"config.json": None}, "has no config.json"),
+            ({"tokenizer.json": None}, "has no tokenizer.json"),
+            ({"model.safetensors": None, "pytorch_model.bin": b""}, "no model.safetensors; it has pytorch_model.bin"),
+            ({"model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "which is no safetensors"),
+            ({"model.safetensors.index.json": b'{"weight_map": {"a": "x.safetensors"}}'}, "has no x.safetensors"),
+            ({"model.safetensors.index.json": b"[]"}, "cannot be read as a weight map"),
+        ],
+    )
+    def test_of_what_cannot_be_served_comes_before_the_weights(
+        self, shelf: Shelf, hub: Hub, change: dict[str, bytes | None], says: str
+    ) -> None:
+        files = FILES | change
+        hub.repos[REPO].files = {name: data for name, data in files.items() if data is not None}
+        with pytest.raises(Refused, match=says):
+            bring(shelf)
+        assert set(hub.fetched()) <= {"model.safetensors.index.json"}
+
+    def test_of_what_is_no_hub_says_so(self, shelf: Shelf, hub: Hub) -> None:
+        hub.repos[REPO].files = {}
+        with pytest.raises(Refused, match="HF_ENDPOINT"):
+            bring(shelf)
+
+
+def test_a_reference_to_a_hub_is_a_model_under_the_given_name(hub: Hub) -> None:
+    found = find_model(f"mine=hf://{REPO}@v1")
+    assert (found.name, found.folder.parent.name) == ("mine", "mine")
+    assert find_model("mine").folder == found.folder
+    assert find_model(found.reference).folder == found.folder
+
+
+@pytest.mark.slow
+def test_a_command_that_was_killed_goes_on_where_it_was(hub: Hub, tmp_path: Path) -> None:
+    """As a user has it: HF_ENDPOINT and HF_HOME in the environment of a process of its own."""
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "workers.cli", "models", "pull", f"hf://{REPO}", "--json"]
+    # huggingface_hub writes to the disk in pieces of 10 MB.
+    weights = random.Random(0).randbytes(25_000_000)
+    hub.repos[REPO].files["model.safetensors"] = weights
+    hub.hold = 21_000_000
+    first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert hub.held.wait(60)
+    partial = tmp_path / "models" / "tiny-py" / f".{COMMIT}.partial" / "model.safetensors"
+    until(lambda: partial.stat().st_size >= 20_000_000)
+    first.kill()
+    first.wait()
+    second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 0, second.stderr
+    folder = Path(json.loads(second.stdout)["folder"])
+    assert (folder / "model.safetensors").read_bytes() == weights
+    (again,) = hub.ranges()
+    assert int(again.removeprefix("bytes=").partition("-")[0]) >= 20_000_000

@@ -1,0 +1,76 @@
+"""What may be written for a model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from workers.errors import Refused
+from workers.library import Shelf, find_model, name_of
+from workers.library.reference import BUNDLED, known
+
+TINY = BUNDLED / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path / "models"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_bundled_model_goes_by_its_name() -> None:
+    found = find_model("tiny")
+    assert (found.name, found.folder) == ("tiny", TINY)
+
+
+def test_a_folder_is_called_as_it_is_named_wherever_it_is_looked_at_from(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "mine" / "inner", dirs_exist_ok=True)
+    for reference in ("mine/inner", str(tmp_path / "mine" / "inner"), "mine/../mine/inner/"):
+        assert find_model(reference).name == name_of(reference) == "inner"
+
+
+def test_a_pulled_model_goes_by_its_name() -> None:
+    pulled = Shelf.default().copy("python", TINY)
+    assert find_model("python").folder == pulled.folder
+    assert list(known())[-1] == "python"
+
+
+def test_a_bundled_model_is_not_replaced_by_a_pulled_one() -> None:
+    Shelf.default().copy("tiny", TINY)
+    assert find_model("tiny").folder == TINY
+
+
+def test_a_model_may_be_given_another_name(tmp_path: Path) -> None:
+    found = find_model(f"other={TINY}")
+    assert (found.name, found.folder) == ("other", TINY)
+    assert find_model("x.1=tiny").name == name_of("x.1=tiny") == "x.1"
+
+
+def test_a_reference_for_another_process_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(TINY, tmp_path / "mine")
+    found = find_model("other=mine")
+    monkeypatch.chdir("/")
+    again = find_model(found.reference)
+    assert (again.name, again.folder) == ("other", tmp_path / "mine")
+
+
+def test_a_folder_may_have_an_equals_sign(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "lr=0.1")
+    with pytest.raises(Refused, match=r"cannot name a queue: write NAME=lr=0\.1"):
+        find_model("lr=0.1")
+    assert find_model("good=lr=0.1").folder == tmp_path / "lr=0.1"
+
+
+@pytest.mark.parametrize("reference", ["nowhere", "nowhere/at/all", "", "x=", "/", "tests", "\0", "x" * 5000])
+def test_what_is_no_model_is_refused_with_what_there_is(reference: str) -> None:
+    with pytest.raises(Refused, match=r"no model .*hf://OWNER/NAME, or one of: tiny"):
+        find_model(reference)
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"), [("hf://a/b", "b"), ("hf://a/b@v1", "b"), ("n=hf://a/b", "n"), ("tiny", "tiny")]
+)
+def test_a_name_is_known_without_a_look(reference: str, name: str) -> None:
+    assert name_of(reference) == name

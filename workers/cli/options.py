@@ -1,0 +1,23 @@
+"""Options that several commands have, each with one meaning and one help text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="Where the gateway is.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest output; unset: as far as the context goes.")]
+MinTokens = Annotated[int | None, typer.Option(help="Shortest output.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0: all.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from this much probability.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the output repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")]
+Outputs = Annotated[int | None, typer.Option("-n", help="How many outputs.")]
+DType = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; unset: torch's choice.")]

@@ -1,0 +1,42 @@
+"""Models as they are named on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from workers.cli.exits import Failure
+
+if TYPE_CHECKING:
+    from workers.library import Found
+
+#: For --help.
+MODEL: Final = "A folder, a bundled or pulled model, or hf://OWNER/NAME[@REVISION]; NAME=MODEL gives it another name."
+
+
+def find_models(references: Sequence[str], say: Callable[[str], None]) -> tuple[Found, ...]:
+    """The models that are meant; what is on a hub is pulled first. Raises Failure, also where two have one name.
+
+    Here, and not in each process that serves one: a model is downloaded once, where its progress is seen, and Ctrl-C
+    ends that.
+    """
+    from workers.cli.processes import needs
+    from workers.errors import Refused
+    from workers.library import find_model, name_of
+
+    try:
+        names = [name_of(reference) for reference in references]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise Refused(f"two models are named {twice!r}: write NAME=MODEL to give one another name")
+        with needs("worker"):
+            return tuple(find_model(reference, say) for reference in references)
+    except Refused as refused:
+        raise Failure(str(refused)) from refused
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models on this machine that begin so, for the shell."""
+    from workers.library.reference import known
+
+    return [name for name in known() if name.startswith(incomplete)]

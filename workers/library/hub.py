@@ -1,0 +1,242 @@
+"""Models from the Hugging Face Hub, or what speaks its API at HF_ENDPOINT.
+
+huggingface_hub knows how to ask, with HF_TOKEN, and its cache (HF_HOME) is looked into first. Files come straight into
+the local model folder, where a download that broke off goes on, also in another process (huggingface_hub's own cache
+throws away what a process left half done). What came is compared with the hub's own checksums: SHA-256 for large files,
+git's object name for the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+from urllib.parse import urlsplit
+
+from workers.errors import Refused
+from workers.library.shelf import INDEX, Pulled, Shelf, Source, needed, sha256_of
+
+_REFERENCE: Final = re.compile(r"hf://((?:[\w\-.]+/)?[\w\-.]+)(?:@([\w\-./]+))?", re.ASCII)
+MAIN: Final = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A repository, and a branch, tag or commit of it."""
+
+    repo: str
+    revision: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """hf://OWNER/NAME[@REVISION]. Raises Refused."""
+        match = _REFERENCE.fullmatch(text)
+        if match is None:
+            raise Refused(f"{text!r} is no model on a hub; it looks like hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
+        return cls(match[1], match[2] or MAIN)
+
+    @property
+    def name(self) -> str:
+        """What it is called unless it is given another name."""
+        return self.repo.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo}" + ("" if self.revision == MAIN else f"@{self.revision}")
+
+
+class _Away(Refused):
+    """The hub cannot be reached."""
+
+
+def pull(model: HubModel, shelf: Shelf, name: str, say: Callable[[str], None]) -> Pulled:
+    """Bring a model into the local model folder; one of the same commit and name is not downloaded again.
+
+    Where the hub is out of reach, the revision that was pulled last will do. Raises Refused: no such repository or
+    revision, no access, no way there, no room, or damaged on the way.
+    """
+    try:
+        files, commit = _look(model)
+    except _Away as away:
+        old = _here(shelf, name, model.repo, lambda source: model.revision in (source.revision, source.commit))
+        if old is None:
+            raise
+        say(f"{away}; using {name} {old.version}, which was pulled before")
+        return old
+    with shelf.workplace(name, commit, lambda: say(f"another process is pulling {model}: waiting for it")) as place:
+        old = _here(shelf, name, model.repo, lambda source: source.commit == commit)
+        if old is not None:
+            shutil.rmtree(place)
+            say(f"{model} is here already: {name} {old.version}")
+            return old
+        index = None
+        if INDEX in files:
+            _fetch(model, files[INDEX], commit, place)
+            index = (place / INDEX).read_bytes()
+        wanted = [files[file] for file in needed(str(model), set(files), index)]
+        size = sum(file.size for file in wanted)
+        say(f"pulling {model} at commit {commit[:12]}: {len(wanted)} files, {size / 1e6:,.1f} MB")
+        _check_room(model, wanted, place)
+        digests = {file.name: _fetch(model, file, commit, place) for file in wanted}
+        pulled = shelf.finish(place, digests, Source(model.repo, model.revision, commit))
+    say(f"{name} {pulled.version} is in {pulled.folder}")
+    return pulled
+
+
+def _here(shelf: Shelf, name: str, repo: str, fits: Callable[[Source], bool]) -> Pulled | None:
+    """The last pulled one whose source fits."""
+    for one in shelf.all():
+        if one.name == name and one.source is not None and one.source.repo == repo and fits(one.source):
+            return one
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    size: int
+    git_sha1: str
+    """git's name of the content, or of the pointer to it."""
+    sha256: str | None
+    """Of large files only."""
+
+
+def _look(model: HubModel) -> tuple[dict[str, _File], str]:
+    """The files at the root of the repository, and the commit."""
+    from huggingface_hub import HfApi
+
+    with _refusals(model):
+        info = HfApi(endpoint=_endpoint()).model_info(model.repo, revision=model.revision, files_metadata=True)
+    files = {}
+    for entry in info.siblings or ():
+        if "/" not in entry.rfilename and entry.size is not None and entry.blob_id is not None:
+            sha256 = entry.lfs.sha256 if entry.lfs is not None else None
+            files[entry.rfilename] = _File(entry.rfilename, entry.size, entry.blob_id, sha256)
+    if not info.sha or not files:
+        raise Refused(f"{_endpoint()} says nothing of the files in {model.repo}; is HF_ENDPOINT a hub's address?")
+    return files, info.sha
+
+
+def _fetch(model: HubModel, file: _File, commit: str, place: Path) -> str:
+    """Bring one file, or the rest of it; its SHA-256 in hex. Raises Refused where it is not what the hub says."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = place / file.name
+    cached = try_to_load_from_cache(model.repo, file.name, revision=commit)
+    if not path.exists() and isinstance(cached, str):
+        _link(Path(cached), path)
+    else:
+        with _refusals(model):
+            _download(model, file, commit, path)
+    digest = sha256_of(path)
+    if file.sha256 is None:
+        data = path.read_bytes()
+        # SHA-1 is what git names a content by; it is no choice of ours.
+        named = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        right = named == file.git_sha1
+    else:
+        right = digest == file.sha256
+    if not right:
+        path.unlink()
+        raise Refused(
+            f"{file.name} of {model} came damaged: its checksum is not the hub's. It was removed; run this again"
+        )
+    return digest
+
+
+def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+
+    if not sys.stderr.isatty():  # in a log, a bar is a line for each time that it is drawn
+        disable_progress_bars()
+    url = hf_hub_url(model.repo, file.name, revision=commit, endpoint=_endpoint())
+    place = get_hf_file_metadata(url, endpoint=_endpoint()).location
+    headers = build_hf_headers()
+    if urlsplit(place).netloc != urlsplit(url).netloc:
+        headers.pop("authorization", None)  # the token is the hub's, not its storage's
+    with path.open("ab") as partial:
+        if partial.tell() > file.size:
+            partial.truncate(0)
+            partial.seek(0)
+        http_get(
+            place,
+            partial,
+            resume_size=partial.tell(),
+            headers=headers,
+            expected_size=file.size,
+            displayed_filename=file.name,
+        )
+
+
+def _link(path: Path, target: Path) -> None:
+    """A hard link to a file that never changes; a copy, where that cannot be."""
+    try:
+        os.link(path.resolve(), target)
+    except OSError:
+        shutil.copyfile(path, target)
+
+
+def _check_room(model: HubModel, files: list[_File], place: Path) -> None:
+    here = sum((place / file.name).stat().st_size for file in files if (place / file.name).exists())
+    missing, free = sum(file.size for file in files) - here, shutil.disk_usage(place).free
+    if missing > free:
+        raise Refused(
+            f"{model} takes {missing / 1e6:,.1f} MB more, and {place.parent} has {free / 1e6:,.1f} MB free: make room, "
+            "or set PENSTOCK_MODELS to a folder on another disk"
+        )
+
+
+@contextmanager
+def _refusals(model: HubModel) -> Iterator[None]:
+    """huggingface_hub's errors, as what to do about them."""
+    import httpx2
+    from huggingface_hub import errors
+
+    endpoint = _endpoint()
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise Refused(
+            f"{model.repo} is gated: accept its terms at {endpoint}/{model.repo}, then set HF_TOKEN to a token of yours"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise Refused(
+            f"{endpoint} has no model {model.repo!r}, or it is private: check the spelling, or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise Refused(f"{model.repo} has no branch, tag or commit {model.revision!r}") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        told = " ".join(str(error.server_message or error.response.reason_phrase).split())[:200]
+        kind = _Away if status >= 500 else Refused
+        raise kind(f"{endpoint} answered {status} {told!r} for {model.repo}") from error
+    except (httpx2.TransportError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        raise _Away(f"cannot reach {endpoint} for {model} ({_reason(error)})") from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise Refused(
+                f"the disk is full; what came of {model} is kept: make room and run this again, or set PENSTOCK_MODELS "
+                "to a folder on another disk"
+            ) from error
+        raise Refused(f"cannot download {model}: {error}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause, in a line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _endpoint() -> str:
+    given: str = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    return given.rstrip("/")
