@@ -21,8 +21,10 @@ SUBMIT_WINDOW_MS: Final = 15_000
 SWEEP_AGE_MS: Final = 30_000
 #: A settled record and its stream are kept this long (s), unless the task says otherwise.
 DEFAULT_TTL_S: Final = 24 * 3600
-#: A task whose workers died this many times is given up.
+#: A task is given up when this many workers died on it with no new token, or STRETCH times as many in all.
 MAX_DEATHS: Final = 3
+#: `claim.lua` has it too.
+STRETCH: Final = 4
 
 
 def admit(task_id: str, nonce: str, asked_ms: int, record: Mapping[str, str | int]) -> Call:
@@ -69,6 +71,12 @@ def claim(
         (keys.task(task_id), keys.stream(task_id)),
         (task_id, claim_id, incarnation, int(plain is not None), max_deaths, int(condemned), *pairs),
     )
+
+
+def is_last_chance(record: Record, max_deaths: int) -> bool:
+    """Whether the task is given up if the worker that has it now dies, too. Never where one death is enough."""
+    left = min(max_deaths - record.stuck, STRETCH * max_deaths - record.deaths)
+    return left <= 1 < max_deaths
 
 
 def read_claim(task_id: str, answer: Sequence[Any]) -> Claimed:

@@ -14,6 +14,7 @@
 | `cancel` | when a cancel was accepted (ms) |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
 | `deaths`, `claims` | owners lost while they held it; times it was taken up |
+| `stuck`, `mark` | owners lost since its last new entry; the stream's length when it was last taken up |
 | `next:<choice>` | index of the choice's next token |
 | `end` | the final status: its terminal entry stands in the stream |
 | `reasons`, `usage`, `error` | JSON: a finish reason per choice; token counts; `{code, message, param}` or null |
@@ -82,6 +83,10 @@ class Record:
     @property
     def deaths(self) -> int:
         return int(self.fields.get("deaths", 0))
+
+    @property
+    def stuck(self) -> int:
+        return int(self.fields.get("stuck", 0))
 
     @property
     def nexts(self) -> list[int]:

@@ -2,8 +2,8 @@
 
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
-requests that is true, by their seeds; unset: of all). A prompt that contains DEADLY kills the process in its first
-step, one that contains STALLED makes no token.
+requests that is true, by their seeds; unset: of all), STUB_STALLED (no request makes a token). A prompt that contains
+DEADLY kills the process in its first step, one that contains STALLED makes no token.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class StubEngine:
         self.kv_tokens_total = int(os.environ.get("STUB_TOKENS", "1000000"))
         self.step_s = float(os.environ.get("STUB_STEP_S", "0"))
         self.faults = int(os.environ.get("STUB_FAULTS", "0"))
+        self.stalled = "STUB_STALLED" in os.environ
         self.fault_seeds = os.environ.get("STUB_FAULT_SEEDS")
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
@@ -159,7 +160,7 @@ class StubEngine:
             request = running.request
             if DEADLY in request.prompt_ids:
                 os._exit(9)
-            if STALLED in request.prompt_ids:
+            if self.stalled or STALLED in request.prompt_ids:
                 continue
             seed = request.params.seed or 0
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")

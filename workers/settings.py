@@ -35,7 +35,7 @@ class WorkerSettings:
     retry_after: float = 1.0
     """Delay of a message given back because another worker holds its task."""
     max_deaths: int = MAX_DEATHS
-    """Workers that may die while holding a task before it is given up."""
+    """A task is given up when so many workers died on it with no new token, or four times as many in all."""
     max_redeliveries: int = 5
     """Workers that may die between fetching a message and claiming its task before it is given up."""
     max_retries: int = 3

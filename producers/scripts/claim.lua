@@ -1,8 +1,9 @@
 -- CLAIM(c, inc, plain) | 1 own lease gone: `lost`. 2 no record: plain message -> create, a client's -> `done`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`. 5 owner live: `busy`, also when final or cancelled.
--- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1. 8 cancel, deadline or deaths >= N (or the
--- broker condemned a message that nobody ever lived to claim): finalise with the terminal entry,
--- take the claim, `settle`. 9 take the claim, `in_progress`, `go(next)`.
+-- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1, and stuck + 1; a stream that has grown since
+-- the last `go`: stuck = 0. 8 cancel, deadline, stuck >= N or deaths >= 4 N (or the broker condemned a message that nobody
+-- ever lived to claim): finalise with the terminal entry, take the claim, `settle`.
+-- 9 take the claim, `in_progress`, `go(next)`.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, then for a plain message field, value, ...
 -- Answers: {lost} {done} {busy}; {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
@@ -18,7 +19,7 @@ local function answer(kind)
   table.insert(out, 1, kind)
   return out
 end
-local r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths', 'claims')
+local r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths', 'claims', 'stuck', 'mark')
 local now = now_ms()
 if not r[1] then
   if ARGV[4] ~= '1' then
@@ -29,7 +30,7 @@ if not r[1] then
     fields[#fields + 1] = ARGV[i]
   end
   redis.call('HSET', task, unpack(fields))
-  r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths', 'claims')
+  r = { 'queued', false, false, false, false, redis.call('HGET', task, 'deadline'), '0', false, false, false }
 end
 local status, held, owner = r[1], r[2], r[3]
 if held == claim then
@@ -45,27 +46,33 @@ if FINAL[status] then
   redis.call('HSET', task, 'claim', claim, 'owner', inc)
   return answer('settle')
 end
-local deaths = tonumber(r[7] or '0')
+local deaths, stuck, length = tonumber(r[7] or '0'), tonumber(r[9] or '0'), redis.call('XLEN', stream)
 if held then
-  deaths = deaths + 1
+  deaths, stuck = deaths + 1, stuck + 1
 end
-redis.call('HSET', task, 'claim', claim, 'owner', inc, 'deaths', deaths)
+if length > tonumber(r[10] or '0') then
+  stuck = 0
+end
+redis.call('HSET', task, 'claim', claim, 'owner', inc, 'deaths', deaths, 'stuck', stuck)
 redis.call('ZREM', 'penstock:submitting', id)
 if r[5] then
   finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)
   return answer('settle')
 end
 local err
+local limit = tonumber(ARGV[5])
 if r[6] and tonumber(r[6]) <= now then
   err = '{"code":"expired","message":"The deadline passed before the task was finished."}'
-elseif deaths >= tonumber(ARGV[5]) or (ARGV[6] == '1' and not r[8]) then
-  err = '{"code":"dead_lettered","message":"Given up: the workers that took this task died (' .. ARGV[5] .. ' times)."}'
+elseif stuck >= limit or deaths >= 4 * limit then
+  err = '{"code":"dead_lettered","message":"Given up: ' .. deaths .. ' workers died while they held this task."}'
+elseif ARGV[6] == '1' and not r[8] then
+  err = '{"code":"dead_lettered","message":"Given up: every worker that was handed this task died at once."}'
 end
 if err then
   finalise(task, stream, id, 'failed', '[]', err, prompt_used(task), 0)
   return answer('settle')
 end
-redis.call('HSET', task, 'status', 'in_progress')
+redis.call('HSET', task, 'status', 'in_progress', 'mark', length)
 redis.call('HSETNX', task, 'started', now)
 redis.call('HINCRBY', task, 'claims', 1)
 return answer('go')

@@ -21,7 +21,20 @@ INCS = ("i1", "i2", "i3")
 #: Every field that a record may have (see `producers.record`), but for `next:<choice>`.
 FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain", "n"),
-    *("prompt_tokens", "cancel", "claim", "owner", "deaths", "claims", "end", "reasons", "usage", "error"),
+    *(
+        "prompt_tokens",
+        "cancel",
+        "claim",
+        "owner",
+        "deaths",
+        "claims",
+        "stuck",
+        "mark",
+        "end",
+        "reasons",
+        "usage",
+        "error",
+    ),
 }
 
 
@@ -99,6 +112,8 @@ class Pair(RuleBasedStateMachine):
             nonce=fields.get("nonce"),
             listed=stored.listed,
             why=self._why(fields),
+            stuck=int(fields.get("stuck", 0)),
+            mark=int(fields.get("mark", 0)),
         )
         assert real == r
         assert [name for name, _ in stored.entries] == [f"{at + 1}-0" for at in range(len(stored.entries))]

@@ -20,6 +20,7 @@ SMALL = {
     "eager-producer": with_faults(SCENARIOS["eager-producer"], pcrash=1, cancel=1),
     "split": with_faults(SCENARIOS["split"], expire=2),
     "poison": with_faults(SCENARIOS["poison"], crash=2),
+    "slow": with_faults(SCENARIOS["slow"], crash=2),
     "reader": with_faults(SCENARIOS["reader"], drop=1, crash=1),
     "sqs": with_faults(SCENARIOS["sqs"], dup=1, crash=1),
     "two": with_faults(SCENARIOS["two"], crash=1),

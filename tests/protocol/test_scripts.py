@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -275,9 +276,30 @@ COURSE: tuple[Callable[[StoreMachine, str, str], None], ...] = (
 )
 
 
+#: Workers that take a task up one after the other and die: whether each got on with it. Too long for luck to find.
+LIVES = ([False] * LIMIT, [True, *[False] * LIMIT], [False, True] * 2 + [False] * LIMIT, [True] * 4 * LIMIT)
+
+
+def _die(kind: type[StoreMachine], lives: list[bool]) -> None:
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(False, False, False))
+    for got_on, inc in zip([*lives, False], cycle(INCS), strict=False):
+        machine.lease(inc, True)
+        machine.claim("p", inc, False, False, False)
+        if got_on:
+            machine.append([("p", False, True, 0, 0, 1)])
+        machine.lease(inc, False)
+    r = machine.model["p"]
+    assert r
+    assert r.why == "dead"
+    machine.teardown()
+
+
 def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
+    for lives in LIVES:
+        _die(machine, lives)
     run_state_machine_as_test(
         machine,
         settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),

@@ -41,7 +41,9 @@ def worker(
     name: Annotated[str | None, typer.Option(help="Of this process, in leases and logs; unset: HOST.PID.")] = None,
     lease: Annotated[float, typer.Option(min=1, help="Seconds of silence after which its tasks go to others.")] = 10.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at SIGTERM.")] = 30.0,
-    max_deaths: Annotated[int, typer.Option(min=1, help="Workers that a task may lose before it is given up.")] = 3,
+    max_deaths: Annotated[
+        int, typer.Option(min=1, help="Workers that a task may lose, with no new token, before it is given up.")
+    ] = 3,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one batch.")] = None,
     max_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
     kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,

@@ -21,7 +21,7 @@ from engine.request import Request
 from producers import keys
 from producers.errors import InvalidTask
 from producers.events import Token
-from producers.protocol import Claimed, claim, read_claim, release
+from producers.protocol import Claimed, claim, is_last_chance, read_claim, release
 from producers.script import Call, run_many
 from producers.task import DEFAULTS, Task
 from workers.connect import LOST, connect
@@ -124,7 +124,7 @@ class Claimer(threading.Thread):
                 runtime.publisher.conclude_revoked(delivery)
             elif delivery.plain and delivery.plain.error:
                 runtime.publisher.conclude(delivery, "failed", delivery.plain.error)
-            elif record.deaths >= runtime.settings.max_deaths - 1 > 0 and not alone:
+            elif is_last_chance(record, runtime.settings.max_deaths) and not alone:
                 logger.warning("Task %s was lost with its worker %d times: it runs alone", record.id, record.deaths)
                 self._suspects.append(delivery)
                 self._stay_alone(True)

@@ -49,6 +49,8 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
         return "S6 the terminal entry contradicts the final status"
     if r.deaths > deaths:
         return "S7 a death was counted that did not happen"
+    if r.why == "dead" and r.claims and cfg.counting and g.idle < cfg.limit:
+        return "S10 a task was given up though it had got on"
     if cfg.killer and t and r.why == "dead":
         return "S9 a task was given up for deaths that another task caused"
     return ""

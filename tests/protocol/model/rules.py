@@ -29,6 +29,7 @@ RULES: dict[str, Rule] = {
     "claim_idem": Rule("lost", "CLAIM called again with the stored claim repeats its answer"),
     "gone_drop": Rule("producer", "CLAIM makes a record only for plain messages; a client's without record is acked"),
     "owner_first": Rule("cancel", "CLAIM looks for a live owner before it finalises a cancelled or expired task"),
+    "progress_absolves": Rule("slow", "CLAIM counts against a task only the deaths since its last new token"),
     "append_claim": Rule("crash", "APPEND compares the claim"),
     "append_index": Rule("lost", "APPEND compares the index with the choice's next"),
     "append_final": Rule("cancel", "APPEND refuses a final record", behind=("owner_first",)),

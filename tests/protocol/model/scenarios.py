@@ -47,6 +47,7 @@ _LIST = [
     _world("rival", sent=False, rival=True, lost=1, pcrash=1, workers=(0,), length=1),
     _world("plain", plain=True, crash=1, lost=1, dup=1, ttl=1, expire=1, length=1),
     _world("poison", crash=2, expire=1, limit=2, lost=1, length=1),
+    _world("slow", crash=2, expire=1, limit=2),
     _world("killer", killer=2, limit=2, lost=1, length=1),
     _world("killer-copies", killer=5, limit=2, dup=1, length=1),  # each copy is counted anew once another was acked
     _world("killer-plain", plain=True, killer=7, limit=3, lost=1, length=1),

@@ -29,8 +29,12 @@ class Rec(NamedTuple):
     nonce: Any = None
     listed: bool = True
     why: str | None = None
+    stuck: int = 0
+    mark: int = 0
 
 
+#: So many times the limit of deaths, and a task is given up though it got on.
+STRETCH = 4
 SUBMITTED = Rec()
 QUEUED = Rec(status="queued", listed=False)
 
@@ -90,14 +94,17 @@ def claim(
         return "settle", _final(r, "cancelled", rules) if r.cancel else _final(r, "failed", rules, why="expired")
     if busy:
         return "busy", r
-    r = _left(r, rules)._replace(claim=c, owner=inc, deaths=r.deaths + (r.claim is not None))
+    died = r.claim is not None
+    got_on = len(r.stream) > r.mark and "progress_absolves" in rules
+    r = _left(r, rules)._replace(claim=c, owner=inc, deaths=r.deaths + died, stuck=0 if got_on else r.stuck + died)
     if r.cancel:
         return "settle", _final(r, "cancelled", rules)
     if r.expired:
         return "settle", _final(r, "failed", rules, why="expired")
-    if r.deaths >= limit or (condemned and not r.claims and "condemned_fails" in rules):
+    given_up = r.stuck >= limit or r.deaths >= STRETCH * limit
+    if given_up or (condemned and not r.claims and "condemned_fails" in rules):
         return "settle", _final(r, "failed", rules, why="dead")
-    return "go", r._replace(status="in_progress", claims=r.claims + 1)
+    return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=len(r.stream))
 
 
 def append(

@@ -68,7 +68,8 @@ class Slot(NamedTuple):
 
 class Ghost(NamedTuple):
     """What only the checker knows of a task. `excused`: its owner was lost before SETTLE, so that links may go out
-    again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept."""
+    again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept; `idle`: times in a
+    row that it was taken up and nothing came of it."""
 
     accepted: bool
     final: str | None = None
@@ -76,6 +77,7 @@ class Ghost(NamedTuple):
     links: int = 0
     excused: bool = False
     unlisted: bool = False
+    idle: int = 0
     bad: str = ""
 
 
@@ -193,7 +195,15 @@ def canon(s: State, cfg: Cfg) -> State:
         ls=frozenset(inc[n] for n in s.ls),
         infl=frozenset((d[e[0]], inc[e[1]], e[2]) for e in s.infl),
         recs=tuple(
-            r and r._replace(claim=c[r.claim], owner=inc[r.owner], claims=min(r.claims, 1) if cfg.counting else 0)
+            r
+            and r._replace(
+                claim=c[r.claim],
+                owner=inc[r.owner],
+                claims=min(r.claims, 1) if cfg.counting else 0,
+                stuck=r.stuck if cfg.counting else 0,
+                mark=r.mark if cfg.counting else 0,
+            )
             for r in s.recs
         ),
+        ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) for g in s.ghosts),
     )

@@ -133,7 +133,7 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         and (r is None or r.claim != p.c)
         and not (r and r.status in FINAL)
     ):
-        s2 = haunt(s2, t, excused=inc not in s.ls)
+        s2 = haunt(s2, t, excused=inc not in s.ls, idle=s.ghosts[t].idle + (answer == "go"))
     back = "back" if "not_busy_back" in rules else "hold"
     pc = {
         "go": "run",
@@ -151,6 +151,8 @@ def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
     r, token = s.recs[t], i if cfg.differ else n
     answer, at, r2 = scripts.append(r, p.c, 0, n, (token,), rules)
     s2 = store(s, t, r2)
+    if r2 is not r:
+        s2 = haunt(s2, t, idle=0)
     if r and r2 is not r and not s.ghosts[t].bad:
         if r.end or r.status in FINAL:
             s2 = haunt(s2, t, bad="S6 token after the terminal entry")
