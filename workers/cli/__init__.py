@@ -3,6 +3,7 @@
     up, demo                     -> system -> supervisor -> children: valkey, gateway, workers
     run                          -> the engine, in this process
     models                       -> the models on this machine, and a hub's
+    bench                        -> workers.bench: load on a gateway, over HTTP
     worker, gateway, sweeper     -> one of those processes, by itself
     submit, tail, result, cancel -> client -> a gateway, over HTTP
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from producers import keys
 from producers.gateway.pools import Fleet
+from workers.bench import percentile
 from workers.cli.demo_load import Task
 
 
@@ -24,12 +25,6 @@ class KvUse:
             for worker in pool.workers:
                 self.used = max(self.used, worker["kv_blocks_used"])
                 self.total = worker["kv_blocks_total"]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as this share of all (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-round(share * 100) * len(ordered) // 100) - 1)]
 
 
 def report(console: Console, tasks: Sequence[Task], kv: KvUse) -> None:

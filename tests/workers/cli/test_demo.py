@@ -12,9 +12,10 @@ from rich.console import Console
 
 from producers import keys
 from producers.gateway.pools import Fleet, Pool
+from workers.bench import percentile
 from workers.cli.client import Gateway
 from workers.cli.demo_load import Board, Lines, Load, Task
-from workers.cli.demo_report import KvUse, percentile, report
+from workers.cli.demo_report import KvUse, report
 
 
 def console(terminal: bool = False) -> tuple[Console, Callable[[], str]]:

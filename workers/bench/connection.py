@@ -1,0 +1,117 @@
+"""HTTP/1.1 with as little work for each token as there can be: a bench's client must not be what it measures.
+
+Only what a gateway sends is understood: bodies with a length, chunked ones, and ones that end with the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+#: A server may close a connection that was idle for some seconds: such a one is not used again (s).
+IDLE_S: Final = 2.0
+
+
+class Broken(Exception):
+    """The connection failed, or what came is no HTTP."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A response; `body` may be read once."""
+
+    status: int
+    headers: dict[str, str]
+    _reader: asyncio.StreamReader
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Pieces as they come. Raises Broken."""
+        reader = self._reader
+        if self.headers.get("transfer-encoding") == "chunked":
+            while size := int((await reader.readline()).partition(b";")[0], 16):
+                yield (await reader.readexactly(size + 2))[:-2]
+            await reader.readline()
+        elif "content-length" in self.headers:
+            left = int(self.headers["content-length"])
+            while left:
+                piece = await reader.read(left)
+                if not piece:
+                    raise Broken("the connection ended within an answer")
+                left -= len(piece)
+                yield piece
+        elif self.status != 204:
+            while piece := await reader.read(1 << 16):
+                yield piece
+
+    async def json(self) -> Any:
+        return json.loads(b"".join([piece async for piece in self.body()]))
+
+
+@dataclass(slots=True)
+class Connections:
+    """To one server; each is used by one request at a time, and then by another."""
+
+    url: str
+    _idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[Answer]:
+        """Ask; the answer's head is there, its body is to be read within. Raises Broken."""
+        parts = urlsplit(self.url)
+        content = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+        if body is not None:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+        writer = None
+        try:
+            reader, writer = await self._open()
+            writer.write(f"{head}\r\n".encode() + content)
+            answer = await _head(reader)
+            yield answer
+            if answer.headers.get("connection", "") != "close" and answer.headers.keys() & _FRAMED:
+                self._idle.append((time.monotonic(), reader, writer))
+                writer = None
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise Broken(str(error) or type(error).__name__) from error
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop()[2].close()
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self._idle:
+            since, reader, writer = self._idle.pop()
+            if time.monotonic() - since < IDLE_S and not reader.at_eof():
+                return reader, writer
+            writer.close()
+        parts = urlsplit(self.url)
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        port = parts.port or (443 if tls else 80)
+        return await asyncio.open_connection(parts.hostname, port, ssl=tls)
+
+
+#: With one of these, the connection outlives the body.
+_FRAMED: Final = frozenset({"transfer-encoding", "content-length"})
+
+
+async def _head(reader: asyncio.StreamReader) -> Answer:
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    version, _, rest = lines[0].partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise Broken(f"what answered speaks no HTTP: {lines[0][:40]!r}")
+    status = int(rest[:3])
+    headers = {}
+    for line in lines[1:-2]:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    return Answer(status, headers, reader)

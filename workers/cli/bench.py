@@ -1,0 +1,238 @@
+"""`penstock bench`: load on a running system, through HTTP as its callers do, and how well it bears it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.options import DEFAULT_URL, Url
+
+if TYPE_CHECKING:
+    from workers.bench import Client, Limits, Load, Sample
+
+Seconds = Annotated[float | None, typer.Option(min=0)]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock bench tiny --rate 20 --requests 500 --ttft-limit 0.2 --out bench.json --plot bench.svg"
+    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Models")(bench)
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="A model that the system serves.")],
+    requests: Annotated[int, typer.Option(min=1, help="How many are measured.")] = 100,
+    duration: Annotated[float | None, typer.Option(min=0, help="Seconds after which none is sent any more.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="Requests a second, at random times (open loop); unset: closed loop.")
+    ] = None,
+    burstiness: Annotated[float, typer.Option(min=1e-3, help="Of --rate: 1 is Poisson, less comes in bursts.")] = 1.0,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Most requests at a time; unset: 8 in a closed loop, else no cap.")
+    ] = None,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests before those that are measured.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt, at random.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of each output.")] = 64,
+    spread: Annotated[float, typer.Option(min=0, max=1, help="Lengths vary by up to this share of theirs.")] = 0.0,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens with which all random prompts begin.")] = 0,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Take these prompts: one text a line, or JSON lines with `prompt`, `max_tokens`."),
+    ] = None,
+    tiers: Annotated[str, typer.Option(help="Tiers by weight, as in priority=1,batch=3.")] = "default",
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")] = None,
+    ttft_limit: Annotated[float | None, typer.Option(min=0, help="Goodput: seconds to the first token.")] = None,
+    itl_limit: Annotated[
+        float | None, typer.Option(min=0, help="Goodput: mean seconds between a request's tokens.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Makes the load repeatable.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the figures and every request to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw latencies and load into this SVG file.")] = None,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Measure a running system: rates, latencies, goodput. Latencies count from when a request was due."""
+    import asyncio
+
+    from workers.bench import Limits, Load
+    from workers.bench import plot as draw
+    from workers.bench.load import read_prompts
+    from workers.cli.client import Gateway
+
+    gateway = Gateway(url)
+    served = {one["id"]: one for one in gateway.models()}
+    if model not in served:
+        raise Failure(f"{gateway.url} serves no model {model!r}; it has: {', '.join(sorted(served)) or 'none'}")
+    try:
+        given = read_prompts(prompts) if prompts is not None else []
+    except (OSError, ValueError) as error:
+        raise Failure(f"cannot use --prompts: {error}") from error
+    load = Load(
+        model=model,
+        vocab_size=served[model]["vocab_size"],
+        requests=requests + warm_up,
+        rate=rate,
+        burstiness=burstiness,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        spread=spread,
+        shared_prefix=shared_prefix,
+        prompts=given,
+        tiers=_weights(tiers),
+        extra={} if temperature is None else {"temperature": temperature},
+        seed=seed,
+    )
+    for path in (out, plot):
+        _check_writable(path)
+    cap = concurrency if concurrency is not None or rate is not None else 8
+    limits = Limits(ttft_limit, itl_limit)
+    try:
+        samples, client = asyncio.run(_drive(gateway.url, load, cap, duration))
+    except KeyboardInterrupt:
+        raise Failure("interrupted; what was under way was cancelled", Exit.INTERRUPTED) from None
+    figures = _figures(load, cap, gateway.url, samples, client, limits, warm_up)
+    if out is not None:
+        each = [_each(sample) for sample in samples]
+        out.write_text(json.dumps({**figures, "samples": each}) + "\n")
+    if plot is not None:
+        plot.write_text(draw(samples, _title(figures)))
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        _report(figures)
+    if not figures["requests"]["completed"]:
+        raise Failure(f"no request was completed: {figures['requests']['errors']}", Exit.TASK_FAILED)
+
+
+async def _drive(url: str, load: Load, cap: int | None, duration: float | None) -> tuple[list[Sample], Client]:
+    import sys
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    from workers.bench import drive
+
+    console = Console(file=sys.stderr)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+    ) as bar:
+        row = bar.add_task("requests", total=load.requests)
+        note = lambda sample: bar.advance(row)  # noqa: E731
+        return await drive(url, load.asks(), concurrency=cap, duration=duration, note=note)
+
+
+def _figures(
+    load: Load,
+    cap: int | None,
+    url: str,
+    samples: Sequence[Sample],
+    client: Client,
+    limits: Limits,
+    warm_up: int,
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from workers.bench import summary
+
+    settings = {name: value for name, value in asdict(load).items() if name != "prompts"}
+    settings |= {"url": url, "concurrency": cap, "warm_up": warm_up, "prompts": len(load.prompts)}
+    return {**summary(samples, client, limits, warm_up), "settings": settings}
+
+
+def _report(figures: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    requests, goodput, client = figures["requests"], figures["goodput"], figures["client"]
+    console = Console()
+    console.print(_title(figures), highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "mean", "p50", "p95", "p99", "max"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows = [("TTFT", "ttft"), ("time between tokens", "itl"), ("end to end", "e2e"), ("queue wait", "queue_wait")]
+    for name, key in rows:
+        table.add_row(name, *_milliseconds(figures["latency_s"][key]))
+    if len(figures["tiers"]) > 1:
+        for tier, latencies in figures["tiers"].items():
+            table.add_row(f"TTFT, {tier}", *_milliseconds(latencies["ttft"]))
+    console.print(table)
+    lines = [
+        f"requests  {requests['completed']} completed, {requests['failed']} failed in {figures['duration_s']:.2f} s: "
+        f"{_number(figures['completed_per_s'])}/s completed, {_number(figures['offered_per_s'])}/s sent",
+        f"tokens    {figures['prompt_tokens']:,} in, {figures['output_tokens']:,} out: "
+        f"{_number(figures['output_tokens_per_s'])}/s out",
+    ]
+    lines += [f"          {count} x {error}" for error, count in requests["errors"].items()]
+    asked = [
+        f"{name} at most {1000 * value:g} ms"
+        for name, value in (("TTFT", goodput["limits_s"]["ttft"]), ("between tokens", goodput["limits_s"]["itl"]))
+        if value is not None
+    ]
+    if asked:
+        share = 100 * (goodput["share"] or 0.0)
+        lines.append(f"goodput   {_number(goodput['per_s'])}/s, {share:.1f} % of all: {', '.join(asked)}")
+    lines.append(
+        f"client    {100 * client['cpu']:.0f} % of a core, its loop late by {1000 * client['loop_late_p99_s']:.1f} ms "
+        "(p99)"
+    )
+    if client["bottleneck"]:
+        lines.append("          that is too much: these figures say more of the client than of the system")
+    for line in lines:
+        console.print(line, highlight=False)
+
+
+def _title(figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
+    how = f"{settings['rate']:g} requests/s" if settings["rate"] is not None else "closed loop"
+    cap = f", at most {settings['concurrency']} at a time" if settings["concurrency"] is not None else ""
+    what = (
+        f"{settings['prompts']} prompts"
+        if settings["prompts"]
+        else f"{settings['prompt_tokens']} tokens in, {settings['output_tokens']} out"
+    )
+    return f"{settings['model']}: {how}{cap}; {what}; {figures['requests']['sent']} requests"
+
+
+def _each(sample: Sample) -> dict[str, Any]:
+    same = ("number", "tier", "due", "sent", "ended", "error", "task_id", "queue_wait", "prompt_tokens")
+    return {**{name: getattr(sample, name) for name in same}, "tokens": [round(at, 6) for at in sample.tokens]}
+
+
+def _milliseconds(spread: dict[str, float] | None) -> list[str]:
+    if spread is None:
+        return ["-"] * 5
+    return [f"{1000 * spread[name]:,.1f} ms" for name in ("mean", "p50", "p95", "p99", "max")]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _weights(text: str) -> dict[str, float]:
+    from producers.keys import TIERS
+
+    weights = {}
+    for part in text.split(","):
+        tier, equals, weight = part.strip().partition("=")
+        try:
+            weights[tier] = float(weight) if equals else 1.0
+        except ValueError:
+            weights[tier] = -1.0
+        if tier not in TIERS or not 0 < weights[tier] < float("inf"):
+            raise Failure(f"--tiers has {part!r}; it takes {', '.join(TIERS)}, each with a weight above 0 after =")
+    return weights
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before the bench, rather than after it."""
+    if path is not None:
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise Failure(f"cannot write {path}: {error.strerror}") from error
