@@ -1,6 +1,8 @@
-"""Finishes what submitters left: a record that stayed `submitting` is sent (again), so that no accepted task is lost.
+"""Finishes what others left.
 
-The set `penstock:submitting` names them by age. Several sweepers may run: a message sent twice finds its task taken.
+A record that stayed `submitting` is sent (again), so that no accepted task is lost: the set `penstock:submitting` names
+them by age. A task whose reader is gone is cancelled (`producers.readers`). Several sweepers may run: a message sent
+twice finds its task taken, and a cancel may come twice.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +19,7 @@ from redis.exceptions import RedisError, WatchError
 from producers import keys, protocol
 from producers.aio import AsyncClient
 from producers.message import Message
+from producers.readers import LapsedReaders
 from producers.record import Record
 from producers.script import arun, text
 from producers.steps import lost
@@ -26,6 +30,8 @@ log = logging.getLogger(__name__)
 PAGE: Final = 100
 #: Seconds between sweeps, on average.
 EVERY_S: Final = 10.0
+#: Seconds between looks at lapsed readers: time for a living one to renew its lease.
+READERS_EVERY_S: Final = 5.0
 #: Seconds after which a sweep is broken off: a server accepts connections but does not answer.
 LIMIT_S: Final = 60.0
 
@@ -63,18 +69,33 @@ async def sweep(client: AsyncClient, age_ms: int = protocol.SWEEP_AGE_MS) -> Swe
             return swept
 
 
-async def run(client: AsyncClient, every_s: float = EVERY_S) -> None:
+async def run(client: AsyncClient, every_s: float = EVERY_S, readers_every_s: float = READERS_EVERY_S) -> None:
     """Sweep until cancelled."""
+    readers = LapsedReaders()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_repeat(lambda: _submits(client), every_s))
+        group.create_task(_repeat(lambda: _readers(client, readers), readers_every_s))
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], every_s: float) -> None:
     while True:
         try:
             async with asyncio.timeout(LIMIT_S):
-                swept = await sweep(client)
+                await work()
         except (RedisError, OSError) as error:
             log.warning("sweep broken off, trying again: %s", error)
-        else:
-            if swept.sent or swept.failed:
-                log.info("swept: %d sent, %d dropped, %d failed", swept.sent, swept.dropped, swept.failed)
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart
+
+
+async def _submits(client: AsyncClient) -> None:
+    swept = await sweep(client)
+    if swept.sent or swept.failed:
+        log.info("swept: %d sent, %d dropped, %d failed", swept.sent, swept.dropped, swept.failed)
+
+
+async def _readers(client: AsyncClient, readers: LapsedReaders) -> None:
+    if gone := await client.run(readers.sweep()):
+        log.info("swept: %d tasks cancelled whose readers are gone", gone)
 
 
 async def _one(client: AsyncClient, task_id: str, swept: Swept) -> None:

@@ -1,8 +1,8 @@
 """Keeps the worker's lease, and looks after what others left behind.
 
 A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
-lapse. On each round it renews the lease on store and broker, reaps incarnations whose lease is gone, gives back tasks
-that have been preempted for long, and runs what was asked for `later`.
+lapse. On each round it renews the lease on store and broker, reaps incarnations whose lease is gone, cancels tasks
+whose readers are gone, gives back tasks that have been preempted for long, and runs what was asked for `later`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from producers import keys
-from producers.script import run, text
+from producers.readers import LapsedReaders
+from producers.script import Call, run, text
+from producers.steps import Step, drive
 from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
@@ -47,6 +49,7 @@ class Housekeeper(threading.Thread):
         self._control = connect(runtime.settings.store, socket_timeout=None)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._readers = LapsedReaders()
         self._changed = threading.Condition()
         self._stopping = False
         self._clock_offset_ms = 0
@@ -118,6 +121,15 @@ class Housekeeper(threading.Thread):
                 count = run(self._broker, broker.adopt(text(name), self._runtime.queue))
                 if count > 0:
                     logger.warning("Pool %s has no worker: took over its %d queued tasks", text(name), count)
+
+    def _cancel_unread(self) -> None:
+        """Gateways do this too; here it is done when none is left."""
+        if gone := drive(self._readers.sweep(), self._ask_store):
+            logger.info("%d tasks are cancelled: their readers are gone", gone)
+
+    def _ask_store(self, step: Step) -> Any:
+        assert isinstance(step, Call)
+        return run(self._store, step)
 
     def _listen(self, life: Incarnation) -> None:
         """Words to this incarnation: a cancel should not wait for the task's next token."""
@@ -213,6 +225,7 @@ class Housekeeper(threading.Thread):
         if reap:
             self._reap_at = min(self._reap_at, now + self._reap(life) + REAP_AFTER_S)
             self._adopt()
+            self._cancel_unread()
         self._release_preempted()
 
     def _guarded(self, action: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -20,6 +20,7 @@ from producers.gateway.prompts import Prompts
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
 from producers.gateway.templates import Templates
+from producers.readers import RENEWALS, ReaderLeases
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -35,17 +36,20 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         async with client:
             prompts, templates = Prompts(client.store), Templates(client.store)
-            app.state.gateway = Gateway(settings, client, prompts, templates, figures, streams)
-            sweeping = asyncio.create_task(sweeper.run(client)) if settings.sweep else None
+            readers = ReaderLeases(client, settings.reader_lease, settings.patience)
+            app.state.gateway = Gateway(settings, client, prompts, templates, readers, figures, streams)
+            keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
+            if settings.sweep:
+                sweeping = sweeper.run(client, readers_every_s=settings.reader_lease / RENEWALS)
+                keeping.append(asyncio.create_task(sweeping, name="sweep"))
             try:
                 yield
             finally:
                 prompts.close()
                 templates.close()
-                if sweeping is not None:
-                    sweeping.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await sweeping
+                for task in keeping:
+                    task.cancel()
+                await asyncio.wait(keeping)
 
     app = FastAPI(
         title="Penstock",

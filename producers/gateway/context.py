@@ -12,6 +12,7 @@ from producers.gateway.prompts import Prompts
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
 from producers.gateway.templates import Templates
+from producers.readers import ReaderLeases
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Gateway:
     client: AsyncClient
     prompts: Prompts
     templates: Templates
+    readers: ReaderLeases
     metrics: Metrics
     streams: Streams
 

@@ -44,6 +44,7 @@ class Foreground:
     async def submit(self) -> None:
         """Queue all. Raises what `AsyncClient.submit` does; then none is left queued."""
         client, metrics = self._gateway.client, self._gateway.metrics
+        await self._gateway.readers.enter(self.ids)
         submits = [client.submit(task, task_id=name) for task, name in zip(self._tasks, self.ids, strict=True)]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
@@ -80,14 +81,17 @@ class Foreground:
 
     async def _close(self) -> None:
         client = self._gateway.client
+        missed = set()
         for name in self._open:
             try:
                 await client.get(name).cancel()
             except TaskNotFound:
                 pass  # it was never recorded
             except (PenstockError, *FAILURES) as error:
-                logger.warning("task %s of a caller who left is not cancelled: %s", name, error)
+                logger.warning("task %s of a caller who left is not cancelled yet: %s", name, error)
+                missed.add(name)
         self._open.clear()
+        await self._gateway.readers.leave(self.ids, lapse=missed)
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:

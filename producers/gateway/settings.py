@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from producers.readers import LEASE_S
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
@@ -23,5 +25,7 @@ class GatewaySettings:
     """A reader that takes nothing for this long is dropped; it may come back to its position."""
     drain: float = 30.0
     """On SIGTERM, how long requests and streams that are open may go on."""
+    reader_lease: float = LEASE_S
+    """A request whose gateway is not heard of for this long is over: its task is cancelled."""
     sweep: bool = True
-    """Whether this process also re-sends tasks that were recorded and never sent."""
+    """Whether this process also re-sends tasks that were recorded and never sent, and cancels those of lost readers."""

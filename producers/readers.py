@@ -1,0 +1,113 @@
+"""Reader leases: a task whose caller waits on a connection is cancelled when its reader is heard of no more.
+
+    ReaderLeases (a gateway):  enter, before ADMIT -> renewed for all at once, three times a lease -> leave, at the end
+    LapsedReaders (who sweeps: gateways, workers):  lapsed twice in a row -> CANCEL -> removed, if still lapsed
+
+The set `penstock:readers` holds task ids by when their lease ends, in server time. It decides only who calls CANCEL,
+and when: the protocol is as it is without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+from producers import keys, protocol
+from producers.aio import AsyncClient
+from producers.script import Call, script, text
+from producers.steps import FAILURES, Steps, persistently
+
+log = logging.getLogger(__name__)
+
+#: Seconds after which a reader that was not heard of is gone.
+LEASE_S: Final = 15.0
+RENEWALS: Final = 3
+#: Ids in one call: a script blocks the store.
+MANY: Final = 1000
+#: A renewal that failed is tried again so soon (s).
+RETRY_S: Final = 0.5
+
+
+def hold(task_ids: Iterable[str], lease_ms: int) -> Call:
+    """Answers how many were entered anew."""
+    return Call(script(protocol.PACKAGE, "hold"), (keys.READERS,), (lease_ms, *task_ids))
+
+
+def lapsed(done: Sequence[str] = ()) -> Call:
+    """Answers `[id, ms, ...]`, see `read_lapsed`."""
+    return Call(script(protocol.PACKAGE, "lapsed"), (keys.READERS,), (MANY, *done))
+
+
+def read_lapsed(answer: Sequence[Any]) -> dict[str, int]:
+    """When the lease of each ended (server ms)."""
+    return {text(name): int(float(over)) for name, over in zip(answer[::2], answer[1::2], strict=True)}
+
+
+class ReaderLeases:
+    """Those of one process. `run` keeps them up."""
+
+    def __init__(self, client: AsyncClient, lease_s: float = LEASE_S, patience_s: float = 4.0) -> None:
+        self._client = client
+        self._lease_ms = int(lease_s * 1000)
+        self._every_s = lease_s / RENEWALS
+        self._patience_s = patience_s
+        self._held: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def enter(self, task_ids: Sequence[str]) -> None:
+        """To be called before these tasks are submitted. Raises redis.exceptions.RedisError or OSError."""
+        await self._client.run(persistently(hold(task_ids, self._lease_ms), self._patience_s))
+        self._held.update(task_ids)
+
+    async def leave(self, task_ids: Sequence[str], lapse: Collection[str] = ()) -> None:
+        """Their tasks have ended, or were cancelled. Those in `lapse` were not: they are left for a sweeper to cancel.
+
+        What the store does not hear lapses, too.
+        """
+        self._held.difference_update(task_ids)
+        ended = [task_id for task_id in task_ids if task_id not in lapse]
+        try:
+            if ended:
+                await self._client.store.zrem(keys.READERS, *ended)
+        except FAILURES as error:
+            log.info("reader leases are left to lapse: %s", error)
+
+    async def run(self) -> None:
+        """Renew until cancelled."""
+        pause = self._every_s
+        while True:
+            await asyncio.sleep(pause)
+            held = list(self._held)
+            try:
+                for start in range(0, len(held), MANY):
+                    await self._client.run(persistently(hold(held[start : start + MANY], self._lease_ms), 0.0))
+                pause = self._every_s
+            except FAILURES as error:
+                log.warning("cannot renew %d reader leases, trying again: %s", len(held), error)
+                pause = min(RETRY_S, self._every_s)
+
+
+class LapsedReaders:
+    """Cancels for those who are gone. One for each process that sweeps: it remembers what it saw the last time.
+
+    After the store was away for a while all leases are over, of living readers too. So a lease must be found lapsed in
+    two sweeps, some seconds apart: in between, whoever lives has renewed it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+
+    def sweep(self) -> Steps[int]:
+        """How many tasks were cancelled, or had ended before. Raises what the store does."""
+        found = read_lapsed((yield lapsed()))
+        due = [task_id for task_id, over in found.items() if self._seen.get(task_id) == over]
+        self._seen = found
+        for task_id in due:
+            yield protocol.cancel(task_id)
+        if due:
+            yield lapsed(due)
+        return len(due)

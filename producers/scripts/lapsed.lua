@@ -1,0 +1,13 @@
+-- LAPSED(done) | those of `done` that are still lapsed are removed; answers the others that are.
+-- Whoever sweeps CANCELs each first and names it here then, so that one who dies between the two is followed by another.
+-- KEYS: readers   ARGV: limit, id, ...
+-- Answers: id, when its lease ended (ms), ...; oldest first, at most `limit` of them
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+for i = 2, #ARGV do
+  local over = redis.call('ZSCORE', KEYS[1], ARGV[i])
+  if over and tonumber(over) <= now then
+    redis.call('ZREM', KEYS[1], ARGV[i])
+  end
+end
+return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'WITHSCORES', 'LIMIT', 0, ARGV[1])

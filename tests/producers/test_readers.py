@@ -1,0 +1,182 @@
+"""Reader leases: who leaves without a word takes their task along, who is only slow does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+
+from producers import AsyncClient, keys, protocol, sweeper
+from producers.readers import LapsedReaders, ReaderLeases, hold, lapsed, read_lapsed
+from producers.script import run
+from producers.steps import Step
+from tests.producers.conftest import QUEUE
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import until
+from tests.producers.proxy import Proxy
+
+
+@pytest.fixture
+async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(valkey_url) as client:
+        yield client
+
+
+def now_ms(valkey: Redis) -> int:
+    seconds, micros = valkey.time()
+    return int(seconds) * 1000 + int(micros) // 1000
+
+
+def lapse(valkey: Redis, *task_ids: str, ago_ms: int = 1000) -> None:
+    valkey.zadd(keys.READERS, dict.fromkeys(task_ids, now_ms(valkey) - ago_ms))
+
+
+def held(valkey: Redis) -> set[str]:
+    return {name.decode() for name in valkey.zrange(keys.READERS, 0, -1)}
+
+
+async def sweep(client: AsyncClient, readers: LapsedReaders) -> int:
+    return await client.run(readers.sweep())
+
+
+class TestScripts:
+    def test_hold_enters_and_renews_in_server_time(self, valkey: Redis) -> None:
+        before = now_ms(valkey)
+        assert run(valkey, hold(["a", "b"], 5000)) == 2
+        lapse(valkey, "a")
+        assert run(valkey, hold(["a", "b", "c"], 5000)) == 1
+        for task_id in ("a", "b", "c"):
+            over = valkey.zscore(keys.READERS, task_id)
+            assert over is not None
+            assert before + 5000 <= over <= now_ms(valkey) + 5000
+
+    def test_lapsed_names_those_whose_lease_is_over_oldest_first(self, valkey: Redis) -> None:
+        run(valkey, hold(["living"], 5000))
+        lapse(valkey, "old", ago_ms=9000)
+        lapse(valkey, "new", ago_ms=10)
+        assert list(read_lapsed(run(valkey, lapsed()))) == ["old", "new"]
+
+    def test_lapsed_removes_only_what_is_still_lapsed(self, valkey: Redis) -> None:
+        lapse(valkey, "gone", "back")
+        run(valkey, hold(["back"], 5000))
+        assert read_lapsed(run(valkey, lapsed(["gone", "back", "unheard of"]))) == {}
+        assert held(valkey) == {"back"}
+
+
+class TestSweep:
+    async def test_a_task_is_cancelled_at_the_second_look(
+        self, aclient: AsyncClient, valkey: Redis, worker: FakeWorker
+    ) -> None:
+        queued = await aclient.submit(model="tiny", prompt=[1])
+        running = await aclient.submit(model="tiny", prompt=[1])
+        worker.claim(running.id)
+        lapse(valkey, queued.id, running.id)
+        readers = LapsedReaders()
+        assert await sweep(aclient, readers) == 0
+        assert (await queued.status()).status == "queued"
+        assert await sweep(aclient, readers) == 2
+        assert (await queued.status()).status == "cancelled"
+        assert worker.append(running.id, 0, ["x"])[0] == "cancel"
+        assert held(valkey) == set()
+        assert await sweep(aclient, readers) == 0
+
+    async def test_a_reader_that_came_back_in_between_is_left_alone(self, aclient: AsyncClient, valkey: Redis) -> None:
+        """After an outage of the store all leases are over."""
+        task = await aclient.submit(model="tiny", prompt=[1])
+        lapse(valkey, task.id)
+        readers = LapsedReaders()
+        await sweep(aclient, readers)
+        run(valkey, hold([task.id], 60_000))
+        assert await sweep(aclient, readers) == 0
+        lapse(valkey, task.id, ago_ms=5)  # and lapses anew: it is seen for the first time again
+        assert await sweep(aclient, readers) == 0
+        assert (await task.status()).status == "queued"
+
+    @pytest.mark.parametrize("state", ["final", "gone"])
+    async def test_what_has_ended_is_only_removed(
+        self, aclient: AsyncClient, valkey: Redis, worker: FakeWorker, state: str
+    ) -> None:
+        task = await aclient.submit(model="tiny", prompt=[1])
+        worker.serve(task.id)
+        if state == "gone":
+            valkey.delete(keys.task(task.id))
+        lapse(valkey, task.id)
+        readers = LapsedReaders()
+        assert [await sweep(aclient, readers), await sweep(aclient, readers)] == [0, 1]
+        assert held(valkey) == set()
+        if state == "final":
+            assert (await task.status()).status == "completed"
+
+    async def test_a_sweeper_that_dies_between_cancel_and_removal_is_followed_by_another(
+        self, aclient: AsyncClient, valkey: Redis
+    ) -> None:
+        task = await aclient.submit(model="tiny", prompt=[1])
+        lapse(valkey, task.id)
+        dying = LapsedReaders()
+        await sweep(aclient, dying)
+        steps = dying.sweep()
+        answer: Any = None
+        while True:  # it dies after its CANCEL
+            step: Step = steps.send(answer)
+            answer = run(valkey, step)  # type: ignore[arg-type]
+            if step == protocol.cancel(task.id):
+                break
+        assert held(valkey) == {task.id}
+        other = LapsedReaders()
+        await sweep(aclient, other)
+        assert await sweep(aclient, other) == 1
+        assert held(valkey) == set()
+        assert (await task.status()).status == "cancelled"
+
+    async def test_one_that_was_never_sent_ends_cancelled_once_it_is(
+        self, aclient: AsyncClient, valkey: Redis, worker: FakeWorker
+    ) -> None:
+        """Its gateway died between ADMIT and the broker."""
+        record: dict[str, Any] = {"task": "{}", "model": "tiny", "queue": QUEUE, "tier": "default", "n": 1, "tokens": 9}
+        run(valkey, protocol.admit("t", "t", now_ms(valkey), record))
+        lapse(valkey, "t")
+        readers = LapsedReaders()
+        await sweep(aclient, readers)
+        assert await sweep(aclient, readers) == 1
+        await sweeper.sweep(aclient, age_ms=0)
+        assert worker.claim(worker.take(QUEUE) or "").answer == "settle"
+        assert (await aclient.get("t").result(5, raise_for_status=False)).status == "cancelled"
+
+
+class TestLeases:
+    async def test_they_are_kept_up_in_one_call_for_all_and_left_at_the_end(
+        self, aclient: AsyncClient, valkey: Redis
+    ) -> None:
+        leases = ReaderLeases(aclient, lease_s=0.3)
+        keeping = asyncio.create_task(leases.run())
+        ids = [f"t{k}" for k in range(50)]
+        await leases.enter(ids)
+        before = {task_id: valkey.zscore(keys.READERS, task_id) or 0 for task_id in ids}
+        await asyncio.to_thread(until, lambda: all((valkey.zscore(keys.READERS, t) or 0) > before[t] for t in ids))
+        renewed = {valkey.zscore(keys.READERS, task_id) for task_id in ids}
+        assert len(renewed) == 1
+        await leases.leave(ids, lapse={"t0"})
+        assert (held(valkey), len(leases)) == ({"t0"}, 0)
+        keeping.cancel()
+
+    async def test_renewing_goes_on_after_an_outage(self, proxy: Proxy, valkey: Redis, model: str) -> None:
+        async with AsyncClient(proxy.url, patience=0.1) as client:
+            leases = ReaderLeases(client, lease_s=0.3)
+            await leases.enter(["t"])
+            keeping = asyncio.create_task(leases.run())
+            proxy.fail(b"EVALSHA", "before", 3)
+            lapse(valkey, "t")
+            await asyncio.to_thread(until, lambda: (valkey.zscore(keys.READERS, "t") or 0) > now_ms(valkey))
+            keeping.cancel()
+
+    async def test_a_store_that_is_away_refuses_to_enter(self, proxy: Proxy, model: str) -> None:
+        async with AsyncClient(proxy.url) as client:
+            proxy.fail(b"EVALSHA", "before", 1000)
+            leases = ReaderLeases(client, patience_s=0.1)
+            with pytest.raises((RedisError, OSError)):
+                await leases.enter(["t"])
+            assert len(leases) == 0
