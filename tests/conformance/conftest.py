@@ -1,0 +1,68 @@
+"""One real system for all of these tests: Valkey, a worker with the bundled model, a gateway on a socket."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers import keys
+from producers.gateway import GatewaySettings, serve
+from producers.gateway.server import listen
+from tests.processes import Worker, valkey
+
+TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
+#: Seconds; short, so that what is lost is found soon.
+WORKER_LEASE = 4.0
+
+
+@dataclass(frozen=True)
+class System:
+    store_url: str
+    store: Redis
+    worker: Worker
+    url: str
+
+    def status(self, task_id: str) -> str | None:
+        """`task_id` may have the prefix of an OpenAI id."""
+        task_id = task_id.removeprefix("chat").removeprefix("cmpl-")
+        found: str | None = self.store.hget(keys.task(task_id), "status")
+        return found
+
+
+@contextmanager
+def gateway(store_url: str, **fields: object) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
+    """A gateway process and its URL."""
+    listener = listen("127.0.0.1", 0)
+    settings = GatewaySettings(store_url, store_url, **fields)  # type: ignore[arg-type]
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener))
+    process.start()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    try:
+        yield address, process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture(scope="session")
+def system() -> Iterator[System]:
+    with valkey() as (store_url, store):
+        worker = Worker(
+            store_url,
+            model=str(TINY),
+            engine_factory="workers.serving:load_engine",
+            engine={"dtype": "float32", "threads": 1},
+            lease=WORKER_LEASE,
+            LOG_LEVEL="WARNING",
+        )
+        with worker:
+            worker.wait_until(lambda: bool(worker.incarnations), 90)
+            with gateway(store_url) as (url, _):
+                yield System(store_url, store, worker, url)

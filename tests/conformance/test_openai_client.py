@@ -1,0 +1,199 @@
+"""The unmodified `openai` client against a real gateway, queue and worker."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from engine.text import Tokenizer
+from tests.conformance.conftest import TINY, System
+from tests.producers.gateway.conftest import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+MESSAGES = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "Write the function add(a, b)."},
+]
+PROMPT = "def read(path):\n"
+
+
+@pytest.fixture(scope="module")
+def client(system: System) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=60, max_retries=0) as made:
+        yield made
+
+
+def test_models_are_listed(client: OpenAI) -> None:
+    (model,) = client.models.list()
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny").owned_by == "penstock"
+
+
+class TestChat:
+    def test_an_answer(self, client: OpenAI, system: System) -> None:
+        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=20, seed=1)
+        (choice,) = answer.choices
+        assert choice.message.role == "assistant"
+        assert choice.message.content
+        assert choice.finish_reason in ("stop", "length")
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert answer.usage.completion_tokens <= 20
+        assert answer.system_fingerprint
+        assert answer.service_tier == "default"
+        assert system.status(answer.id) == "completed"
+
+    def test_a_stream_says_what_an_answer_in_one_piece_says(self, client: OpenAI) -> None:
+        asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0.8, "seed": 7, "n": 3}
+        whole = client.chat.completions.create(**asked)
+        texts, reasons = ["", "", ""], {}
+        *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        for chunk in chunks:
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+        assert texts == [choice.message.content for choice in whole.choices]
+        assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+        assert len(set(texts)) > 1
+        assert whole.usage is not None
+        assert last.choices == []
+        assert last.usage is not None
+        assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+    def test_the_clients_own_accumulation_of_a_stream(self, client: OpenAI) -> None:
+        # It refuses an answer that was cut at its length.
+        asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "seed": 3, "stop": "("}
+        with client.chat.completions.stream(**asked) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion()
+        assert {"chunk", "content.delta", "content.done"} <= kinds
+        assert final.choices[0].message.content
+
+    def test_logprobs_come_with_their_tokens(self, client: OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert answer.usage is not None
+        assert len(logprobs.content) == answer.usage.completion_tokens
+        for token in logprobs.content:
+            assert len(token.top_logprobs) == 3
+            assert token.logprob == token.top_logprobs[0].logprob, "greedy takes the likeliest"
+            assert bytes(token.bytes or []).decode(errors="replace") == token.token
+        ended = 1 if answer.choices[0].finish_reason == "stop" else 0  # the token that ends is no part of the text
+        said = b"".join(bytes(t.bytes or []) for t in logprobs.content[: len(logprobs.content) - ended])
+        assert said.decode(errors="replace") == answer.choices[0].message.content
+
+    def test_an_answer_goes_on_from_a_final_message(self, client: OpenAI) -> None:
+        begun = [*MESSAGES, {"role": "assistant", "content": "def add(a, b):\n    return"}]
+        options = {"continue_final_message": True, "add_generation_prompt": False}
+        answer = client.chat.completions.create(
+            model="tiny", messages=begun, max_tokens=5, temperature=0, extra_body=options
+        )
+        assert answer.choices[0].message.content
+        assert not answer.choices[0].message.content.startswith("def")
+
+
+class TestCompletions:
+    def test_an_answer_and_its_stream(self, client: OpenAI) -> None:
+        asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "seed": 5}
+        whole = client.completions.create(**asked)
+        pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+        assert "".join(pieces) == whole.choices[0].text
+        assert len(pieces) > 1
+
+    def test_stop_ends_the_text_before_it(self, client: OpenAI) -> None:
+        whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, temperature=0).choices[0].text
+        stop = whole[10:13]
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, temperature=0, stop=stop)
+        assert answer.choices[0].text == whole[: whole.index(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+
+    def test_text_and_its_token_ids_are_one_prompt(self, client: OpenAI) -> None:
+        ids = Tokenizer.from_folder(TINY).encode(PROMPT)
+        asked = {"model": "tiny", "max_tokens": 10, "temperature": 0}
+        (text,) = client.completions.create(prompt=PROMPT, **asked).choices
+        many = client.completions.create(prompt=[ids, ids], n=2, **asked).choices
+        assert [choice.text for choice in many] == [text.text] * 4
+        assert [choice.index for choice in many] == [0, 1, 2, 3]
+
+    def test_logprobs_are_of_each_token(self, client: OpenAI) -> None:
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=2)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert answer.usage is not None
+        lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+        assert {len(one or []) for one in lists} == {answer.usage.completion_tokens}
+        for logprob, top in zip(logprobs.token_logprobs or [], logprobs.top_logprobs or [], strict=True):
+            assert logprob == max(top.values())
+            assert all(math.isfinite(value) and value <= 0 for value in top.values())
+
+
+class TestErrors:
+    def test_an_unknown_model(self, client: OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+    def test_a_parameter_out_of_its_limits(self, client: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="0 \\(greedy\\) to 100") as caught:
+            client.completions.create(model="tiny", prompt="x", temperature=-1)
+        assert (caught.value.code, caught.value.param) == ("invalid_value", "temperature")
+
+    def test_what_is_not_offered(self, client: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(
+                model="tiny", messages=MESSAGES, response_format={"type": "json_object"}, stream=True
+            )
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "response_format")
+
+    def test_a_prompt_that_does_not_fit(self, client: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt="x " * 3000)
+        assert caught.value.code == "context_length_exceeded"
+
+
+class TestLeaving:
+    """64 choices of 900 tokens take long enough to be left."""
+
+    LONG = {"model": "tiny", "messages": MESSAGES, "n": 64, "max_tokens": 900, "extra_body": {"ignore_eos": True}}  # noqa: RUF012
+
+    def test_a_stream_that_is_closed_cancels_its_task(self, client: OpenAI, system: System) -> None:
+        stream = client.chat.completions.create(**self.LONG, stream=True)
+        first = next(iter(stream))
+        stream.close()
+        until(lambda: system.status(first.id) == "cancelled")
+
+    async def test_a_call_that_is_cancelled_cancels_its_task(self, system: System) -> None:
+        before = set(system.store.keys("penstock:task:*"))
+        async with AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0) as client:
+            call = asyncio.create_task(client.chat.completions.create(**self.LONG))
+            (name,) = await asyncio.to_thread(until, lambda: set(system.store.keys("penstock:task:*")) - before)
+            await asyncio.to_thread(until, lambda: system.store.hget(name, "status") == "in_progress")
+            call.cancel()
+            await asyncio.to_thread(until, lambda: system.store.hget(name, "status") == "cancelled")
+
+
+async def test_many_calls_at_once(system: System) -> None:
+    async with AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=90, max_retries=0) as client:
+
+        async def stream(seed: int) -> str:
+            text = ""
+            async for chunk in await client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=16, seed=seed % 4, stream=True
+            ):
+                text += chunk.choices[0].text
+            return text
+
+        texts = await asyncio.gather(*(stream(seed) for seed in range(16)))
+    assert all(texts[k] == texts[k % 4] for k in range(16))
+    assert len(set(texts)) > 1

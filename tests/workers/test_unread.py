@@ -1,0 +1,24 @@
+"""A worker cancels what nobody reads any more, also where no gateway is left to do it."""
+
+from __future__ import annotations
+
+from producers import keys
+from producers.readers import hold
+from producers.script import run
+from tests.workers.rig import Rig
+
+
+def test_a_task_whose_readers_lease_lapsed_is_cancelled_and_its_room_is_free(rig: Rig) -> None:
+    rig.worker(STUB_STEP_S=0.02)
+    running, read, unread = rig.fill(3, max_tokens=400)
+    waiting = rig.fill(1, max_tokens=4, tier="batch")
+    run(rig.store, hold([running], 60_000))
+    rig.until(lambda: all(rig.tokens(task_id) > 2 for task_id in (running, read, unread)))
+    rig.store.zadd(keys.READERS, {unread: 1, "never admitted": 1})
+    rig.until_settled([unread])
+    rig.check([unread], "cancelled")
+    assert rig.tokens(unread) < 400
+    rig.until(lambda: rig.store.zrange(keys.READERS, 0, -1) == [running])
+    rig.until_settled([running, read, *waiting])
+    rig.check([running, read, *waiting])
+    rig.until(lambda: rig.leases()[0]["kv_blocks_used"] == 0)
