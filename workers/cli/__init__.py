@@ -1,6 +1,6 @@
 """The `penstock` command.
 
-    up, demo                     -> system -> supervisor -> children: valkey, gateway, workers
+    up, demo, chat               -> system -> supervisor -> children: valkey, gateway, workers
     run                          -> the engine, in this process
     models                       -> the models on this machine, and a hub's
     bench                        -> workers.bench: load on a gateway, over HTTP

@@ -9,7 +9,7 @@ import pytest
 
 from tests.workers.cli.conftest import Run
 
-COMMANDS = ["up", "demo", "run", "models", "bench", "submit", "tail", "result", "cancel"]
+COMMANDS = ["up", "demo", "run", "chat", "models", "bench", "submit", "tail", "result", "cancel"]
 COMMANDS += ["worker", "gateway", "sweeper", "completion"]
 EXAMPLES = [*COMMANDS, "models ls", "models show", "models pull", "models card"]
 EXAMPLES.remove("models")

@@ -1,0 +1,252 @@
+"""`penstock chat`: through pipes and on a terminal, with a gateway that is running and with one of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import keys
+from producers.record import Record
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.workers.cli.conftest import Ran, Run, Scripted
+
+PENSTOCK = (sys.executable, "-m", "workers.cli")
+SERVED = {"id": "tiny", "capabilities": ["generate", "chat"]}
+
+
+class Answers:
+    """A gateway that serves `tiny` and answers chats with what it is told to; the requests are in `asked`."""
+
+    def __init__(self, scripted: Scripted, *answers: list[str | dict[str, Any]]) -> None:
+        self.asked: list[dict[str, Any]] = []
+        scripted.answers = [self._models(SERVED), *(self._answer(pieces) for pieces in answers)]
+        self.url = scripted.url
+
+    def _models(self, *served: dict[str, Any]) -> Callable[[BaseHTTPRequestHandler], None]:
+        return lambda request: self._send(request, json.dumps({"data": served}).encode())
+
+    def _answer(self, pieces: list[str | dict[str, Any]]) -> Callable[[BaseHTTPRequestHandler], None]:
+        def answer(request: BaseHTTPRequestHandler) -> None:
+            self.asked.append(json.loads(request.rfile.read(int(request.headers["content-length"]))))
+            chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
+            for piece in pieces:
+                chunk = {"choices": [{"index": 0, "delta": {"content": piece}}]} if isinstance(piece, str) else piece
+                chunks.append(chunk)
+            chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            body = b": still here\n\n" + b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks)
+            self._send(request, body + b"data: [DONE]\n\n")
+
+        return answer
+
+    def _send(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        request.send_response(200)
+        request.end_headers()
+        request.wfile.write(body)
+
+
+@pytest.fixture
+def chat(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs `penstock chat` with these lines on standard input."""
+
+    def command(url: str, lines: str, *args: str) -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return run("chat", "tiny", "--url", url, *args)
+
+    return command
+
+
+def said(asked: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in asked["messages"]]
+
+
+class TestConversation:
+    def test_is_sent_whole_each_time(self, chat: Callable[..., Ran], scripted: Scripted) -> None:
+        gateway = Answers(scripted, ["One", " two."], ["Three."])
+        ran = chat(gateway.url, "first\n\nsecond\n")
+        assert (ran.status, ran.out, ran.err) == (0, "One two.\nThree.\n", "")
+        assert said(gateway.asked[0]) == [("user", "first")]
+        assert said(gateway.asked[1]) == [("user", "first"), ("assistant", "One two."), ("user", "second")]
+
+    def test_begins_with_the_system_message_and_goes_on_with_another(
+        self, chat: Callable[..., Ran], scripted: Scripted
+    ) -> None:
+        gateway = Answers(scripted, ["a"], ["b"], ["c"])
+        ran = chat(gateway.url, "1\n/system Be  kind.\n2\n/system\n3\n", "--system", "Be brief.")
+        assert ran.err == "(the system message is set)\n(there is no system message)\n"
+        assert [said(asked)[0] for asked in gateway.asked] == [
+            ("system", "Be brief."),
+            ("system", "Be  kind."),
+            ("user", "1"),
+        ]
+
+    def test_is_forgotten_when_asked(self, chat: Callable[..., Ran], scripted: Scripted) -> None:
+        gateway = Answers(scripted, ["a"], ["b"])
+        chat(gateway.url, "1\n/reset\n2\n")
+        assert said(gateway.asked[1]) == [("user", "2")]
+
+    def test_ends_with_exit_whatever_comes_behind(self, chat: Callable[..., Ran], scripted: Scripted) -> None:
+        gateway = Answers(scripted, ["a"])
+        assert chat(gateway.url, "/help\n/frobnicate\n/exit\n1\n").status == 0
+        assert gateway.asked == []
+
+    def test_has_the_sampling_that_was_asked_for_and_leaves_the_rest(
+        self, chat: Callable[..., Ran], scripted: Scripted
+    ) -> None:
+        gateway = Answers(scripted, ["a"])
+        chat(gateway.url, "1\n", "--temperature", "0.5", "--max-tokens", "7", "--seed", "3", "--stop", "x")
+        asked = gateway.asked[0]
+        del asked["messages"]
+        assert asked == {
+            "model": "tiny", "stream": True, "temperature": 0.5, "max_tokens": 7, "seed": 3, "stop": ["x"],
+        }  # fmt: skip
+
+
+class TestFailure:
+    def test_within_an_answer_is_one_of_the_command(self, chat: Callable[..., Ran], scripted: Scripted) -> None:
+        broken = {"error": {"message": "The engine failed.", "type": "server_error", "code": "engine_error"}}
+        ran = chat(Answers(scripted, ["begun", broken]).url, "1\n2\n")
+        assert (ran.status, ran.out, ran.err) == (3, "begun\n", "penstock: The engine failed.\n")
+
+    def test_of_the_gateway_is_said(self, chat: Callable[..., Ran]) -> None:
+        ran = chat("http://127.0.0.1:1", "1\n")
+        assert ran.status == 3
+        assert "no answer from http://127.0.0.1:1" in ran.err
+
+    @pytest.mark.parametrize(
+        ("served", "says"),
+        [
+            ({**SERVED, "id": "other"}, "serves no model 'tiny'; it has: other"),
+            ({**SERVED, "capabilities": ["generate"]}, "tiny has no chat template"),
+        ],
+    )
+    def test_of_a_model_that_cannot_chat_is_said(
+        self, chat: Callable[..., Ran], scripted: Scripted, served: dict[str, Any], says: str
+    ) -> None:
+        gateway = Answers(scripted)
+        scripted.answers = [gateway._models(served)]
+        ran = chat(gateway.url, "1\n")
+        assert ran.status == 2
+        assert says in ran.err
+
+    def test_by_the_real_gateway_has_its_message(self, chat: Callable[..., Ran], door: Door) -> None:
+        ran = chat(door.url, "1\n", "--temperature", "-1")
+        assert ran.status == 2
+        assert "temperature" in ran.err
+
+
+#: Makes standard input the terminal from which a new session's Ctrl-C comes, and becomes the command.
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Terminal:
+    """`penstock chat` on a terminal of its own."""
+
+    def __init__(self, *args: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ON_A_TERMINAL, *PENSTOCK, "chat", *args],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "dumb"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.shown = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._ours, 4096):
+                self.shown += data.decode()
+        except OSError:  # its other side is closed
+            pass
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        until(lambda: self.shown.count(text) >= times)
+
+    def close(self) -> int:
+        status = self.process.wait(20)
+        self._reader.join(5)
+        os.close(self._ours)
+        return status
+
+
+@pytest.fixture
+def terminal(door: Door) -> Iterator[Terminal]:
+    made = Terminal("tiny", "--url", door.url)
+    yield made
+    made.process.kill()
+
+
+def test_ctrl_c_stops_the_answer_and_its_task_and_the_chat_goes_on(
+    terminal: Terminal, worker: FakeWorker, valkey: Redis
+) -> None:
+    def status(task_id: str) -> str:
+        return Record.parse(task_id, valkey.hgetall(keys.task(task_id))).status
+
+    terminal.wait_for("> ")
+    terminal.type("hello\n")
+    first = until(lambda: worker.take(QUEUE))
+    worker.claim(first)
+    worker.append(first, 0, ["some", "thing"])
+    terminal.wait_for("something")
+    terminal.type("\x03")
+    terminal.wait_for("(stopped)")
+    until(lambda: valkey.hget(keys.task(first), "cancel") or status(first) == "cancelled")
+    terminal.wait_for("> ", 2)
+    terminal.type("again\n")
+    worker.serve(until(lambda: worker.take(QUEUE)), ["an", "swer"])
+    terminal.wait_for("answer")
+    terminal.wait_for("> ", 3)
+    terminal.type("\x03")
+    terminal.wait_for("(/exit or Ctrl-D leaves)")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_without_a_gateway_it_serves_the_model_itself_and_leaves_nothing(tmp_path: Path) -> None:
+    settings = ("--max-tokens", "12", "--temperature", "0")
+    own = subprocess.Popen(
+        [*PENSTOCK, "chat", "tiny", *settings],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert own.stdin is not None
+    assert own.stdout is not None
+    own.stdin.write("What is os?\n/reset\nWhat is os?\n")
+    own.stdin.flush()
+    alone = subprocess.run(
+        [*PENSTOCK, "run", "tiny", "What is os?", "--chat", *settings], capture_output=True, text=True, check=True
+    )
+    assert own.stdout.read(2 * len(alone.stdout)) == 2 * alone.stdout
+    own.terminate()  # as when its terminal is closed
+    own.communicate(timeout=60)
+    assert own.returncode == 130
+    assert list(tmp_path.iterdir()) == []
