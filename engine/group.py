@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, field
 
+from engine.best_of import Candidates
 from engine.plan import Sampled
 from engine.prompt_scores import PromptScores
 from engine.request import Event, FinishReason, Request, Sequence, Status
@@ -23,6 +24,8 @@ class Group:
     """None until a choice was first admitted."""
     scores: PromptScores | None = None
     """Where the log probabilities of the prompt are wanted."""
+    candidates: Candidates | None = None
+    """Where more choices are made than given."""
 
     def enter(self, seq: Sequence) -> tuple[FinishReason | None, str | int | None]:
         """Take in a new choice with the tokens that were published before; the answer says whether they ended it.

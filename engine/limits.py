@@ -52,6 +52,8 @@ class RequestLimits:
             raise RequestError(
                 f"resume has {len(request.resume)} choices, more than n={request.params.n}", param="resume"
             )
+        if any(request.resume) and request.params.selects:
+            raise RequestError("resume has tokens, but best_of chooses among outputs that are whole", param="resume")
         for token_ids in request.resume:
             self._check_ids("resume", token_ids)
         self._check_params(request.params, len(request.prompt_ids))

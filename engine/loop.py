@@ -12,7 +12,7 @@ from typing import Protocol
 
 from engine.errors import EngineError, RequestError
 from engine.plan import Sampled, StepPlan
-from engine.request import Event, Request
+from engine.request import Event, Request, Status
 from engine.scheduler import Scheduler, SchedulerStats
 
 logger = logging.getLogger("penstock.engine")
@@ -186,6 +186,9 @@ class StepLoop:
         self._executor.copy_blocks(plan.copies)
         sampled = []
         for row in plan.rows:
+            if row.seq.status is not Status.RUNNING:  # it ended with another of its request, and holds no blocks
+                sampled += [Sampled(-1)] * row.samples
+                continue
             try:
                 sampled += self._executor.execute(StepPlan([row], num_tokens=row.count))
             except Exception as error:

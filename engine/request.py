@@ -78,6 +78,8 @@ class Event:
     """Prompt tokens that were not computed because their KV was cached."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One for each token of the prompt, the first None: all in one event, before those of the first tokens."""
+    discarded: int = 0
+    """Tokens of the candidates that best_of did not choose."""
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from engine.best_of import Candidates
 from engine.errors import EngineError, RequestError
 from engine.group import Group
 from engine.kv import BlockTables, long_root, root_hash
@@ -108,9 +109,13 @@ class Scheduler:
         scores = None
         if params.prompt_logprobs is not None:
             scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
-        group = Group(request, unfinished=params.n, scores=scores)
+        # Where nothing is generated there is nothing to choose from.
+        selects = params.selects and limit > 0
+        group = Group(request, unfinished=params.width if selects else params.n, scores=scores)
+        if selects:
+            group.candidates = Candidates(params.width, params.n, params.logprobs is not None)
         events = []
-        for choice in range(params.n):
+        for choice in range(group.unfinished):
             seq = Sequence(
                 request=request,
                 choice=choice,
@@ -156,12 +161,13 @@ class Scheduler:
         if group is None:
             return []
         events = []
-        for seq in group.seqs if isinstance(target, str) else [target]:
+        # Without one of its candidates a request cannot know which are the best.
+        for seq in [target] if isinstance(target, Sequence) and group.candidates is None else group.seqs:
             if seq.status is not Status.FINISHED:
                 self._tables.pool.forget(seq.block_table)
                 self._end(group, seq)
                 events.append(group.event(seq, "error", error=message))
-        return events
+        return group.candidates.failed(events[-1]) if group.candidates is not None and events else events
 
     # ---- one step
 
@@ -200,7 +206,11 @@ class Scheduler:
             if group.scores is not None:
                 events += self._score(group, group.scores, row)
             if result is not None:
-                events.append(self._append(group, seq, result, now))
+                event = self._append(group, seq, result, now)
+                if group.candidates is None:
+                    events.append(event)
+                else:
+                    events += group.candidates.take(event)
         return events
 
     @staticmethod

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         TaskNotFound,
         UnknownModel,
     )
-    from producers.events import End, Event, Token
+    from producers.events import End, Event, Prompt, Token
     from producers.record import Record
     from producers.result import Choice, Result
     from producers.task import Task
@@ -40,6 +40,7 @@ __all__ = [
     "Handle",
     "InvalidTask",
     "PenstockError",
+    "Prompt",
     "Record",
     "Result",
     "SubmitFailed",
@@ -63,7 +64,7 @@ _HOME = {
         "TaskNotFound",
         "UnknownModel",
     ),
-    "events": ("End", "Event", "Token"),
+    "events": ("End", "Event", "Prompt", "Token"),
     "record": ("Record",),
     "result": ("Choice", "Result"),
     "task": ("Task",),

@@ -4,6 +4,8 @@ An entry is JSON, in the stream's field `e`; its position is its entry id less o
 
 - token: `[choice, index, token id, "text"]`, then optionally the logprobs `[logprob, [[token id, logprob], ...]]` or
   null, then on a choice's last token its finish reason. The text may be empty: half a character is held back.
+- prompt: `{"prompt": first index, "token_ids": [...], "logprobs": [...]}`, before the first token, in pieces of at most
+  512 tokens: of each token of the prompt the logprobs as above, null for the very first.
 - terminal: `{"end": status, "reasons": [...], "usage": {...}, "error": null | {...}}`; nothing follows it.
 - any other object is of a kind that a later version adds: readers pass over it.
 
@@ -13,12 +15,16 @@ A channel message is `[position of the first entry, entry, ...]`.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any, Final
 
 #: A string as JSON, not escaped beyond need.
 quote: Final = encode_basestring
+
+#: Tokens of a prompt in one entry.
+PROMPT_PIECE: Final = 512
 
 #: A token's logprob, then the alternatives: (logprob, ((token id, logprob), ...)).
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
@@ -48,7 +54,18 @@ class End:
     error: dict[str, Any] | None = None
 
 
-Event = Token | End
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How likely a part of the prompt was: of each token given those before it; the prompt's first has None."""
+
+    position: int
+    first: int
+    """Place in the prompt of the first token."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs | None, ...]
+
+
+Event = Token | Prompt | End
 
 
 def encode_token(
@@ -67,6 +84,21 @@ def encode_token(
     return f"{head},{shown}]" if finish_reason is None else f'{head},{shown},"{finish_reason}"]'
 
 
+def encode_prompt(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[str]:
+    """The entries of a prompt's log probabilities, one for each token."""
+    return [
+        json.dumps(
+            {
+                "prompt": first,
+                "token_ids": list(token_ids[first : first + PROMPT_PIECE]),
+                "logprobs": logprobs[first : first + PROMPT_PIECE],
+            },
+            separators=(",", ":"),
+        )
+        for first in range(0, len(token_ids), PROMPT_PIECE)
+    ]
+
+
 def decode(position: int, entry: Any) -> Event | None:
     """An entry (parsed JSON) as an event; None for a kind that this version does not know."""
     if isinstance(entry, list):
@@ -77,12 +109,20 @@ def decode(position: int, entry: Any) -> Event | None:
             entry[1],
             entry[2],
             entry[3],
-            (logprobs[0], tuple((t, p) for t, p in logprobs[1])) if logprobs else None,
+            _logprobs(logprobs),
             entry[5] if len(entry) > 5 else None,
         )
     if "end" in entry:
         return End(position, entry["end"], tuple(entry["reasons"]), entry["usage"], entry["error"])
+    if "prompt" in entry:
+        return Prompt(
+            position, entry["prompt"], tuple(entry["token_ids"]), tuple(_logprobs(one) for one in entry["logprobs"])
+        )
     return None
+
+
+def _logprobs(found: Any) -> Logprobs | None:
+    return (found[0], tuple((t, p) for t, p in found[1])) if found else None
 
 
 def decode_message(payload: str | bytes) -> list[tuple[int, Any]]:

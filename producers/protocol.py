@@ -95,6 +95,10 @@ class Append:
     choice: int
     index: int
     entries: list[str] = field(default_factory=list)
+    scored: bool = False
+    """The prompt's entries were published before: without them nothing is appended."""
+    discarded: int = 0
+    """Tokens of candidates of best_of that are not published."""
 
 
 def append(batch: Sequence[Append]) -> Call:
@@ -103,13 +107,18 @@ def append(batch: Sequence[Append]) -> Call:
     args: list[str | int] = []
     for a in batch:
         names += (keys.task(a.task_id), keys.stream(a.task_id))
-        args += (a.task_id, a.claim_id, a.choice, a.index, len(a.entries))
+        args += (a.task_id, a.claim_id, a.choice, a.index, int(a.scored), a.discarded, len(a.entries))
         args += a.entries
     return Call(script(PACKAGE, "append"), names, args)
 
 
 def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
     return [(text(kind), int(n)) for kind, n in zip(answer[::2], answer[1::2], strict=True)]
+
+
+def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
+    """`entries`: see `producers.events.encode_prompt`. Answers `ok`, `other` or `cancel`."""
+    return Call(script(PACKAGE, "prompt"), (keys.task(task_id), keys.stream(task_id)), (task_id, claim_id, *entries))
 
 
 def finish(
@@ -122,13 +131,14 @@ def finish(
     error: str = "null",
     prompt_tokens: int = 0,
     cached_tokens: int = 0,
+    scored: bool = False,
 ) -> Call:
-    """`reasons`: JSON array, a finish reason a choice; `error`: JSON. Answers `[won, status]`, `[other]` or
-    `[resend, next ...]`."""
+    """`reasons`: JSON array, a finish reason a choice; `error`: JSON; `scored`: the prompt's entries were published.
+    Answers `[won, status]`, `[other]` or `[resend, next ...]`."""
     return Call(
         script(PACKAGE, "finish"),
         (keys.task(task_id), keys.stream(task_id)),
-        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, *nexts),
+        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, int(scored), *nexts),
     )
 
 

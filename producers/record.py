@@ -16,6 +16,8 @@
 | `deaths`, `claims` | owners lost while they held it; times it was taken up |
 | `stuck`, `mark` | owners lost since its last new entry; the stream's length when it was last taken up |
 | `next:<choice>` | index of the choice's next token |
+| `prompt` | stream entries that hold the prompt's log probabilities, before token 0 |
+| `discarded` | tokens made for candidates of `best_of` that are not among the choices |
 | `end` | the final status: its terminal entry stands in the stream |
 | `reasons`, `usage`, `error` | JSON: a finish reason per choice; token counts; `{code, message, param}` or null |
 """
@@ -92,6 +94,11 @@ class Record:
     def nexts(self) -> list[int]:
         """The next token index of each choice."""
         return [int(self.fields.get(f"next:{c}", 0)) for c in range(self.n)]
+
+    @property
+    def scored(self) -> bool:
+        """The prompt's log probabilities stand in the stream."""
+        return "prompt" in self.fields
 
     @property
     def plain(self) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from producers.errors import TaskFailed
-from producers.events import Event, Logprobs, Token
+from producers.events import Event, Logprobs, Prompt, Token
 from producers.record import Record
 
 TIMES = ("created", "queued", "started", "first", "finished")
@@ -36,6 +37,10 @@ class Result:
     usage: dict[str, int]
     error: dict[str, Any] | None
     times: dict[str, int]
+    prompt_token_ids: tuple[int, ...] | None = None
+    """The prompt as the model read it, where its logprobs were asked for."""
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    """Of each token of the prompt; None for the first."""
 
     @property
     def text(self) -> str:
@@ -58,9 +63,12 @@ class Result:
 def collect(record: Record, events: Iterable[Event]) -> Result:
     """The result of a final record and all events of its stream."""
     tokens: list[list[Token]] = [[] for _ in range(record.n)]
+    prompts: list[Prompt] = []
     for event in events:
         if isinstance(event, Token):
             tokens[event.choice].append(event)
+        elif isinstance(event, Prompt):
+            prompts.append(event)
     reasons = record.json("reasons") or []
     return Result(
         id=record.id,
@@ -80,4 +88,6 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
         usage=record.json("usage") or {},
         error=record.json("error"),
         times={name: at for name in TIMES if (at := record.time(name)) is not None},
+        prompt_token_ids=tuple(chain.from_iterable(part.token_ids for part in prompts)) if prompts else None,
+        prompt_logprobs=tuple(chain.from_iterable(part.logprobs for part in prompts)) if prompts else None,
     )

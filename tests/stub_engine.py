@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from engine.best_of import Candidates
 from engine.errors import RequestError
-from engine.request import Event, Request
+from engine.params import MAX_CHOICES
+from engine.request import Event, Request, TokenLogprobs
 
 VOCABULARY = 1000
 DEADLY, STALLED = 666, 667
@@ -29,6 +31,17 @@ def token(seed: int, choice: int, index: int) -> int:
     """The one true token."""
     digest = hashlib.blake2b(f"{seed}:{choice}:{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def logprob(seed: int, choice: int, index: int) -> float:
+    """Of the one true token; above all it differs between choices."""
+    digest = hashlib.blake2b(f"{seed}:{choice}:{index}:p".encode(), digest_size=4).digest()
+    return -int.from_bytes(digest, "little") / 2**32
+
+
+def prompt_logprob(place: int, token_id: int) -> float | None:
+    """Of a prompt's token; the first has none."""
+    return -(token_id + 1) / (place + 1) if place else None
 
 
 def text_of(seed: int, choice: int, count: int) -> str:
@@ -74,6 +87,8 @@ class _Running:
     on_event: Any
     done: list[int]
     target: int
+    candidates: Candidates | None
+    scored: bool = False
 
 
 class StubEngine:
@@ -134,12 +149,21 @@ class StubEngine:
         while not self._closed:
             while self._inbox:
                 request, on_event = self._inbox.popleft()
-                resume = request.resume or [[] for _ in range(request.params.n)]
+                params = request.params
+                target = 16 if params.max_tokens is None else params.max_tokens
+                selects = params.selects and target > 0
+                resume = request.resume or [[] for _ in range(params.width if selects else params.n)]
                 for choice, tokens in enumerate(resume):
-                    expected = [token(request.params.seed or 0, choice, i) for i in range(len(tokens))]
-                    assert tokens == expected, "resumed from tokens that are not this task's"
+                    # A whole output may be any candidate's that best_of chose; half of one is the choice's own.
+                    made = range(MAX_CHOICES) if len(tokens) == target else [choice]
+                    true = ([token(params.seed or 0, one, i) for i in range(len(tokens))] for one in made)
+                    assert tokens in true, "resumed from tokens that are not this task's"
                 self._running[request.id] = _Running(
-                    request, on_event, [len(r) for r in resume], request.params.max_tokens or 16
+                    request,
+                    on_event,
+                    [len(r) for r in resume],
+                    target,
+                    Candidates(params.width, params.n, False) if selects else None,
                 )
             while self._aborts:
                 if self._running.pop(self._aborts.popleft(), None):
@@ -162,10 +186,14 @@ class StubEngine:
                 os._exit(9)
             if self.stalled or STALLED in request.prompt_ids:
                 continue
+            if request.params.prompt_logprobs is not None and not running.scored:
+                running.scored = True
+                running.on_event(_prompt_event(request))
+                continue
             seed = request.params.seed or 0
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
             fault = faulty and self._failed.get(str(seed), 0) < self.faults
-            for choice in range(request.params.n):
+            for choice in range(len(running.done)):
                 index = running.done[choice]
                 finished = index >= running.target
                 if finished and any(done < running.target for done in running.done):
@@ -176,27 +204,53 @@ class StubEngine:
                 last = running.done[choice] >= running.target
                 done = all(d >= running.target for d in running.done)
                 half = fault and running.done[choice] > running.target // 2
-                running.on_event(
-                    Event(
-                        request_id=key,
-                        choice=choice,
-                        index=index,
-                        token_ids=tokens,
-                        texts=[WORDS[t] for t in tokens],
-                        logprobs=None,
-                        finish_reason="error" if half else "length" if last else None,
-                        stop_match=None,
-                        done=done or half,
-                        error="a fault of the stub" if half else None,
-                        prompt_tokens=len(request.prompt_ids),
-                        cached_tokens=0,
-                    )
+                event = Event(
+                    request_id=key,
+                    choice=choice,
+                    index=index,
+                    token_ids=tokens,
+                    texts=[WORDS[t] for t in tokens],
+                    logprobs=None,
+                    finish_reason="error" if half else "length" if last else None,
+                    stop_match=None,
+                    done=done or half,
+                    error="a fault of the stub" if half else None,
+                    prompt_tokens=len(request.prompt_ids),
+                    cached_tokens=0,
                 )
+                if running.candidates is None:
+                    running.on_event(event)
+                else:
+                    event.logprobs = [TokenLogprobs(t, logprob(seed, choice, index), ()) for t in tokens]
+                    for told in running.candidates.failed(event) if half else running.candidates.take(event):
+                        running.on_event(told)
                 if half:
                     self._failed[str(seed)] = self._failed.get(str(seed), 0) + 1
                 if done or half:
                     self._running.pop(key, None)
                     break
+
+
+def _prompt_event(request: Request) -> Event:
+    ids = request.prompt_ids
+    return Event(
+        request_id=request.id,
+        choice=0,
+        index=0,
+        token_ids=[],
+        texts=[],
+        logprobs=None,
+        finish_reason=None,
+        stop_match=None,
+        done=False,
+        error=None,
+        prompt_tokens=len(ids),
+        cached_tokens=0,
+        prompt_logprobs=[
+            None if (value := prompt_logprob(place, token_id)) is None else TokenLogprobs(token_id, value, ())
+            for place, token_id in enumerate(ids)
+        ],
+    )
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:

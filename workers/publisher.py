@@ -14,9 +14,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.request import Event
-from producers.events import encode_token, quote
-from producers.protocol import Append, append, finish, read_append
+from engine.request import Event, TokenLogprobs
+from producers.events import encode_prompt, encode_token, quote
+from producers.protocol import Append, append, finish, prompt, read_append
 from producers.script import run, run_many, text
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
@@ -96,6 +96,7 @@ class Publisher(threading.Thread):
     def _publish(self) -> None:
         batch: dict[tuple[str, int], Append] = {}
         ends: dict[str, Conclusion] = {}
+        scored: list[Delivery] = []
         while self._news:
             item = self._news.popleft()
             if isinstance(item, Conclusion):
@@ -104,9 +105,29 @@ class Publisher(threading.Thread):
                 continue
             delivery = self._runtime.running.get(item.request_id)
             if delivery is not None:
-                self._note(delivery, item, batch, ends)
+                if item.prompt_logprobs is not None:
+                    self._note_prompt(delivery, item.prompt_logprobs)
+                    scored.append(delivery)
+                for event in self._due(delivery, item):
+                    self._note(delivery, event, batch, ends)
+        self._prompt(scored, ends)
         self._append(list(batch.values()), ends)
         self._finish(ends)
+
+    @staticmethod
+    def _note_prompt(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> None:
+        found = [(lp.logprob, lp.top) if lp else None for lp in logprobs]
+        delivery.prompt = encode_prompt(delivery.prompt_ids, found)
+        delivery.scored = True
+
+    @staticmethod
+    def _due(delivery: Delivery, event: Event) -> list[Event]:
+        """The events to publish now. Those of best_of's choices wait for each other: published in one call, no stream
+        can hold the choices of two runs."""
+        if not delivery.selects or event.error is not None:
+            return [event]
+        delivery.held.append(event)
+        return delivery.held if event.done else []
 
     def _note(
         self,
@@ -121,8 +142,11 @@ class Publisher(threading.Thread):
             entries = _encode(event)
             append = batch.get((delivery.uuid, choice))
             if append is None:
-                append = batch[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, event.index)
+                append = batch[delivery.uuid, choice] = Append(
+                    delivery.task_id, delivery.uuid, choice, event.index, scored=delivery.scored
+                )
             append.entries += entries
+            append.discarded = delivery.discarded = event.discarded
             delivery.entries[choice] += entries
         if event.finish_reason is None and not event.done:
             return
@@ -132,6 +156,32 @@ class Publisher(threading.Thread):
             ends[delivery.uuid] = Conclusion(delivery, "failed", error_json("engine_error", event.error), retry=True)
         elif event.done:
             ends.setdefault(delivery.uuid, Conclusion(delivery, "completed"))
+
+    def _prompt(self, deliveries: list[Delivery], ends: dict[str, Conclusion]) -> None:
+        """Until the store has their prompts' log probabilities, which come before their tokens."""
+        while todo := [delivery for delivery in deliveries if not delivery.put_down]:
+            try:
+                answers = run_many(self._redis, [prompt(d.task_id, d.uuid, d.prompt) for d in todo])
+            except LOST as exc:
+                logger.warning("Cannot publish, trying again: %s", exc)
+                time.sleep(RETRY_S)
+                continue
+            for delivery, answer in zip(todo, answers, strict=True):
+                if isinstance(answer, Exception):
+                    logger.error("Cannot publish the prompt of task %s: %s", delivery.task_id, answer)
+                    self._not_ok(delivery, "error", ends)
+                elif text(answer) != "ok":
+                    self._not_ok(delivery, text(answer), ends)
+            return
+
+    def _not_ok(self, delivery: Delivery, answer: str, ends: dict[str, Conclusion]) -> None:
+        """What was to be published was not taken: the task is cancelled, or not ours."""
+        if answer == "cancel":
+            self._runtime.engine.abort(delivery.uuid)
+            ends[delivery.uuid] = Conclusion(delivery, "cancelled")
+        else:
+            self._lost(delivery, answer)
+            ends.pop(delivery.uuid, None)
 
     def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
         """Until the store has it all, or says that it is not ours to append."""
@@ -152,21 +202,31 @@ class Publisher(threading.Thread):
                 delivery = deliveries.get(one.claim_id)
                 if delivery is None or answer == "ok":
                     continue
-                if answer == "cancel":
-                    self._runtime.engine.abort(delivery.uuid)
-                    ends[delivery.uuid] = Conclusion(delivery, "cancelled")
-                elif answer != "resend" or not self._resend(delivery, one.choice, next_index, again):
-                    self._lost(delivery, answer)
-                    ends.pop(delivery.uuid, None)
+                if answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
+                    self._not_ok(delivery, answer, ends)
             batch = again + rest
 
-    def _resend(self, delivery: Delivery, choice: int, next_index: int, again: list[Append]) -> bool:
+    def _resend(
+        self, delivery: Delivery, choice: int, next_index: int, again: list[Append], ends: dict[str, Conclusion]
+    ) -> bool:
         """A failover lost the end of the stream: say it again. False where it lost more than we have said."""
         start = next_index - delivery.base[choice]
-        if start < 0:
+        if start < 0 or (delivery.scored and not delivery.prompt):
             return False
+        if delivery.scored:
+            self._prompt([delivery], ends)
         entries = delivery.entries[choice][start:]
-        again.append(Append(delivery.task_id, delivery.uuid, choice, next_index, entries))
+        again.append(
+            Append(
+                delivery.task_id,
+                delivery.uuid,
+                choice,
+                next_index,
+                entries,
+                scored=delivery.scored,
+                discarded=delivery.discarded,
+            )
+        )
         return True
 
     def _finish(self, ends: dict[str, Conclusion]) -> None:
@@ -196,7 +256,7 @@ class Publisher(threading.Thread):
                         runtime.engine.abort(delivery.uuid)
                     runtime.finisher.finish(delivery, text(answer[1]), end.error)
                 elif text(answer[0]) == "resend" and all(
-                    self._resend(delivery, choice, int(n), again) for choice, n in enumerate(answer[1:])
+                    self._resend(delivery, choice, int(n), again, ends) for choice, n in enumerate(answer[1:])
                 ):
                     ends[delivery.uuid] = end
                 else:
@@ -232,11 +292,11 @@ def _encode(event: Event) -> list[str]:
 
 
 def _part(batch: list[Append]) -> tuple[list[Append], list[Append]]:
-    """As much of the batch as one call should carry, and the rest."""
+    """As much of the batch as one call should carry, and the rest. What a task says at once stays together."""
     size = 0
     for k, one in enumerate(batch):
         size += len(one.entries)
-        if size > MAX_ENTRIES and k:
+        if size > MAX_ENTRIES and k and batch[k - 1].claim_id != one.claim_id:
             return batch[:k], batch[k:]
     return batch, []
 
@@ -252,4 +312,5 @@ def _finish_call(end: Conclusion) -> Any:
         error=end.error,
         prompt_tokens=d.prompt_tokens,
         cached_tokens=d.cached_tokens,
+        scored=d.scored,
     )

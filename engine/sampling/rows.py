@@ -74,7 +74,8 @@ class SamplingRows:
         self._seed[slot] = sequence.seed
         self._choice[slot] = sequence.choice
         self._min_tokens[slot] = params.min_tokens
-        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        # best_of ranks by them.
+        self._logprobs[slot] = params.logprobs if params.logprobs is not None else 0 if params.selects else -1
 
     def gather(self, sequences: list[Sequence]) -> SamplingBatch:
         """The batch of `sequences`, whose next tokens are sampled, in the order of the logits' rows."""

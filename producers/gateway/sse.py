@@ -4,6 +4,7 @@
     event: token
     data: {"position":7,"choice":0,"index":7,"token_id":318,"text":" is"}
 
+A `prompt` event, before the first token, holds a part of the prompt's log probabilities, where they were asked for.
 `id` is the position, which a client sends back as `Last-Event-ID` to go on behind it. After the event `end` nothing
 follows; a stream that closes without it is to be taken up again. `error` says why it closes. JSON is in ASCII, because
 many clients split lines at U+2028 and the like, too.
@@ -23,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.errors import PenstockError
-from producers.events import Event, Logprobs, Token
+from producers.events import Event, Logprobs, Prompt, Token
 from producers.gateway.errors import Problem, body_of, problem_of
 from producers.steps import FAILURES
 
@@ -40,6 +41,14 @@ def logprobs_view(logprobs: Logprobs) -> dict[str, Any]:
     return {"logprob": logprob, "top": [{"token_id": token, "logprob": value} for token, value in top]}
 
 
+def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any]]:
+    """A prompt's tokens and how likely each was, as callers see them; the first has null."""
+    return [
+        {"token_id": token, **(logprobs_view(one) if one else {"logprob": None, "top": []})}
+        for token, one in zip(token_ids, logprobs, strict=True)
+    ]
+
+
 def encode(event: Event) -> str:
     """An event's lines. A token's are made by hand: this runs for every token of every reader."""
     if isinstance(event, Token):
@@ -50,6 +59,13 @@ def encode(event: Event) -> str:
             f'id: {event.position}\nevent: token\ndata: {{"position":{event.position},"choice":{event.choice},'
             f'"index":{event.index},"token_id":{event.token_id},"text":{quote(event.text)}{more}}}\n\n'
         )
+    if isinstance(event, Prompt):
+        part = {
+            "position": event.position,
+            "first": event.first,
+            "tokens": prompt_view(event.token_ids, event.logprobs),
+        }
+        return f"id: {event.position}\nevent: prompt\ndata: {json.dumps(part)}\n\n"
     end = {
         "position": event.position,
         "status": event.status,

@@ -70,7 +70,10 @@ async def look(request: Request, task_id: str) -> TaskView:
     status_code=200,
     response_class=EventStream,
     responses={
-        200: {"description": "Server-sent events: `token` for each token, then one `end`."},
+        200: {
+            "description": "Server-sent events: `prompt` for the prompt's log probabilities, where asked for; "
+            "`token` for each token; then one `end`."
+        },
         204: {"description": "The stream ended before the position asked for: do not come back."},
         400: {"model": ErrorView},
         **NOT_FOUND,

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field
 
-from producers.gateway.sse import logprobs_view
+from producers.gateway.sse import logprobs_view, prompt_view
 from producers.record import Record
 from producers.result import Choice, Result
 
@@ -24,6 +24,14 @@ class TokenLogprobs(BaseModel):
 
     logprob: float
     top: list[TopLogprob] = Field(description="the most likely tokens at this place, as many as were asked for")
+
+
+class PromptToken(BaseModel):
+    """A token of the prompt, given those before it; the first has no log probability."""
+
+    token_id: int
+    logprob: float | None
+    top: list[TopLogprob]
 
 
 class ChoiceView(BaseModel):
@@ -50,7 +58,8 @@ class ChoiceView(BaseModel):
 
 
 class TaskView(BaseModel):
-    """A task. `choices`, `usage` and `error` are there once it is final."""
+    """A task. `choices`, `usage` and `error` are there once it is final; then also `prompt_logprobs`, one entry a token
+    of the prompt, where they were asked for."""
 
     id: str
     object: Literal["task"] = "task"
@@ -67,6 +76,7 @@ class TaskView(BaseModel):
     usage: dict[str, int] | None = None
     error: dict[str, Any] | None = None
     choices: list[ChoiceView] | None = None
+    prompt_logprobs: list[PromptToken] | None = None
 
     @classmethod
     def of(cls, record: Record, result: Result | None = None) -> Self:
@@ -91,7 +101,14 @@ class TaskView(BaseModel):
             usage=record.json("usage"),
             error=record.json("error"),
             choices=None if result is None else [ChoiceView.of(choice) for choice in result.choices],
+            prompt_logprobs=_prompt(result),
         )
+
+
+def _prompt(result: Result | None) -> list[PromptToken] | None:
+    if result is None or result.prompt_token_ids is None or result.prompt_logprobs is None:
+        return None
+    return [PromptToken(**one) for one in prompt_view(result.prompt_token_ids, result.prompt_logprobs)]
 
 
 class Cancelled(BaseModel):

@@ -14,7 +14,7 @@ end
 
 local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   local n = tonumber(redis.call('HGET', task, 'n') or '1')
-  local out = 0
+  local out = tonumber(redis.call('HGET', task, 'discarded') or '0')
   for c = 0, n - 1 do
     out = out + tonumber(redis.call('HGET', task, 'next:' .. c) or '0')
   end

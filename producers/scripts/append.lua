@@ -1,15 +1,17 @@
 -- APPEND(c, i, tokens) | per sequence, never raising. Other claim or final: `other`. Cancel: `cancel`. i < next: `ok`,
--- not published again. i > next (failover lost a tail): `resend(next)`. Else append + publish.
+-- not published again. i > next, or the prompt's entries are not there (failover lost a tail): `resend(next)`.
+-- Else append + publish.
 -- One call carries a whole engine step.
 -- KEYS: task, stream for each sequence
--- ARGV: for each sequence: id, claim, choice, i, count, entry * count (JSON arrays, as they go into the stream)
+-- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens that best_of made for
+--       others than its choices), count, entry * count (JSON arrays, as they go into the stream)
 -- Answers: for each sequence: ok | other | cancel | resend | error, and a number: the choice's next index
 local out, a = {}, 1
 local now
 
-local function append(task, stream, id, claim, choice, i, first, last)
+local function append(task, stream, id, claim, choice, i, scored, discarded, first, last)
   local field = 'next:' .. choice
-  local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field)
+  local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field, 'first', 'prompt')
   if r[1] ~= claim or r[2] then
     return 'other', 0
   end
@@ -17,7 +19,7 @@ local function append(task, stream, id, claim, choice, i, first, last)
   if r[3] then
     return 'cancel', next
   end
-  if i > next then
+  if i > next or (scored == '1' and not r[6]) then
     return 'resend', next
   end
   first = first + (next - i)
@@ -29,7 +31,7 @@ local function append(task, stream, id, claim, choice, i, first, last)
     redis.call('XADD', stream, (at + 1 + k - first) .. '-0', 'e', ARGV[k])
   end
   next = next + last - first + 1
-  if at == 0 then
+  if not r[5] then
     if not now then
       local t = redis.call('TIME')
       now = t[1] * 1000 + math.floor(t[2] / 1000)
@@ -38,16 +40,19 @@ local function append(task, stream, id, claim, choice, i, first, last)
   else
     redis.call('HSET', task, field, next)
   end
+  if discarded ~= '0' then
+    redis.call('HSET', task, 'discarded', discarded)
+  end
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. table.concat(ARGV, ',', first, last) .. ']')
   return 'ok', next
 end
 
 for s = 1, #KEYS / 2 do
-  local count = tonumber(ARGV[a + 4])
+  local count = tonumber(ARGV[a + 6])
   local fine, answer, next = pcall(append, KEYS[2 * s - 1], KEYS[2 * s], ARGV[a], ARGV[a + 1], ARGV[a + 2],
-    tonumber(ARGV[a + 3]), a + 5, a + 4 + count)
+    tonumber(ARGV[a + 3]), ARGV[a + 4], ARGV[a + 5], a + 7, a + 6 + count)
   out[#out + 1] = fine and answer or 'error'
   out[#out + 1] = fine and next or 0
-  a = a + 5 + count
+  a = a + 7 + count
 end
 return out

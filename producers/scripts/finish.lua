@@ -1,13 +1,13 @@
 -- FINISH(c, n) | final: `won` if claim = c, else `other`. Other claim: `other`. Cancel accepted: writes `cancelled`,
--- `won`. n != next: `resend`. Else status, terminal entry, usage: `won`. The claim stays.
+-- `won`. n != next, or the prompt's entries are not there: `resend`. Else status, terminal entry, usage: `won`. The claim stays.
 -- KEYS: task, stream
 -- ARGV: id, claim, status, reasons (JSON array, one finish reason per choice), error (JSON object or null),
---       prompt tokens, cached tokens, then n per choice, from choice 0
+--       prompt tokens, cached tokens, scored (1: PROMPT came before), then n per choice, from choice 0
 -- Answers: {won, final status}; {other}; {resend, next per choice ...}
 -- include: _final.lua
 local task, stream = KEYS[1], KEYS[2]
 local id, claim = ARGV[1], ARGV[2]
-local r = redis.call('HMGET', task, 'status', 'claim', 'cancel')
+local r = redis.call('HMGET', task, 'status', 'claim', 'cancel', 'prompt')
 local status = r[1]
 if not status or r[2] ~= claim then
   return { 'other' }
@@ -19,9 +19,9 @@ local final = ARGV[3]
 if r[3] then
   final = 'cancelled'
 else
-  local have, same = { 'resend' }, true
-  for k = 8, #ARGV do
-    local next = tonumber(redis.call('HGET', task, 'next:' .. (k - 8)) or '0')
+  local have, same = { 'resend' }, ARGV[8] == '0' or r[4]
+  for k = 9, #ARGV do
+    local next = tonumber(redis.call('HGET', task, 'next:' .. (k - 9)) or '0')
     have[#have + 1] = next
     same = same and next == tonumber(ARGV[k])
   end

@@ -1,7 +1,8 @@
 """The tasks that one worker runs while it is struck, and what must be true of them in the end.
 
 One of each kind: a plain one of the client library, several choices, a Celery message with a link, one that the engine
-fails once (so that Celery's retry sends it again), one cancelled in the midst, one cancelled before any worker was up.
+fails once (so that Celery's retry sends it again), one cancelled in the midst, one cancelled before any worker was up,
+one that is told how likely its prompt was, one that wants nothing else, one that takes the best two of four choices.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from celery import Celery
 from redis import Redis
@@ -17,7 +19,7 @@ from producers import Client, keys, protocol
 from producers.script import run, text
 from tests.chaos.calls import Call, sources
 from tests.chaos.streams import Stored
-from tests.stub_engine import load, text_of, token
+from tests.stub_engine import load, logprob, prompt_logprob, text_of, token
 from workers.serving import announce
 
 LINKS = "links"
@@ -25,6 +27,9 @@ LINKS = "links"
 ENV = {"STUB_FAULTS": "1", "STUB_FAULT_SEEDS": "5"}
 
 _LENGTHS = {"plain": 5, "choices": 4, "linked": 4, "endless": 3000, "retried": 4, "unwanted": 4}
+_LENGTHS |= {"scored": 3, "prompt": 0, "best": 3}
+_PROMPT = [1, 2, 3]
+_BEST_OF = 4
 _SEEDS = {name: seed for seed, name in enumerate(_LENGTHS, 1)}
 #: In the midst: when the worker says APPEND for this time.
 _MIDST = 3
@@ -67,13 +72,15 @@ class Scenario:
             "endless": self._submit("endless"),
             "retried": self._submit("retried"),
             "unwanted": self._submit("unwanted", tier="batch"),
+            "scored": self._submit("scored", prompt_logprobs=2),
+            "prompt": self._submit("prompt", prompt_logprobs=0),
+            "best": self._submit("best", n=2, best_of=_BEST_OF),
         }
         self._client.get(self.ids["unwanted"]).cancel()
 
-    def _submit(self, name: str, tier: str = "default", n: int = 1) -> str:
+    def _submit(self, name: str, **task: Any) -> str:
         length, seed = _LENGTHS[name], _SEEDS[name]
-        handle = self._client.submit(model="stub", prompt=[1, 2, 3], max_tokens=length, seed=seed, tier=tier, n=n)
-        return handle.id
+        return self._client.submit(model="stub", prompt=_PROMPT, max_tokens=length, seed=seed, **task).id
 
     def watch(self, call: Call) -> None:
         """What the worker is about to say."""
@@ -138,7 +145,11 @@ class Scenario:
             stored = Stored.read(self.store, task_id)
             cancelled = name in ("endless", "unwanted")
             found += stored.faults(("cancelled",) if cancelled else ("completed",), kills)
-            for choice, tokens in enumerate(stored.tokens):
+            wanted = _prompt_entries() if name in ("scored", "prompt") else []
+            if stored.prompt != wanted:
+                found.append(f"task {task_id} ({name}) has {stored.prompt} before its tokens, not {wanted}")
+            made = _best(_SEEDS[name], _LENGTHS[name]) if name == "best" else range(len(stored.tokens))
+            for choice, tokens in zip(made, stored.tokens, strict=False):
                 true = [token(_SEEDS[name], choice, index) for index in range(_LENGTHS[name])]
                 if tokens != (true[: len(tokens)] if cancelled else true):
                     found.append(f"task {task_id} ({name}) has tokens {tokens}, not {true}")
@@ -175,6 +186,17 @@ class Scenario:
     def close(self) -> None:
         self._client.close()
         self._sender.close()
+
+
+def _prompt_entries() -> list[Any]:
+    """What stands in the stream of a task that asked how likely its prompt was."""
+    logprobs = [None if (one := prompt_logprob(k, t)) is None else [one, []] for k, t in enumerate(_PROMPT)]
+    return [{"prompt": 0, "token_ids": _PROMPT, "logprobs": logprobs}]
+
+
+def _best(seed: int, length: int) -> list[int]:
+    """The candidates that best_of chooses, best first."""
+    return sorted(range(_BEST_OF), key=lambda made: -sum(logprob(seed, made, index) for index in range(length)))
 
 
 def _keys(server: Redis, pattern: str) -> list[str]:

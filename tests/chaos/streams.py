@@ -43,6 +43,20 @@ class Stored:
                 found[entry[0]].append(entry[2])
         return found
 
+    @property
+    def discarded(self) -> int:
+        """Tokens of the candidates that best_of did not choose."""
+        task = self.record.task
+        if self.record.status != "completed" or not task.get("best_of"):
+            return 0
+        return (int(task["best_of"]) - self.record.n) * int(task["max_tokens"])
+
+    @property
+    def prompt(self) -> list[Any]:
+        """The entries before the first token."""
+        first = next((at for at, (_, entry) in enumerate(self.entries) if isinstance(entry, list)), len(self.entries))
+        return [entry for _, entry in self.entries[:first] if "end" not in entry]
+
     def faults(self, statuses: Sequence[str] = ("completed",), deaths: int = 0) -> list[str]:
         """What is wrong with it: it should be settled, in one of these states, after at most so many deaths."""
         fields, found = self.record.fields, []
@@ -75,6 +89,6 @@ class Stored:
             found.append(f"has terminal entries at {ends} of {len(self.entries)}")
         elif self.entries[-1][1]["end"] != self.record.status:
             found.append(f"is {self.record.status}, its stream says {self.entries[-1][1]['end']}")
-        elif self.entries[-1][1]["usage"]["output_tokens"] != sum(map(len, self.tokens)):
+        elif self.entries[-1][1]["usage"]["output_tokens"] != sum(map(len, self.tokens)) + self.discarded:
             found.append(f"is billed {self.entries[-1][1]['usage']} for {sum(map(len, self.tokens))} tokens")
         return found

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from redis import Redis
 
 from producers import keys, protocol
-from producers.events import Logprobs, encode_token
+from producers.events import Logprobs, encode_prompt, encode_token
 from producers.protocol import Append, Claimed
 from producers.script import run, text
 
@@ -42,6 +42,11 @@ class FakeWorker:
         if answer.record is not None:
             self.claims[task_id] = claim
         return answer
+
+    def prompt(self, task_id: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> str:
+        """How likely its prompt was."""
+        entries = encode_prompt(token_ids, logprobs)
+        return text(run(self.redis, protocol.prompt(task_id, self.claims[task_id], entries)))
 
     def append(
         self,

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.events import End, Logprobs, Token, decode, decode_message, encode_token, stream_position
+from producers.events import (
+    End,
+    Logprobs,
+    Token,
+    decode,
+    decode_message,
+    encode_prompt,
+    encode_token,
+    stream_position,
+)
 
 LOGPROB = st.floats(-100, 0)
 LOGPROBS = st.none() | st.tuples(LOGPROB, st.lists(st.tuples(st.integers(0, 2**31), LOGPROB), max_size=3).map(tuple))
@@ -32,6 +41,16 @@ def test_a_token_comes_back_as_it_was_written(
     assert decode(9, json.loads(entry)) == Token(9, choice, index, token_id, text, logprobs, finish)
     ((position, parsed),) = decode_message(f"[4,{entry}]")
     assert decode(position, parsed) == Token(4, choice, index, token_id, text, logprobs, finish)
+
+
+@given(st.lists(LOGPROBS, min_size=1, max_size=4), st.sampled_from([1, 510, 512, 1023]))
+def test_a_prompt_comes_back_in_pieces_as_it_was_written(some: list[Logprobs | None], length: int) -> None:
+    logprobs = (some * length)[:length]
+    pieces = [decode(at, json.loads(entry)) for at, entry in enumerate(encode_prompt(range(length), logprobs))]
+    assert [piece.first for piece in pieces] == list(range(0, length, 512))
+    assert [piece.position for piece in pieces] == list(range(len(pieces)))
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == list(range(length))
+    assert [one for piece in pieces for one in piece.logprobs] == logprobs
 
 
 def test_a_terminal_entry_is_an_end_and_an_unknown_kind_is_nothing() -> None:

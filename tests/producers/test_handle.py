@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import Client, End, PenstockError, TaskFailed, TaskNotFound, Token, keys
+from producers import Client, End, PenstockError, Prompt, TaskFailed, TaskNotFound, Token, keys
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
@@ -63,6 +63,26 @@ def test_several_choices_and_logprobs_are_kept_apart(client: Face, worker: FakeW
     assert second.logprobs == ((-0.5, ((7, -0.5),)), (-0.25, ((8, -0.125),)))
     ends = [(e.choice, e.index) for e in handle.stream() if isinstance(e, Token) and e.finish_reason]
     assert ends == [(0, 1), (1, 1)]
+
+
+def test_a_prompts_logprobs_come_before_its_tokens_and_count_none(client: Face, worker: FakeWorker) -> None:
+    handle = client.submit(model="tiny", prompt=[7], prompt_logprobs=1)
+    logprobs = [None, *((-k / 8, ((k, -0.5),)) for k in range(1, 700))]
+    worker.claim(handle.id)
+    timer = later(lambda: worker.prompt(handle.id, range(700), logprobs))
+    stream = handle.stream()
+    parts = [next(stream), next(stream)]
+    timer.join()
+    assert [type(part) for part in parts] == [Prompt, Prompt]
+    assert [(part.position, part.first, len(part.token_ids)) for part in parts] == [(0, 0, 512), (1, 512, 188)]
+    worker.append(handle.id, 0, ["a", "b"])
+    worker.finish(handle.id, [2])
+    assert [(e.position, getattr(e, "index", None)) for e in stream] == [(2, 0), (3, 1), (4, None)]
+    result = handle.result(timeout=5)
+    assert result.prompt_token_ids == tuple(range(700))
+    assert result.prompt_logprobs == tuple(logprobs)
+    assert result.usage["output_tokens"] == 2
+    assert [e.position for e in handle.stream(start=1)] == [1, 2, 3, 4]
 
 
 def test_a_stream_is_read_from_any_position(client: Face, worker: FakeWorker) -> None:

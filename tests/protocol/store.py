@@ -35,6 +35,7 @@ FIELDS = {
         "usage",
         "error",
     ),
+    *("prompt", "discarded"),
 }
 
 
@@ -105,7 +106,7 @@ class Pair(RuleBasedStateMachine):
             owner=fields.get("owner"),
             deaths=int(fields["deaths"]),
             settled="settled" in fields,
-            stream=tuple(e for _, e in stored.entries if not e.startswith('{"end"')),
+            stream=tuple(e for _, e in stored.entries if e.startswith("[")),
             next=nexts,
             end=fields.get("end"),
             claims=int(fields.get("claims", 0)),
@@ -114,7 +115,10 @@ class Pair(RuleBasedStateMachine):
             why=self._why(fields),
             stuck=int(fields.get("stuck", 0)),
             mark=int(fields.get("mark", 0)),
+            prompt=self._prompt(stored),
+            discarded=int(fields.get("discarded", 0)),
         )
+        assert int(fields.get("prompt", 0)) == len(r.prompt)
         assert real == r
         assert [name for name, _ in stored.entries] == [f"{at + 1}-0" for at in range(len(stored.entries))]
         assert [json.dumps(json.loads(e)) for _, e in stored.entries] == self.published[t]
@@ -124,7 +128,17 @@ class Pair(RuleBasedStateMachine):
         if r.end:
             self._same_end(r, stored)
         else:
-            assert len(stored.entries) == len(r.stream)
+            assert len(stored.entries) == len(r.prompt) + len(r.stream)
+
+    @staticmethod
+    def _prompt(stored: Stored) -> tuple[int, ...]:
+        """Of each entry of the prompt's, how many tokens stand before it."""
+        found, tokens = [], 0
+        for _, entry in stored.entries:
+            if entry.startswith('{"prompt"'):
+                found.append(tokens)
+            tokens += entry.startswith("[")
+        return tuple(found)
 
     @staticmethod
     def _why(fields: dict[str, str]) -> str | None:
@@ -133,11 +147,11 @@ class Pair(RuleBasedStateMachine):
 
     @staticmethod
     def _same_end(r: Rec, stored: Stored) -> None:
-        assert len(stored.entries) == len(r.stream) + 1
+        assert len(stored.entries) == len(r.prompt) + len(r.stream) + 1
         end = json.loads(stored.entries[-1][1])
         assert end["end"] == r.end
         assert {"reasons": end["reasons"], "usage": end["usage"], "error": end["error"]} == {
             name: stored.json(name) for name in ("reasons", "usage", "error")
         }
-        assert end["usage"]["output_tokens"] == sum(r.next)
+        assert end["usage"]["output_tokens"] == sum(r.next) + r.discarded
         assert end["usage"]["prompt_tokens"] == (PROMPT if "started" in stored.fields else 0)

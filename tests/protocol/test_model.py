@@ -23,6 +23,8 @@ SMALL = {
     "slow": with_faults(SCENARIOS["slow"], crash=2),
     "reader": with_faults(SCENARIOS["reader"], drop=1, crash=1),
     "sqs": with_faults(SCENARIOS["sqs"], dup=1, crash=1),
+    "prompt": with_faults(SCENARIOS["prompt"], tail=1, crash=1, lost=1),
+    "prompt-alone": with_faults(SCENARIOS["prompt-alone"], tail=1, drain=1, lost=1),
     "two": with_faults(SCENARIOS["two"], crash=1),
     **{
         name: SCENARIOS[name]
@@ -51,6 +53,9 @@ FAULTS: dict[str, dict[str, int]] = {
     "ack_uuid": {"dup": 1, "crash": 1},
     "claim_lease": {"expire": 1, "lost": 1, "crash": 1},
     "finish_next": {"tail": 1},
+    "prompt_fence": {"expire": 1, "deadline": 1},
+    "prompt_once": {"lost": 1},
+    "prompt_first": {"tail": 1},
 }
 
 

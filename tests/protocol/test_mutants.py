@@ -25,7 +25,7 @@ STORE = {
     "APPEND asks for no claim": ("append", "r[1] ~= claim or r[2]", "r[2]"),
     "APPEND writes after the end": ("append", "r[1] ~= claim or r[2]", "r[1] ~= claim"),
     "APPEND publishes an overlap again": ("append", "first = first + (next - i)", ""),
-    "APPEND leaves a gap": ("append", "if i > next then", "if i > next + 1 then"),
+    "APPEND leaves a gap": ("append", "if i > next or", "if i > next + 1 or"),
     "FINISH asks for no claim": ("finish", "not status or r[2] ~= claim", "not status"),
     "FINISH compares no index": ("finish", "same and next == tonumber(ARGV[k])", "same"),
     "FINISH writes over a cancel": ("finish", "final = 'cancelled'", "final = ARGV[3]"),

@@ -58,6 +58,8 @@ class TextStream:
         if event["event"] == "end":
             for index in sorted(self._texts):
                 self._whole(index, None)
+        elif event["event"] == "prompt":
+            return  # how likely the prompt was is for --json
         elif not self._several:
             self._write(event["text"])
         else:

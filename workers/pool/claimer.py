@@ -166,7 +166,9 @@ class Claimer(threading.Thread):
         runtime = self._runtime
         try:
             request = self._request(delivery)
+            delivery.prompt_ids = request.prompt_ids
             delivery.prompt_tokens = len(request.prompt_ids)
+            delivery.selects = request.params.selects
             runtime.running[delivery.uuid] = delivery
             runtime.engine.submit(request, runtime.publisher.on_event)
         except (RequestError, InvalidTask) as exc:
@@ -196,17 +198,22 @@ class Claimer(threading.Thread):
         return Request(
             id=delivery.uuid,
             prompt_ids=self._runtime.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
-            params=self._params(task),
+            params=self._params(task, delivery),
             tier=keys.TIERS[task.tier][0],
             salt=task.tenant or "",
             resume=self._published(delivery) if any(delivery.base) else [],
         )
 
-    def _params(self, task: Task) -> SamplingParams:
-        """The task's own, else the card's, else everybody's."""
+    def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
+        """The task's own, else the card's, else everybody's; without what earlier workers have published as a whole."""
         usual = {**DEFAULTS, **self._runtime.card.get("defaults", {})}
         asked = {field.name: getattr(task, field.name) for field in fields(SamplingParams)}
-        return SamplingParams(**asked | {name: usual[name] for name in DEFAULTS if asked[name] is None})
+        filled = {name: usual[name] for name in DEFAULTS if asked[name] is None}
+        if delivery.scored:
+            filled["prompt_logprobs"] = None
+        if any(delivery.base):
+            filled["best_of"] = None
+        return SamplingParams(**asked | filled)
 
     def _published(self, delivery: Delivery) -> list[list[int]]:
         """The tokens that earlier workers published, per choice: this worker goes on from there."""

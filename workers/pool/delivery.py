@@ -8,6 +8,7 @@ from typing import Any
 
 from celery.worker.state import task_ready
 
+from engine.request import Event
 from producers.record import Record
 from workers.incarnation import Incarnation
 
@@ -57,6 +58,17 @@ class Delivery:
     """Per choice, the index at which this worker took over."""
     entries: list[list[str]] = field(default_factory=list)
     """Per choice, the stream entries made here, from `base` on: a failover may ask for the last ones again."""
+    prompt_ids: list[int] = field(default_factory=list)
+    prompt: list[str] = field(default_factory=list)
+    """The stream entries of the prompt's log probabilities, where they were made here."""
+    scored: bool = False
+    """They are in the stream, or on their way: tokens come after them."""
+    selects: bool = False
+    """The engine makes more choices than are published, all at the end."""
+    held: list[Event] = field(default_factory=list)
+    """What it said of those, until all is said."""
+    discarded: int = 0
+    """Tokens of those that are not published."""
     reasons: list[str | None] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -71,6 +83,7 @@ class Delivery:
         self.record = record
         self.base = nexts
         self.entries = [[] for _ in nexts]
+        self.scored = record.scored
         self.reasons = [None] * len(nexts)
 
     def next_index(self, choice: int) -> int:

@@ -35,7 +35,7 @@ class News:
                 output = self.output(number * n + event.choice)
                 output.tokens.append(event)
                 output.reason = event.finish_reason
-            else:
+            elif isinstance(event, End):
                 self.ends[number] = event
                 # A choice without a token has its reason here alone.
                 for choice, reason in enumerate(event.reasons):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from producers import keys
-from producers.events import End, Token
+from producers.events import End, Prompt, Token
 from producers.gateway.sse import encode
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, until
@@ -362,6 +362,19 @@ def test_a_token_event_is_three_ascii_lines_whose_json_says_it_all(
     if logprobs is not None:
         assert said.pop("logprobs")["top"] == [{"token_id": 3, "logprob": -0.5}, {"token_id": 4, "logprob": -1.25}]
     assert said == {"position": position, "choice": 1, "index": 2, "token_id": 3}
+
+
+def test_a_prompt_event_says_how_likely_each_token_was() -> None:
+    lines = encode(Prompt(0, 512, (5, 6), (None, (-0.5, ((7, -0.25),)))))
+    assert lines.startswith("id: 0\nevent: prompt\ndata: ")
+    assert json.loads(lines.split("data: ")[1]) == {
+        "position": 0,
+        "first": 512,
+        "tokens": [
+            {"token_id": 5, "logprob": None, "top": []},
+            {"token_id": 6, "logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}]},
+        ],
+    }
 
 
 def test_an_end_event_names_the_reason_of_each_choice() -> None:

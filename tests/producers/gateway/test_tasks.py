@@ -105,6 +105,9 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
     "infinite temperature": (bad(temperature=float("inf")), 400, "invalid_value", "temperature", "inf"),
     "text temperature": (bad(temperature="0.5"), 400, "invalid_type", "temperature", "0.5"),
     "negative max_tokens": (bad(max_tokens=-1), 400, "invalid_value", "max_tokens", "-1"),
+    "best of too few": (bad(n=3, best_of=2), 400, "invalid_value", "best_of", "2"),
+    "a bias of no token": (bad(logit_bias={"5000": 1}), 400, "invalid_value", "logit_bias", "5000"),
+    "huge prompt_logprobs": (bad(prompt_logprobs=10**400), 400, "invalid_value", "prompt_logprobs", "20"),
     "bool max_tokens": (bad(max_tokens=True), 400, "invalid_type", "max_tokens", "True"),
     "fractional max_tokens": (bad(max_tokens=1.5), 400, "invalid_type", "max_tokens", "1.5"),
     "negative top_k": (bad(top_k=-1), 400, "invalid_value", "top_k", "-1"),
@@ -254,6 +257,21 @@ class TestLook:
             {"logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}]},
             {"logprob": -1.0, "top": []},
         ]
+
+    def test_a_prompts_logprobs_come_where_they_were_asked_for(
+        self, http: httpx.Client, submit: Submit, worker: FakeWorker
+    ) -> None:
+        task_id = submit(prompt=[5, 6], prompt_logprobs=1, max_tokens=0)
+        worker.claim(task_id)
+        assert worker.prompt(task_id, [5, 6], [None, (-0.5, ((7, -0.25),))]) == "ok"
+        worker.finish(task_id, [0], reasons=["length"])
+        task = http.get(f"/v1/tasks/{task_id}").json()
+        assert task["prompt_logprobs"] == [
+            {"token_id": 5, "logprob": None, "top": []},
+            {"token_id": 6, "logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}]},
+        ]
+        (choice,) = task["choices"]
+        assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "length")
 
     def test_a_failed_task_says_why_and_keeps_what_it_had(
         self, http: httpx.Client, submit: Submit, worker: FakeWorker

@@ -41,6 +41,8 @@ def _links(r: Rec | None, g: Ghost) -> str:
 def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
     if g.final and r.status != g.final:
         return f"S2 final {g.final} became {r.status}"
+    if cfg.prompt and r.prompt != (0,) and (r.prompt or r.stream or r.status == "completed"):
+        return "S1 the prompt's entry does not stand before token 0, once"
     if r.status == "completed" and len(r.stream) != cfg.length:
         return "S1 completed with a wrong text"
     if not cfg.differ and r.stream != tuple(range(len(r.stream))):

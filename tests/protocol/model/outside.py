@@ -70,9 +70,9 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield f"record {t} expires", False, store(s, t, None)._replace(budget=b)
     if (b := spend(s, "dup")) and any(m[0] == t for m in s.queue):
         yield f"message {t} is duplicated", False, s._replace(queue=enqueue(s.queue, message(s, cfg, t)), budget=b)
-    if (b := spend(s, "tail")) and r and r.stream and r.status not in FINAL:
-        cut = r._replace(stream=r.stream[:-1], next=(len(r.stream) - 1,))
-        yield f"failover drops the last token of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)
+    if (b := spend(s, "tail")) and r and (r.stream or r.prompt) and r.status not in FINAL:
+        cut = r._replace(stream=r.stream[:-1], next=(len(r.stream) - 1,)) if r.stream else r._replace(prompt=())
+        yield f"failover drops the last entry of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)
 
 
 def _may_expire(s: State, t: int, cfg: Cfg, rules: Rules) -> bool:

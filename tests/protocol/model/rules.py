@@ -33,6 +33,11 @@ RULES: dict[str, Rule] = {
     "append_claim": Rule("crash", "APPEND compares the claim"),
     "append_index": Rule("lost", "APPEND compares the index with the choice's next"),
     "append_final": Rule("cancel", "APPEND refuses a final record", behind=("owner_first",)),
+    "prompt_fence": Rule("prompt", "PROMPT compares the claim and refuses a final record"),
+    "prompt_once": Rule("prompt", "PROMPT called again answers ok and writes nothing"),
+    "prompt_first": Rule(
+        "prompt", "APPEND and FINISH take nothing where the prompt's entry is to stand first and does not (lost tail)"
+    ),
     "finish_fence": Rule("crash", "FINISH compares the claim and refuses a final record"),
     "finish_idem": Rule("lost", "FINISH called again by the winning claim answers won"),
     "finish_next": Rule("tail", "FINISH compares the caller's next index (a failover may have lost the tail)"),

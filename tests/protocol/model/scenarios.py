@@ -19,6 +19,7 @@ def _world(
     reader: bool = False,
     rival: bool = False,
     killer: int = 0,
+    prompt: bool = False,
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -30,7 +31,9 @@ def _world(
         raise ValueError(f"unknown faults {sorted(unknown)}; there are {', '.join(FAULTS)}")
     budget = tuple(faults.get(k, 0) for k in FAULTS)
     sent = sent and not plain
-    return Cfg(name, tasks, workers, length, limit, plain, sqs, split, differ, reader, rival, killer, sent, budget)
+    return Cfg(
+        name, tasks, workers, length, limit, plain, sqs, split, differ, reader, rival, killer, prompt, sent, budget
+    )
 
 
 _LIST = [
@@ -57,6 +60,8 @@ _LIST = [
     _world("innocent-both", tasks=2, workers=(0, 0, 1), killer=2, limit=2, length=1),
     _world("reader", reader=True, drop=1, crash=1, expire=1, cancel=1),
     _world("tail", reader=True, tail=1, expire=1, lost=1),
+    _world("prompt", prompt=True, tail=1, crash=1, expire=1, lost=1, deadline=1, length=1),
+    _world("prompt-alone", prompt=True, tail=1, crash=1, expire=1, lost=1, drain=1, length=0),
     _world("slots", workers=(0, 0), dup=1, crash=1, lost=1, cancel=1),
     _world("sqs-lost", sqs=True, dup=1, lost=1, drain=1, ttl=1, length=1),
     _world("sqs", sqs=True, dup=2, crash=1, expire=1, differ=True),

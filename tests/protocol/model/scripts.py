@@ -13,7 +13,8 @@ Rules = frozenset[str]
 
 
 class Rec(NamedTuple):
-    """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up."""
+    """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up.
+    `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -31,6 +32,13 @@ class Rec(NamedTuple):
     why: str | None = None
     stuck: int = 0
     mark: int = 0
+    prompt: tuple[int, ...] = ()
+    discarded: int = 0
+
+    @property
+    def length(self) -> int:
+        """Entries in the stream, but for the terminal one."""
+        return len(self.prompt) + len(self.stream)
 
 
 #: So many times the limit of deaths, and a task is given up though it got on.
@@ -95,7 +103,7 @@ def claim(
     if busy:
         return "busy", r
     died = r.claim is not None
-    got_on = len(r.stream) > r.mark and "progress_absolves" in rules
+    got_on = r.length > r.mark and "progress_absolves" in rules
     r = _left(r, rules)._replace(claim=c, owner=inc, deaths=r.deaths + died, stuck=0 if got_on else r.stuck + died)
     if r.cancel:
         return "settle", _final(r, "cancelled", rules)
@@ -104,18 +112,40 @@ def claim(
     given_up = r.stuck >= limit or r.deaths >= STRETCH * limit
     if given_up or (condemned and not r.claims and "condemned_fails" in rules):
         return "settle", _final(r, "failed", rules, why="dead")
-    return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=len(r.stream))
+    return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=r.length)
+
+
+def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec | None]:
+    """`entries`: how many they are."""
+    if r is None or ("prompt_fence" in rules and (r.claim != c or r.status in FINAL)):
+        return "other", r
+    if r.cancel:
+        return "cancel", r
+    if r.prompt and "prompt_once" in rules:
+        return "ok", r
+    return "ok", r._replace(prompt=r.prompt + (len(r.stream),) * entries)
 
 
 def append(
-    r: Rec | None, c: Any, choice: int, i: int, entries: tuple[Any, ...], rules: Rules
+    r: Rec | None,
+    c: Any,
+    choice: int,
+    i: int,
+    entries: tuple[Any, ...],
+    rules: Rules,
+    *,
+    scored: bool = False,
+    discarded: int = 0,
 ) -> tuple[str, int, Rec | None]:
-    """Answers and the choice's next index. `entries` are the choice's tokens from index `i` on."""
+    """Answers and the choice's next index. `entries` are the choice's tokens from index `i` on; `scored`: PROMPT came
+    before."""
     if r is None or (r.claim != c and "append_claim" in rules) or (r.status in FINAL and "append_final" in rules):
         return "other", 0, r
     at = r.next[choice]
     if r.cancel:
         return "cancel", at, r
+    if scored and not r.prompt and "prompt_first" in rules:
+        return "resend", at, r
     if "append_index" in rules:
         if i > at:
             return "resend", at, r
@@ -123,11 +153,12 @@ def append(
     if not entries:
         return "ok", at, r
     at += len(entries)
-    return "ok", at, r._replace(stream=r.stream + entries, next=(*r.next[:choice], at, *r.next[choice + 1 :]))
+    nexts = (*r.next[:choice], at, *r.next[choice + 1 :])
+    return "ok", at, r._replace(stream=r.stream + entries, next=nexts, discarded=discarded or r.discarded)
 
 
 def finish(
-    r: Rec | None, c: Any, nexts: tuple[int, ...], rules: Rules, status: str = "completed"
+    r: Rec | None, c: Any, nexts: tuple[int, ...], rules: Rules, status: str = "completed", *, scored: bool = False
 ) -> tuple[str, Rec | None]:
     if r is None:
         return "other", r
@@ -139,6 +170,8 @@ def finish(
     if r.cancel and "finish_cancel" in rules:
         return ("won", _final(r, "cancelled", rules)) if "cancel_wins" in rules else ("other", r)
     if nexts != r.next and "finish_next" in rules:
+        return "resend", r
+    if scored and not r.prompt and "prompt_first" in rules:
         return "resend", r
     return "won", _final(r, status, rules)
 

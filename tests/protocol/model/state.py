@@ -31,7 +31,8 @@ SQS = -1
 
 
 class Cfg(NamedTuple):
-    """A scenario. `workers[i]` is the process that slot i belongs to; `killer`: how many workers task 0 may kill."""
+    """A scenario. `workers[i]` is the process that slot i belongs to; `killer`: how many workers task 0 may kill;
+    `prompt`: tasks have an entry for their prompt, before their tokens."""
 
     name: str
     tasks: int
@@ -45,6 +46,7 @@ class Cfg(NamedTuple):
     reader: bool
     rival: bool
     killer: int
+    prompt: bool
     sent: bool
     budget: tuple[int, ...]
 
@@ -56,7 +58,7 @@ class Cfg(NamedTuple):
 
 class Slot(NamedTuple):
     """A worker's slot: what it does next (`pc`), message, delivery, claim, the text it has seen, and what it was told:
-    `condemned` by FETCH, or `dead` where the task was given up."""
+    `condemned` by FETCH, or `dead` where the task was given up, or `taken` where another published the prompt."""
 
     pc: str
     msg: Any = None
@@ -153,7 +155,7 @@ def is_suspect(s: State, cfg: Cfg, t: int) -> bool:
     return cfg.counting and 0 < s.reaped[t] >= cfg.limit - 1
 
 
-KEEPS_PREFIX = ("got", "run", "fin", "popped")
+KEEPS_PREFIX = ("got", "score", "run", "fin", "popped")
 KEEPS_CLAIM = ("release_back", "release_ack", "release_end", "retry_pub", "retry_ack")
 
 

@@ -81,10 +81,12 @@ def slot_steps(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield "enter in flight", p._replace(pc="got"), s._replace(infl=s.infl | {(p.d, inc, p.msg)})
     elif p.pc == "got":
         yield from _claim(s, p, inc, cfg, rules)
+    elif p.pc == "score":
+        yield _prompt(s, p, rules)
     elif p.pc == "run" and len(p.prefix) < cfg.length:
         yield _append(s, p, i, cfg, rules)
     elif p.pc in ("run", "fin"):
-        yield _finish(s, p, rules)
+        yield _finish(s, p, cfg, rules)
     else:
         yield from _put_down(s, p, cfg, rules)
 
@@ -135,21 +137,46 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
     ):
         s2 = haunt(s2, t, excused=inc not in s.ls, idle=s.ghosts[t].idle + (answer == "go"))
     back = "back" if "not_busy_back" in rules else "hold"
+    scored = bool(r2 and r2.prompt)
     pc = {
-        "go": "run",
+        "go": "score" if cfg.prompt and not scored else "run",
         "settle": "trace",
         "done": "ack",
         "lost": back,
         "busy": back if "busy_no_ack" in rules else "ack",
     }[answer]
-    note = "dead" if answer == "settle" and r2 and r2.why == "dead" else ""
+    note = "dead" if answer == "settle" and r2 and r2.why == "dead" else "taken" if answer == "go" and scored else ""
     yield f"CLAIM -> {answer}", p._replace(pc=pc, prefix=r2.stream if answer == "go" and r2 else (), note=note), s2
+
+
+def _prompt(s: State, p: Slot, rules: Rules) -> Step:
+    t = p.msg[0]
+    r = s.recs[t]
+    answer, r2 = scripts.prompt(r, p.c, 1, rules)
+    s2 = store(s, t, r2)
+    if r2 is not r:
+        s2 = haunt(s2, t, idle=0)
+    if r and r2 is not r and r.end and not s.ghosts[t].bad:
+        s2 = haunt(s2, t, bad="S6 the prompt's entry after the terminal entry")
+    after = {
+        "ok": p._replace(pc="run"),
+        "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
+        "cancel": p._replace(pc="fin"),
+    }[answer]
+    return f"PROMPT -> {answer}", after, s2
+
+
+def _again(p: Slot, r: Rec | None, at: int, cfg: Cfg) -> Slot:
+    """A failover lost the tail: from there once more, the prompt's entry first, if it is gone and was made here."""
+    if cfg.prompt and r and not r.prompt:
+        return p._replace(pc="release_back" if p.note == "taken" else "score", prefix=p.prefix[:at])
+    return p._replace(pc="run", prefix=p.prefix[:at])
 
 
 def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
     t, n = p.msg[0], len(p.prefix)
     r, token = s.recs[t], i if cfg.differ else n
-    answer, at, r2 = scripts.append(r, p.c, 0, n, (token,), rules)
+    answer, at, r2 = scripts.append(r, p.c, 0, n, (token,), rules, scored=cfg.prompt)
     s2 = store(s, t, r2)
     if r2 is not r:
         s2 = haunt(s2, t, idle=0)
@@ -160,25 +187,25 @@ def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
             s2 = haunt(s2, t, bad="S1 token on top of a text its author never saw")
     after = {
         "ok": p._replace(prefix=(*p.prefix, token)),
-        "resend": p._replace(prefix=p.prefix[:at]),
+        "resend": _again(p, r, at, cfg),
         "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
         "cancel": p._replace(pc="fin"),
     }[answer]
     return f"APPEND {n} -> {answer}", after, s2
 
 
-def _finish(s: State, p: Slot, rules: Rules) -> Step:
+def _finish(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Step:
     t = p.msg[0]
     r, g = s.recs[t], s.ghosts[t]
     if "tracer_after" not in rules and p.pc == "run":
         return "tracer", p._replace(pc="fin"), haunt(s, t, links=min(g.links + 1, 2))
     if "end_in_script" not in rules and r and r.claim == p.c and not r.end:
         return "APPEND terminal entry", p, store(s, t, r._replace(end="completed"))
-    answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules)
+    answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules, scored=cfg.prompt)
     after = {
         "won": p._replace(pc="trace" if "tracer_after" in rules else "settle"),
         "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
-        "resend": p._replace(pc="run", prefix=p.prefix[: len(r.stream)] if r else ()),
+        "resend": _again(p, r, len(r.stream) if r else 0, cfg),
     }[answer]
     return f"FINISH -> {answer}", after, store(s, t, r2)
 

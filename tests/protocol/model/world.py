@@ -65,7 +65,7 @@ def _slot(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             if p.pc == "idle":
                 again = Slot("refetch", d=after.d) if "fetch_idem" in rules and not cfg.sqs else IDLE
             yield me + label + ", reply lost", False, s2._replace(slots=put(s.slots, i, again), budget=lost)
-    if p.pc != "run" or toxic(s, cfg, p):
+    if p.pc not in ("score", "run") or toxic(s, cfg, p):
         return
     for fault, pc in (("drain", "release_back"), ("retry", "retry_pub" if "retry_order" in rules else "retry_ack")):
         if b := spend(s, fault):

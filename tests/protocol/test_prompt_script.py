@@ -1,0 +1,165 @@
+"""PROMPT, and what APPEND and FINISH do about it, as the model says: of one task, with owners, cancels, lost tails."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from redis import Redis
+
+from producers import keys, protocol
+from producers.events import encode_prompt, encode_token
+from producers.script import text
+from tests.protocol.model import ALL, scripts
+from tests.protocol.server import Mutant
+from tests.protocol.store import INCS, LIMIT, PROMPT, TASKS, Pair
+
+TASK = "t2"
+CHOICES = TASKS[TASK]
+mostly = st.sampled_from([True, True, True, False])
+
+
+class PromptMachine(Pair):
+    """Claims are numbered; the last one made holds the task, as long as nobody ended it."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.open()
+        self.claims = itertools.count(1)
+        self.owners = itertools.cycle(INCS)
+        fields = {"n": CHOICES, "prompt_tokens": PROMPT}
+        self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
+        new = scripts.SUBMITTED._replace(next=(0,) * CHOICES)
+        _, self.model[TASK] = scripts.admit(None, "mine", False, ALL, new)
+        self.compare()
+        self.take_up()
+
+    @rule()
+    def take_up(self) -> None:
+        """Its worker is lost, another takes the task up."""
+        r = self.model[TASK]
+        if r and r.owner:
+            self.server.lease(r.owner, False)
+            self.live.discard(r.owner)
+        inc, c = next(self.owners), f"c{next(self.claims)}"
+        self.server.lease(inc, True)
+        self.live.add(inc)
+
+        def step() -> None:
+            answer = protocol.read_claim(TASK, self.server.run(protocol.claim(TASK, c, inc, max_deaths=LIMIT)))
+            expected, self.model[TASK] = scripts.claim(self.model[TASK], c, inc, self.live, ALL, limit=LIMIT)
+            assert answer.answer == expected
+
+        self.do(step)
+
+    @rule(valid=mostly, tokens=st.sampled_from([1, 512, 513]))
+    def prompt(self, valid: bool, tokens: int) -> None:
+        c, entries = self.held(TASK, valid), encode_prompt([7] * tokens, [None] * tokens)
+
+        def step() -> None:
+            answer = text(self.server.run(protocol.prompt(TASK, c, entries)))
+            expected, self.model[TASK] = scripts.prompt(self.model[TASK], c, len(entries), ALL)
+            assert answer == expected
+
+        self.do(step)
+
+    @rule(valid=mostly, choice=st.integers(0, CHOICES - 1), scored=mostly, discarded=st.sampled_from([0, 5]))
+    def append(self, valid: bool, choice: int, scored: bool, discarded: int) -> None:
+        r, c = self.model[TASK], self.held(TASK, valid)
+        i = r.next[choice] if r else 0
+        entries = [encode_token(choice, i, 40 + i, "a")]
+        call = protocol.append([protocol.Append(TASK, c, choice, i, entries, scored=scored, discarded=discarded)])
+
+        def step() -> None:
+            ((answer, at),) = protocol.read_append(self.server.run(call))
+            said, expected, self.model[TASK] = scripts.append(
+                self.model[TASK], c, choice, i, tuple(entries), ALL, scored=scored, discarded=discarded
+            )
+            assert (answer, at) == (said, expected)
+
+        self.do(step)
+
+    @rule(valid=mostly, scored=mostly, now=st.booleans())
+    def finish(self, valid: bool, scored: bool, now: bool) -> None:
+        if not now:
+            return
+        r, c = self.model[TASK], self.held(TASK, valid)
+        nexts = r.next if r else (0,) * CHOICES
+
+        def step() -> None:
+            answer = self.server.run(
+                protocol.finish(TASK, c, "completed", reasons="[]", nexts=nexts, prompt_tokens=PROMPT, scored=scored)
+            )
+            expected, self.model[TASK] = scripts.finish(self.model[TASK], c, nexts, ALL, scored=scored)
+            assert text(answer[0]) == expected
+
+        self.do(step)
+
+    @rule(now=mostly)
+    def cancel(self, now: bool) -> None:
+        if now:
+            return
+        accepted, status = self.server.run(protocol.cancel(TASK))
+        told, expected, after = scripts.cancel(self.model[TASK], self.live, ALL)
+        self.model[TASK] = after
+        assert (accepted, text(status)) == (int(told), expected)
+        if told and after and not after.end and after.owner in self.live:
+            self.controls = [(keys.control(after.owner), f"cancel {TASK}")]
+        self.compare()
+
+    @rule()
+    def again(self) -> None:
+        """The reply was lost: the very same call once more."""
+        self.do(self.last)
+
+    @rule()
+    def failover_loses_the_prompt(self) -> None:
+        """Nothing that came after it can have stayed."""
+        r = self.model[TASK]
+        if not r or not r.prompt or r.stream or r.end:
+            return
+        self.model[TASK] = r._replace(prompt=())
+        self.published[TASK] = []
+        self.server.redis.delete(keys.stream(TASK))
+        self.server.redis.hdel(keys.task(TASK), "prompt")
+
+
+MUTANTS = {
+    "PROMPT asks for no claim": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[2]"),
+    "PROMPT writes after the end": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[1] ~= ARGV[2]"),
+    "PROMPT does not see a cancel": ("prompt", "if r[3] then", "if false then"),
+    "PROMPT writes twice": ("prompt", "if r[4] then", "if false then"),
+    "PROMPT keeps silent about it": ("prompt", "redis.call('HSET', task, 'prompt', #ARGV - 2)", ""),
+    "PROMPT is published elsewhere": ("prompt", "(at + k - 3)", "(at + k - 2)"),
+    "APPEND goes on without the prompt": ("append", "(scored == '1' and not r[6])", "false"),
+    "APPEND forgets what was discarded": ("append", "discarded ~= '0'", "false"),
+    "APPEND takes the prompt for a token": ("append", "if not r[5] then", "if at == 0 then"),
+    "FINISH goes on without the prompt": ("finish", "ARGV[8] == '0' or r[4]", "true"),
+    "the end forgets what was discarded": ("finish", "redis.call('HGET', task, 'discarded') or", ""),
+}
+
+
+def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
+    """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
+    machine = type("Machine", (PromptMachine,), {"redis": redis, "mutant": mutant})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),
+    )
+
+
+@pytest.mark.usefixtures("valkey_url")
+def test_scripts_and_model_agree(valkey: Redis) -> None:
+    check(valkey, max_examples=40, stateful_step_count=25)
+
+
+@pytest.mark.parametrize("broken", MUTANTS)
+def test_a_broken_script_is_noticed(broken: str, valkey: Redis) -> None:
+    mutant = Mutant("producers", *MUTANTS[broken])
+    assert mutant.text()
+    with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
+        check(valkey, mutant, max_examples=80, stateful_step_count=25)
