@@ -14,6 +14,8 @@ from workers.bench.summary import gaps, time_to_first
 #: Told apart also by who sees few colours (Okabe and Ito, "Color universal design", 2008).
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 340, 64, 16, 44, 56
+#: Less than this (s) is drawn as this.
+SHORTEST: Final = 1e-3
 #: Points of a line: more than there are pixels show nothing more.
 POINTS: Final = 400
 
@@ -25,7 +27,7 @@ def plot(samples: Sequence[Sample], title: str) -> str:
     done = [sample for sample in samples if sample.error is None]
     latencies = {
         "TTFT": [ttft for sample in done if (ttft := time_to_first(sample)) is not None],
-        "time between tokens": [gap for sample in done for gap in gaps(sample)],
+        "between tokens": [gap for sample in done for gap in gaps(sample)],
         "end to end": [sample.ended - sample.due for sample in done],
         "queue wait": [sample.queue_wait for sample in done if sample.queue_wait is not None],
     }
@@ -93,8 +95,8 @@ def _distributions(latencies: dict[str, list[float]]) -> list[Line]:
     """Of each, (value, share of all that are at most so large)."""
     lines = []
     for name, values in latencies.items():
-        # On a logarithmic axis; what came in one piece has no time between.
-        ordered = sorted(max(value, 1e-5) for value in values)
+        # A logarithmic axis has no 0, which is the time between tokens that came in one piece.
+        ordered = sorted(max(value, SHORTEST) for value in values)
         picked = sorted({round(k * (len(ordered) - 1) / (POINTS - 1)) for k in range(POINTS)}) if ordered else []
         if picked:
             lines.append((name, [(ordered[k], (k + 1) / len(ordered)) for k in picked]))

@@ -150,8 +150,7 @@ def _report(figures: dict[str, Any]) -> None:
     from rich.table import Table
 
     requests, goodput, client = figures["requests"], figures["goodput"], figures["client"]
-    console = Console()
-    console.print(_title(figures), highlight=False)
+    typer.echo(_title(figures))
     table = Table(box=None, pad_edge=False)
     for heading in ("", "mean", "p50", "p95", "p99", "max"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -161,7 +160,7 @@ def _report(figures: dict[str, Any]) -> None:
     if len(figures["tiers"]) > 1:
         for tier, latencies in figures["tiers"].items():
             table.add_row(f"TTFT, {tier}", *_milliseconds(latencies["ttft"]))
-    console.print(table)
+    Console().print(table)
     lines = [
         f"requests  {requests['completed']} completed, {requests['failed']} failed in {figures['duration_s']:.2f} s: "
         f"{_number(figures['completed_per_s'])}/s completed, {_number(figures['offered_per_s'])}/s sent",
@@ -178,13 +177,13 @@ def _report(figures: dict[str, Any]) -> None:
         share = 100 * (goodput["share"] or 0.0)
         lines.append(f"goodput   {_number(goodput['per_s'])}/s, {share:.1f} % of all: {', '.join(asked)}")
     lines.append(
-        f"client    {100 * client['cpu']:.0f} % of a core, its loop late by {1000 * client['loop_late_p99_s']:.1f} ms "
-        "(p99)"
+        f"client    {100 * client['cpu']:.0f} % of a core; its loop came late by "
+        f"{1000 * client['loop_late_p99_s']:.1f} ms (p99): times are no finer than that"
     )
     if client["bottleneck"]:
-        lines.append("          that is too much: these figures say more of the client than of the system")
+        lines.append("          that is too much of a core: these figures say more of the client than of the system")
     for line in lines:
-        console.print(line, highlight=False)
+        typer.echo(line)
 
 
 def _title(figures: dict[str, Any]) -> str:

@@ -96,11 +96,14 @@ def test_tiers_have_figures_of_their_own() -> None:
     [
         (CLIENT, False),
         (Client(cpu_s=9.0, wall_s=10.0), True),
-        (Client(cpu_s=0.1, wall_s=10.0, lags=array("d", [0.05] * 10)), True),
     ],
 )
 def test_the_client_says_whether_it_was_in_the_way(client: Client, bottleneck: bool) -> None:
     assert summary(TWO, client, Limits())["client"]["bottleneck"] is bottleneck
+
+
+def test_the_client_says_how_late_it_was() -> None:
+    assert summary(TWO, CLIENT, Limits())["client"]["loop_late_p99_s"] == pytest.approx(0.001)
 
 
 def test_nothing_measured_is_no_error() -> None:
@@ -124,7 +127,7 @@ class TestPlot:
     def test_has_a_line_for_each_latency_and_for_the_load(self) -> None:
         picture = plot(TWO, "a <title> & more")
         texts = [text.text for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
-        assert {"a <title> & more", "TTFT", "time between tokens", "end to end", "queue wait"} <= set(texts)
+        assert {"a <title> & more", "TTFT", "between tokens", "end to end", "queue wait"} <= set(texts)
         assert len(self.lines(picture)) == 6
 
     def test_distributions_rise_to_the_right_and_stay_in_the_panel(self) -> None:

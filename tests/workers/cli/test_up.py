@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.producers.gateway.conftest import until
+from tests.producers.gateway.conftest import TINY, until
+from tests.workers.library.hub_server import Hub, Repo, running_hub
 from workers.cli.client import FINAL, Gateway
 from workers.cli.embedded import DataDir
 
@@ -211,11 +212,21 @@ def test_a_model_that_cannot_be_served_is_said_and_nothing_is_left(up: Callable[
     assert system.nothing_left()
 
 
-def test_on_a_broker_of_ones_own_no_server_is_started(up: Callable[..., Up], valkey_url: str, tmp_path: Path) -> None:
-    system = up("--broker", valkey_url, "--workers", "2", data_dir=tmp_path / "never")
-    gateway = system.wait_ready()
+def test_on_a_broker_of_ones_own_no_server_is_started_and_a_model_comes_from_a_hub_once(
+    up: Callable[..., Up], valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path.name: path.read_bytes() for path in TINY.iterdir()}
+    monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path / "models"))
+    with running_hub(Hub({"penstock/py": Repo(files)})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        model = "tiny=hf://penstock/py"
+        system = up("--broker", valkey_url, "--workers", "2", "--model", model, data_dir=tmp_path / "never")
+        gateway = system.wait_ready()
+        assert sorted(hub.fetched()) == sorted(files)  # by neither of the two workers again
     assert sorted(system.children()) == ["gateway", "worker"]  # two workers have the same name here
     assert not (tmp_path / "never").exists()
+    version = next((tmp_path / "models" / "tiny").glob("[!.]*")).name
+    assert [(model["id"], model["version"]) for model in gateway.models()] == [("tiny", version)]
     assert final(gateway, gateway.submit(task(max_tokens=4))["id"])["status"] == "completed"
     assert system.stop() == 0
 
