@@ -15,11 +15,11 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.loop import StepLoop
-from engine.memory import kv_blocks
+from engine.memory import kv_spaces
 from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
-from engine.runner import Runner, block_bytes
+from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
@@ -67,28 +67,25 @@ class Engine:
         self._model = model
         self.max_num_seqs = config.max_num_seqs
         self.max_model_len = _model_len(config.max_model_len, model.context_length)
-        blocks = kv_blocks(
-            config.kv_cache_bytes,
-            block_bytes(model, config.block_size),
-            config.block_size,
-            config.max_num_seqs,
-            self.max_model_len,
-            model.device,
-        )
-        self.kv_tokens_total = blocks * config.block_size
-        self.fingerprint = _fingerprint(model)
         batched = config.max_num_batched_tokens
         if batched is None:
             batched = max(_BATCHED_TOKENS[model.device.type], config.max_num_seqs)
-        runner = Runner(
-            model,
-            num_blocks=blocks,
+        spaces = kv_spaces(
+            config.kv_cache_bytes,
+            model.kv_groups,
+            model.kernels.compute_dtype.itemsize,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
+            sequences=config.max_num_seqs,
+            length=self.max_model_len,
+            step_tokens=batched,
+            device=model.device,
         )
+        #: Tokens of whole sequences that the KV cache has room for at one time.
+        self.kv_tokens_total = min(space.tokens_of_all(config.block_size, self.max_model_len) for space in spaces)
+        self.fingerprint = _fingerprint(model)
+        runner = Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
         scheduler = Scheduler(
-            num_blocks=blocks,
+            spaces=spaces,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=batched,

@@ -1,34 +1,75 @@
-"""How much memory the KV cache takes when nobody says."""
+"""How much memory the KV cache takes when nobody says, and how its groups share it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from engine.errors import EngineError, ModelError
+from engine.kv import KvGroup, KvSpace, window_blocks
 
 GIB = 1 << 30
 #: On a CPU the cache shares the machine with everything else.
 _CPU_PART, _CPU_MOST = 0.25, 4 * GIB
 #: On an accelerator it gets what the weights leave, less room for activations.
 _CUDA_PART, _CUDA_SPARE = 0.9, 1 * GIB
+#: How long a typical sequence is, in windows: groups with a window and without share the memory so that such sequences
+#: use up both. Longer ones run out of blocks without a window first, shorter ones of those with one.
+_TYPICAL_WINDOWS = 4
 
 
-def kv_blocks(
-    asked_bytes: int | None, block_bytes: int, block_size: int, sequences: int, length: int, device: torch.device
-) -> int:
-    """Blocks in the pool: what `asked_bytes` holds, else a part of the free memory.
+def kv_spaces(
+    asked_bytes: int | None,
+    groups: Sequence[KvGroup],
+    element_bytes: int,
+    *,
+    block_size: int,
+    sequences: int,
+    length: int,
+    step_tokens: int,
+    device: torch.device,
+) -> tuple[KvSpace, ...]:
+    """Blocks of each group: together what `asked_bytes` holds, else a part of the free memory.
 
-    Never more than `sequences` of `length` tokens could fill. Raises EngineError when not even one block fits.
+    Never more than `sequences` of `length` tokens could fill, of which `step_tokens` are computed in one step. Raises
+    EngineError when a group would not have the blocks that a single sequence takes to begin.
     """
     budget = free_bytes(device) if asked_bytes is None else asked_bytes
-    blocks = min(budget // block_bytes, sequences * -(-length // block_size))
-    if blocks < 1:
+
+    def of_one(group: KvGroup, tokens: int) -> int:
+        """Blocks of a sequence of so many tokens between two steps."""
+        blocks = -(-tokens // block_size)
+        return blocks if group.window is None else min(blocks, window_blocks(group.window, block_size))
+
+    windows = [group.window for group in groups if group.window is not None]
+    typical = min(length, _TYPICAL_WINDOWS * max(windows, default=length))
+    sizes = [block_bytes(group, block_size, element_bytes) for group in groups]
+    shares = [of_one(group, typical) for group in groups]
+    least = [1 if group.window is None else of_one(group, length) for group in groups]
+    # Behind a window a step's tokens come on top: at most so many whole blocks, and one begun by each sequence.
+    on_top = -(-step_tokens // block_size) + sequences
+    most = [min(sequences * -(-length // block_size), sequences * of_one(group, length) + on_top) for group in groups]
+    whole = budget // sum(size * share for size, share in zip(sizes, shares, strict=True))
+    counts = [max(low, min(whole * share, high)) for low, share, high in zip(least, shares, most, strict=True)]
+    left = budget - sum(count * size for count, size in zip(counts, sizes, strict=True))
+    if left < 0:
         source = f"kv_cache_bytes={asked_bytes}" if asked_bytes is not None else f"the free memory ({budget} bytes)"
-        raise EngineError(f"{source} does not hold one KV block of {block_bytes} bytes ({block_size} tokens)")
-    return blocks
+        needed = " and ".join(f"{count} of {size} bytes" for count, size in zip(least, sizes, strict=True))
+        raise EngineError(f"{source} does not hold the KV blocks of a single sequence: {needed} ({block_size} tokens)")
+    # What is left goes to those that grow with every token, and what they cannot use to the others.
+    for i in sorted(range(len(groups)), key=lambda i: groups[i].window is not None):
+        more = min(most[i] - counts[i], left // sizes[i])
+        counts[i] += more
+        left -= more * sizes[i]
+    return tuple(KvSpace(count, group.window) for count, group in zip(counts, groups, strict=True))
+
+
+def block_bytes(group: KvGroup, block_size: int, element_bytes: int) -> int:
+    """Memory that one block of a group takes, over all of its layers."""
+    return group.layers * 2 * block_size * group.kv_heads * group.head_dim * element_bytes
 
 
 def check_weights(folder: Path, wanted: int, device: torch.device) -> None:

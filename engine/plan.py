@@ -29,9 +29,10 @@ class ScheduledSeq:
 @dataclass(slots=True)
 class StepPlan:
     rows: list[ScheduledSeq] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source block, destination block), whole blocks, to be done before the forward pass. No destination comes
-    twice and no source is the destination of an earlier copy, so in order or all at once gives the same."""
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    """(KV group, source block, destination block), whole blocks, to be done before the forward pass. In a group no
+    destination comes twice and no source is the destination of an earlier copy, so in order or all at once gives the
+    same."""
     num_tokens: int = 0
 
 

@@ -31,14 +31,10 @@ class _Step:
     entered: set[int] = field(default_factory=set)
     """Serials of the sequences admitted in it: their blocks hold nothing yet."""
 
-    def put(self, seq: Sequence) -> None:
-        """Plan as much of a sequence as the budget has left, which may be nothing."""
-        pending = len(seq.tokens) - seq.computed
-        count = min(pending, self.budget - self.reserved)
-        if count > 0:
-            self.budget -= count
-            self.plan.num_tokens += count
-            self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, count == pending))
+    def put(self, seq: Sequence, count: int) -> None:
+        self.budget -= count
+        self.plan.num_tokens += count
+        self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, seq.computed + count == len(seq.tokens)))
 
 
 class Planner:
@@ -58,8 +54,6 @@ class Planner:
         self._groups = groups
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        # Free blocks that an admission leaves to those who run, so that it does not put one of them out at once.
-        self._headroom = max(1, tables.pool.num_blocks // 100)
         self.waiting = WaitingQueue(ageing_s)
         self.running: list[Sequence] = []  # sorted by running_key
         self._slots = list(range(max_num_seqs))  # a heap: low rows are used first, which keeps batches compact
@@ -98,12 +92,18 @@ class Planner:
 
         The last in order goes, which may be the sequence itself, but never one that is already in the plan.
         """
-        if not self._tables.grow(seq):
-            self._preempt_last(step)
-            return False
-        if len(seq.tokens) - seq.computed == 1:
-            step.reserved -= 1
-        step.put(seq)
+        pending = len(seq.tokens) - seq.computed
+        decodes = int(pending == 1)
+        reserved = step.reserved - decodes
+        count = min(pending, step.budget - reserved)
+        if count > 0:
+            # A decode that is still to come may want a block, too.
+            count = self._tables.grow(seq, count, spare=reserved)
+            if count == 0:
+                self._preempt_last(step)
+                return False
+            step.put(seq, count)
+        step.reserved = reserved
         return True
 
     def _admit(self, seq: Sequence, tier: int, step: _Step, freely: bool) -> bool:
@@ -128,14 +128,13 @@ class Planner:
         seq.status = Status.RUNNING
         seq.slot = heapq.heappop(self._slots)
         insort(self.running, seq, key=running_key)
-        copy = self._tables.take(seq, claim)
-        if copy is not None:
-            step.plan.copies.append(copy)
+        step.plan.copies += self._tables.take(seq, claim)
         if group.cached_tokens is None:
             group.cached_tokens = min(claim.computed, seq.prompt_len)
             self.cached_tokens += group.cached_tokens
         step.entered.add(seq.serial)
-        step.put(seq)
+        pending = len(seq.tokens) - seq.computed
+        step.put(seq, self._tables.grow(seq, min(pending, step.budget - step.reserved), spare=step.reserved))
         return True
 
     def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
@@ -145,7 +144,7 @@ class Planner:
         """Whether there is a row, a token of the budget, and blocks enough."""
         if not self._slots or step.budget == step.reserved:
             return False
-        return claim.cost + self._headroom_for(tier) <= self._tables.pool.available
+        return self._tables.fits(claim, headroom=self._leaves_headroom(tier))
 
     def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
         """Whether there would be, with all those put out whom the sequence may displace."""
@@ -153,16 +152,14 @@ class Planner:
         reserved = sum(len(victim.tokens) - victim.computed == 1 for victim in victims)
         if not victims or step.budget == step.reserved - reserved:
             return False
-        pool = self._tables.pool
-        freed = pool.freed_by((victim.block_table for victim in victims), keep=claim.shared)
-        return claim.cost + self._headroom_for(tier) <= pool.available + freed
+        return self._tables.fits_without(claim, victims, headroom=self._leaves_headroom(tier))
 
     def _displaceable(self, seq: Sequence) -> bool:
         return bool(self.running) and self.running[-1].effective_tier > seq.request.tier
 
-    def _headroom_for(self, tier: int) -> int:
-        """None where only worse tiers run: alone, a sequence may have the whole pool."""
-        return self._headroom if self.running and self.running[0].effective_tier <= tier else 0
+    def _leaves_headroom(self, tier: int) -> bool:
+        """Not where only worse tiers run: alone, a sequence may have the whole pool."""
+        return bool(self.running) and self.running[0].effective_tier <= tier
 
     def _preempt_last(self, step: _Step) -> None:
         """Put the last in order out of the batch. It keeps its tokens and computes them again, where the cache has
@@ -202,15 +199,14 @@ class Planner:
     def check_integrity(self) -> None:
         """Raise EngineError if blocks, slots and queues do not agree. Takes time with the size of the pool."""
         running = self.running
-        self._tables.pool.check_integrity(seq.block_table for seq in running)
+        self._tables.check_integrity(running)
         if running != sorted(running, key=running_key):
             raise EngineError("the running sequences are out of order")
         if sorted([*self._slots, *(seq.slot for seq in running)]) != list(range(self._max_num_seqs)):
             raise EngineError("the slots are not each free or held by one running sequence")
         for seq in running:
-            room = len(seq.block_table) * self._tables.block_size
-            if seq.status is not Status.RUNNING or not 0 <= seq.computed < len(seq.tokens) or seq.computed > room:
+            if seq.status is not Status.RUNNING or not 0 <= seq.computed < len(seq.tokens):
                 raise EngineError(f"request {seq.request.id!r} runs with {seq.computed} of {len(seq.tokens)} tokens")
         for seq in self.waiting:
-            if seq.status is not Status.WAITING or seq.block_table or seq.computed or seq.slot != -1:
+            if seq.status is not Status.WAITING or seq.tables or seq.computed or seq.slot != -1:
                 raise EngineError(f"request {seq.request.id!r} waits, and yet is {seq.status.name} or holds blocks")

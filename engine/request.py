@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from engine.params import SamplingParams
 
 if TYPE_CHECKING:
+    from engine.kv.table import Table
     from engine.output import OutputState
     from engine.prompt_scores import PromptScores
 
@@ -114,7 +115,7 @@ class Status(IntEnum):
 class Sequence:
     """One choice of a request while it lives: the object that scheduler, plan and runner share.
 
-    The K/V of tokens[:computed] are in the cache, token i at place i % block_size of block_table[i // block_size].
+    The K/V of tokens[:computed] are in the cache, as far as later queries see them, where `tables` say.
     """
 
     request: Request
@@ -132,7 +133,8 @@ class Sequence:
     slot: int = -1
     """Permanent row, 0 to max_num_seqs - 1, while running."""
     computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    """One for each KV group while it runs, else none."""
     status: Status = Status.WAITING
     waited: float = 0.0
     """Seconds of waiting that have ended; the present wait runs from queued_at."""
@@ -145,7 +147,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full blocks of tokens, as far as they were needed."""
     registered: int = 0
-    """Leading blocks of block_table that have been offered to the prefix cache."""
+    """Leading blocks of its tokens that have been offered to the prefix cache."""
     scores: PromptScores | None = None
     """Where the log probabilities of the prompt are wanted."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
+
 import numpy as np
 import torch
 
 from engine.batch import BatchBuilder
+from engine.kv import KvSpace
 from engine.models import Model
 from engine.plan import Sampled, StepPlan
 from engine.request import Sequence
@@ -14,29 +17,20 @@ from engine.upload import upload
 
 
 class Runner:
-    """Used by one thread. `num_blocks` blocks are the scheduler's; one more, always zero, pads block tables."""
+    """Used by one thread. Each of `spaces` is the scheduler's; one block more, always zero, pads block tables."""
 
-    def __init__(
-        self, model: Model, *, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
-    ) -> None:
+    def __init__(self, model: Model, *, spaces: Sequence_[KvSpace], block_size: int, max_num_seqs: int) -> None:
         self._model = model
         self._caches = [
             torch.zeros(
-                (group.layers, 2, num_blocks + 1, block_size, group.kv_heads, group.head_dim),
+                (group.layers, 2, space.num_blocks + 1, block_size, group.kv_heads, group.head_dim),
                 dtype=model.kernels.compute_dtype,
                 device=model.device,
             )
-            for group in model.kv_groups
+            for group, space in zip(model.kv_groups, spaces, strict=True)
         ]
         self._builder = BatchBuilder(
-            max_num_seqs,
-            -(-max_model_len // block_size),
-            block_size,
-            num_blocks,
-            model.kernels,
-            model.device,
-            windows=[group.window for group in model.kv_groups],
-            rope_switch=model.rope_switch,
+            spaces, max_num_seqs, block_size, model.kernels, model.device, rope_switch=model.rope_switch
         )
         self._sampling = SamplingRows(max_num_seqs, model.vocab_size, model.device)
         self._owners: list[Sequence | None] = [None] * max_num_seqs
@@ -56,9 +50,9 @@ class Runner:
                 self._owners[sequence.slot] = sequence
         batch = self._builder.build(plan)
         how = self._sampling.gather(sampling) if sampling else None
-        if batch.entered is not None:
-            for cache in self._caches:
-                cache.index_fill_(2, batch.entered, 0)
+        for cache, entered in zip(self._caches, batch.entered, strict=True):
+            if entered is not None:
+                cache.index_fill_(2, entered, 0)
         hidden = self._model.forward(
             batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.wanted
         )
@@ -69,16 +63,11 @@ class Runner:
         return [] if how is None else sample(self._model.logits(hidden), how)
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks: (source, destination) pairs of a plan."""
-        if copies:
-            columns = [np.array(column, np.int64) for column in zip(*copies, strict=True)]
+    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        """Copy whole blocks: (KV group, source, destination) of a plan."""
+        for group in {group for group, _, _ in copies}:
+            pairs = [(source, destination) for of, source, destination in copies if of == group]
+            columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
             sources, destinations = upload(columns, self._model.device)
-            for cache in self._caches:
-                cache[:, :, destinations] = cache[:, :, sources]
-
-
-def block_bytes(model: Model, block_size: int) -> int:
-    """Memory that one KV block takes, over all layers."""
-    width = torch.empty(0, dtype=model.kernels.compute_dtype).element_size()
-    return sum(group.layers * 2 * block_size * group.kv_heads * group.head_dim * width for group in model.kv_groups)
+            cache = self._caches[group]
+            cache[:, :, destinations] = cache[:, :, sources]

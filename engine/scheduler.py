@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.best_of import Candidates
 from engine.errors import EngineError, RequestError
 from engine.group import Group
-from engine.kv import BlockTables, long_root, root_hash
+from engine.kv import BlockTables, KvSpace, long_root, root_hash
 from engine.limits import RequestLimits
 from engine.output import OutputState
 from engine.plan import Sampled, ScheduledSeq, StepPlan
@@ -45,7 +46,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        num_blocks: int,
+        spaces: Seq[KvSpace],
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -59,9 +60,10 @@ class Scheduler:
         rope_switch: int | None = None,
         seed: int | None = None,
     ) -> None:
-        """`version` is the model's, which keeps the cached blocks of different models apart. A sequence of more than
-        `rope_switch` tokens has other keys than a shorter one: past that it is computed anew. `seed` is the source of
-        seeds for requests that bring none. Raises EngineError where a step could not hold one token of each sequence.
+        """`spaces` is the memory of each KV group. `version` is the model's, which keeps the cached blocks of different
+        models apart. A sequence of more than `rope_switch` tokens has other keys than a shorter one: past that it is
+        computed anew. `seed` is the source of seeds for requests that bring none. Raises EngineError where a step could
+        not hold one token of each sequence.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise EngineError(
@@ -71,7 +73,7 @@ class Scheduler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._new_detokenizer = new_detokenizer
-        self._tables = BlockTables(num_blocks, block_size, enable_prefix_caching)
+        self._tables = BlockTables(spaces, block_size, enable_prefix_caching)
         self._limits = RequestLimits(max_model_len, self._tables.capacity, vocab_size)
         self._rope_switch = rope_switch
         self._groups: dict[str, Group] = {}
@@ -164,7 +166,7 @@ class Scheduler:
         # Without one of its candidates a request cannot know which are the best.
         for seq in [target] if isinstance(target, Sequence) and group.candidates is None else group.seqs:
             if seq.status is not Status.FINISHED:
-                self._tables.pool.forget(seq.block_table)
+                self._tables.forget(seq)
                 self._end(group, seq)
                 events.append(group.event(seq, "error", error=message))
         return group.candidates.failed(events[-1]) if group.candidates is not None and events else events
@@ -272,8 +274,8 @@ class Scheduler:
         return SchedulerStats(
             running=len(self._planner.running),
             waiting=len(self._planner.waiting) + sum(len(group.led) for group in self._groups.values()),
-            kv_blocks_total=self._tables.pool.num_blocks,
-            kv_blocks_used=self._tables.pool.used,
+            kv_blocks_total=self._tables.num_blocks,
+            kv_blocks_used=self._tables.used,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._planner.cached_tokens,
@@ -293,7 +295,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise EngineError if there is no work and yet a block or a slot is held. Constant time."""
-        held = self._tables.pool.used, self._planner.slots_used
+        held = self._tables.used, self._planner.slots_used
         if not self._groups and held != (0, 0):
             raise EngineError(f"with no work, {held[0]} KV blocks and {held[1]} slots are held")
 

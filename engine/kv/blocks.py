@@ -93,6 +93,9 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def knows(self, name: bytes) -> bool:
+        return name in self._by_hash
+
     def held(self, blocks: Iterable[int]) -> int:
         """How many of these somebody holds, so that sharing them takes nothing from what is available."""
         return sum(self._references[block] > 0 for block in blocks)

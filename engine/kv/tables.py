@@ -1,12 +1,19 @@
-"""The block tables of sequences: what one can share, what it needs beside, and what it gives back."""
+"""The block tables of sequences: what one can share, what it needs beside, and what it gives back.
+
+A sequence has a table in each KV group. What it shares it shares in all of them: tokens count as computed where every
+group has what later queries see of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Each
 from dataclasses import dataclass
-from itertools import islice
 
-from engine.kv.blocks import BlockPool
+from engine.errors import EngineError
+from engine.kv.groups import KvSpace
 from engine.kv.prefix import extend_hashes
+from engine.kv.table import GroupTables, Part, Table, WindowTables
 from engine.request import Sequence
 
 
@@ -14,28 +21,32 @@ from engine.request import Sequence
 class Claim:
     """How a sequence would get its blocks if it were admitted now."""
 
-    shared: list[int]
-    """Blocks to share at the beginning of the table."""
     computed: int
     """Tokens whose K/V are then there."""
-    copy_from: int | None
-    """Block to copy into the first one that is not shared: it holds the last of the computed tokens."""
-    fresh: int
-    """Blocks to allocate for the rest of the tokens."""
-    cost: int
-    """How many available blocks all this takes."""
+    parts: tuple[Part, ...]
+    """One for each group."""
 
 
 class BlockTables:
-    def __init__(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(self, spaces: Each[KvSpace], block_size: int, caching: bool) -> None:
+        self.groups = [
+            GroupTables(space, block_size) if space.window is None else WindowTables(space, block_size, space.window)
+            for space in spaces
+        ]
         self.block_size = block_size
         self._caching = caching
+        #: Tokens of the longest sequence that can be computed.
+        self.capacity = min(space.tokens_of_one(block_size) for space in spaces)
 
     @property
-    def capacity(self) -> int:
-        """Tokens that the whole pool holds."""
-        return self.pool.num_blocks * self.block_size
+    def used(self) -> int:
+        return sum(group.pool.used for group in self.groups)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(group.pool.num_blocks for group in self.groups)
+
+    # ---- admission
 
     def claim(self, seq: Sequence, donor: Sequence | None) -> Claim:
         """What a waiting sequence could share: cached blocks, or the prompt of `donor`, a choice of the same
@@ -43,43 +54,79 @@ class BlockTables:
 
         At least the last token is always left to compute: its logits are wanted.
         """
-        size = self.block_size
-        shared: list[int] = []
-        copy_from = None
-        if self._caching:
-            full = seq.reusable // size
-            extend_hashes(seq.hashes, seq.root, seq.tokens, size, full)
-            shared = self.pool.match(islice(seq.hashes, full))
-        computed = len(shared) * size
+        computed, places = self._cached(seq)
         common = min(seq.prompt_len, len(seq.tokens) - 1)
         if donor is not None and common > computed:
-            whole, part = divmod(common, size)
-            shared = donor.block_table[:whole]
-            copy_from = donor.block_table[whole] if part else None
-            computed = common
-        fresh = -(-len(seq.tokens) // size) - len(shared)
-        cost = fresh + len(shared) - self.pool.held(shared)
-        return Claim(shared, computed, copy_from, fresh, cost)
+            given = [group.given(table, common) for group, table in zip(self.groups, donor.tables, strict=True)]
+            whole = [place for place in given if place is not None]
+            if len(whole) == len(given):
+                computed, places = common, whole
+        total = len(seq.tokens)
+        parts = (group.part(*place, total) for group, place in zip(self.groups, places, strict=True))
+        return Claim(computed, tuple(parts))
 
-    def take(self, seq: Sequence, claim: Claim) -> tuple[int, int] | None:
-        """Carry out a claim made just now; the answer is the (source, destination) of the block to copy, if any."""
-        # Shared first, or allocating might evict the very blocks to be shared.
-        self.pool.share(claim.shared)
-        fresh = self.pool.allocate(claim.fresh)
-        seq.block_table = claim.shared + fresh
+    def _cached(self, seq: Sequence) -> tuple[int, list[tuple[int, list[int], int | None]]]:
+        """Tokens that the prefix cache saves, and where: (first, blocks, None) of each group's table."""
+        blocks = 0
+        if self._caching:
+            blocks = seq.reusable // self.block_size
+            extend_hashes(seq.hashes, seq.root, seq.tokens, self.block_size, blocks)
+            before = -1
+            while blocks != before:
+                # What one group lacks makes the beginning shorter, and then another may lack something.
+                before = blocks
+                for group in self.groups:
+                    blocks = group.found(seq.hashes, blocks)
+        return blocks * self.block_size, [(*group.cached(seq.hashes, blocks), None) for group in self.groups]
+
+    def fits(self, claim: Claim, *, headroom: bool) -> bool:
+        for group, part in zip(self.groups, claim.parts, strict=True):
+            if part.cost + (group.headroom if headroom else 0) > group.pool.available:
+                return False
+        return True
+
+    def fits_without(self, claim: Claim, victims: Each[Sequence], *, headroom: bool) -> bool:
+        """Whether it would fit if the `victims` let go of what they hold."""
+        for i, (group, part) in enumerate(zip(self.groups, claim.parts, strict=True)):
+            freed = group.pool.freed_by((victim.tables[i].blocks for victim in victims), keep=part.shared)
+            if part.cost + (group.headroom if headroom else 0) > group.pool.available + freed:
+                return False
+        return True
+
+    def take(self, seq: Sequence, claim: Claim) -> list[tuple[int, int, int]]:
+        """Carry out a claim made just now; the answer is (group, source, destination) of the blocks to copy."""
+        copies = []
+        for i, (group, part) in enumerate(zip(self.groups, claim.parts, strict=True)):
+            # Shared first, or allocating might evict the very blocks to be shared.
+            group.pool.share(part.shared)
+            fresh = group.pool.allocate(part.fresh)
+            seq.tables.append(Table(part.shared + fresh, part.first))
+            if part.copy_from is not None:
+                copies.append((i, part.copy_from, fresh[0]))
         seq.computed = claim.computed
         seq.registered = claim.computed // self.block_size
-        return None if claim.copy_from is None else (claim.copy_from, fresh[0])
+        return copies
 
-    def grow(self, seq: Sequence) -> bool:
-        """Make room for all of the sequence's tokens; False, with nothing taken, where blocks are lacking."""
-        lacking = -(-len(seq.tokens) // self.block_size) - len(seq.block_table)
-        if lacking <= 0:
-            return True
-        if lacking > self.pool.available:
-            return False
-        seq.block_table += self.pool.allocate(lacking)
-        return True
+    # ---- while it runs
+
+    def grow(self, seq: Sequence, count: int, spare: int) -> int:
+        """Make room for the next `count` tokens of a running sequence, or for as many of them as there are blocks for
+        (at least one, if that takes the `spare` blocks too); 0 where there is none for one.
+        """
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            group.drop(table, seq.computed)
+            count = group.room(table, seq.computed, count, spare)
+        total = len(seq.tokens)
+        wanted = [
+            group.lacking(table, seq.computed, count, total)
+            for group, table in zip(self.groups, seq.tables, strict=True)
+        ]
+        if count <= 0 or any(lack > group.pool.available for group, lack in zip(self.groups, wanted, strict=True)):
+            return 0
+        for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
+            if lack > 0:
+                table.blocks += group.pool.allocate(lack)
+        return count
 
     def register(self, seq: Sequence) -> None:
         """Offer the blocks that computed tokens have filled to the prefix cache."""
@@ -87,11 +134,30 @@ class BlockTables:
         if not self._caching or full == seq.registered:
             return
         extend_hashes(seq.hashes, seq.root, seq.tokens, self.block_size, full)
-        for index in range(seq.registered, full):
-            self.pool.register(seq.block_table[index], seq.hashes[index])
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            for index in range(max(seq.registered, table.first), full):
+                group.pool.register(table.blocks[index - table.first], seq.hashes[index])
         seq.registered = full
 
+    # ---- the end
+
+    def forget(self, seq: Sequence) -> None:
+        """Make what a running sequence holds unfindable, because what is in it is not to be trusted."""
+        # One that waits has no tables.
+        for group, table in zip(self.groups, seq.tables, strict=False):
+            group.pool.forget(table.blocks)
+
     def free(self, seq: Sequence) -> None:
-        self.pool.release(seq.block_table)
-        seq.block_table = []
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            group.pool.release(table.blocks)
+        seq.tables = []
         seq.computed = seq.registered = 0
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raise EngineError unless pools and tables agree and every sequence can go on. Takes time with their size."""
+        sequences = list(running)
+        for i, group in enumerate(self.groups):
+            group.pool.check_integrity(seq.tables[i].blocks for seq in sequences)
+            for seq in sequences:
+                if not group.whole(seq.tables[i], seq.computed):
+                    raise EngineError(f"request {seq.request.id!r} lacks blocks of its {seq.computed} computed tokens")

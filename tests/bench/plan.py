@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 
+from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled
 from engine.request import Request
@@ -24,7 +25,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
     tokenizer = Tokenizer.from_folder(ROOT / "workers" / "models" / "tiny")
     prompt = 128
     scheduler = Scheduler(
-        num_blocks=2 * sequences * -(-(prompt + steps + 8) // 16),
+        spaces=[KvSpace(2 * sequences * -(-(prompt + steps + 8) // 16))],
         block_size=16,
         max_num_seqs=sequences,
         max_num_batched_tokens=sequences * prompt,

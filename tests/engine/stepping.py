@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request, Tier
@@ -10,9 +11,10 @@ from engine.scheduler import Scheduler
 EOS = 9
 
 
-def scheduler(**settings) -> Scheduler:
+def scheduler(*, num_blocks: int = 16, windows: tuple[int | None, ...] = (None,), **settings) -> Scheduler:
+    """With `num_blocks` in each of the KV groups that `windows` says."""
     defaults = {
-        "num_blocks": 16,
+        "spaces": [KvSpace(num_blocks, window) for window in windows],
         "block_size": 4,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,

@@ -7,6 +7,7 @@ import torch
 
 from engine.batch import BatchBuilder, StepBatch
 from engine.kernels.reference import Reference
+from engine.kv import KvSpace, Table
 from engine.plan import ScheduledSeq, StepPlan
 from engine.request import Sequence
 from tests.engine.sampling.test_sampler import sequence
@@ -20,13 +21,13 @@ class Wide(Reference):
 
 
 def builder(device: torch.device | str = "cpu", padding: type[Reference] = Wide) -> BatchBuilder:
-    return BatchBuilder(8, 16, BLOCK, ZERO, padding(torch.float32), torch.device(device))
+    return BatchBuilder([KvSpace(ZERO)], 8, BLOCK, padding(torch.float32), torch.device(device))
 
 
 def row(slot: int, tokens: range, table: list[int], start: int, count: int) -> ScheduledSeq:
     seq: Sequence = sequence(slot)
     seq.tokens = list(tokens)
-    seq.block_table = table
+    seq.tables = [Table(table)]
     return ScheduledSeq(seq, start, count, start + count == len(seq.tokens))
 
 
@@ -93,7 +94,7 @@ def test_a_table_follows_its_sequence_and_its_slot() -> None:
     one = row(0, range(10), [5, 6, 7], 9, 1)
     assert by_token(made.build(plan(one)))[9] == (9, 29)
     # Put out and let in again with other blocks, in the same slot.
-    one.seq.block_table = [5, 6, 2]
+    one.seq.tables = [Table([5, 6, 2])]
     assert by_token(made.build(plan(one)))[9] == (9, 9)
     # A shorter one takes the slot over: nothing of the old table is left.
     batch = made.build(plan(row(0, range(2), [1], 1, 1), row(3, range(8), [3, 4], 7, 1)))
@@ -115,4 +116,4 @@ def test_a_table_follows_its_sequence_and_its_slot() -> None:
 )
 def test_blocks_entered_and_not_filled_are_to_be_zeroed(start: int, count: int, entered: list[int]) -> None:
     batch = builder().build(plan(row(0, range(start + count), [10, 11, 12], start, count)))
-    assert ([] if batch.entered is None else batch.entered.tolist()) == entered
+    assert ([] if batch.entered[0] is None else batch.entered[0].tolist()) == entered

@@ -326,7 +326,7 @@ def test_an_interrupted_generate_leaves_nothing_running(load: Load, monkeypatch:
 def test_settings_that_do_not_fit_are_refused(load: Load, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="max_model_len=513 is more than the model's context of 512"):
         load(max_model_len=513)
-    with pytest.raises(EngineError, match="does not hold one KV block"):
+    with pytest.raises(EngineError, match="does not hold the KV blocks of a single sequence"):
         load(kv_cache_bytes=10)
     with pytest.raises(ModelError, match=r"has no config.json"):
         Engine.load(tmp_path)

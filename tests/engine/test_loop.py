@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineError, RequestError
+from engine.kv import KvSpace
 from engine.loop import StepLoop
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
@@ -25,7 +26,7 @@ class Steps:
     def __init__(self) -> None:
         self.before: Callable[[StepPlan], None] = lambda plan: None
         self.plans: list[list[str]] = []
-        self.copied: list[tuple[int, int]] = []
+        self.copied: list[tuple[int, int, int]] = []
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         self.plans.append([row.seq.request.id for row in plan.rows])
@@ -33,7 +34,7 @@ class Steps:
         self.copied += plan.copies
         return [Sampled(row.seq.tokens[-1] + 1) for row in plan.rows if row.samples]
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         self.copied += copies
 
 
@@ -82,7 +83,7 @@ def steps() -> Steps:
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    return Scheduler(num_blocks=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
+    return Scheduler(spaces=[KvSpace(32)], block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
 
 
 @pytest.fixture

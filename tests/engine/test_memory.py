@@ -1,37 +1,90 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from engine import memory
-from engine.errors import EngineError
-from engine.memory import GIB, free_bytes, kv_blocks
+from engine.errors import EngineError, ModelError
+from engine.kv import KvGroup, KvSpace
+from engine.memory import GIB, block_bytes, check_weights, free_bytes, kv_spaces
 
 CPU = torch.device("cpu")
+#: A block of 16 tokens takes 16 KiB.
+FULL = KvGroup(layers=1, kv_heads=4, head_dim=32)
+BLOCK = 16 * 1024
+
+
+def spaces(asked: int | None, *groups: KvGroup, **changes: Any) -> tuple[KvSpace, ...]:
+    settings: dict[str, Any] = {"block_size": 16, "sequences": 64, "length": 4096, "step_tokens": 512, "device": CPU}
+    return kv_spaces(asked, groups, 4, **(settings | changes))
+
+
+def windowed(layers: int, window: int) -> KvGroup:
+    return KvGroup(layers, FULL.kv_heads, FULL.head_dim, window)
 
 
 def test_asked_bytes_are_filled_with_whole_blocks() -> None:
-    assert kv_blocks(10_000, 300, 16, 64, 4096, CPU) == 33
+    assert block_bytes(FULL, 16, 4) == BLOCK
+    assert spaces(33 * BLOCK + 500, FULL) == (KvSpace(33),)
 
 
 def test_never_more_than_all_sequences_could_fill() -> None:
-    assert kv_blocks(1 << 40, 300, 16, 4, 100, CPU) == 4 * 7
+    assert spaces(1 << 40, FULL, sequences=4, length=100) == (KvSpace(4 * 7),)
+    # Beyond the windows of all, a step's tokens in blocks, and one block that each sequence begins.
+    full, local = spaces(1 << 40, FULL, windowed(5, 100), sequences=4)
+    assert (full, local) == (KvSpace(4 * 256), KvSpace(4 * 8 + 512 // 16 + 4, 100))
 
 
 def test_less_than_one_block_is_refused() -> None:
-    with pytest.raises(EngineError, match="kv_cache_bytes=299 does not hold one KV block of 300 bytes"):
-        kv_blocks(299, 300, 16, 4, 100, CPU)
+    with pytest.raises(EngineError, match=f"kv_cache_bytes=16383 does not hold .*: 1 of {BLOCK} bytes"):
+        spaces(BLOCK - 1, FULL)
+
+
+def test_less_than_a_window_is_refused() -> None:
+    needed = 1 + 8 * 2
+    assert spaces(needed * BLOCK, FULL, windowed(2, 100)) == (KvSpace(1), KvSpace(8, 100))
+    with pytest.raises(EngineError, match=f"1 of {BLOCK} bytes and 8 of {2 * BLOCK} bytes"):
+        spaces(needed * BLOCK - 1, FULL, windowed(2, 100))
+
+
+def test_groups_share_so_that_typical_sequences_use_up_both() -> None:
+    budget = 4000 * BLOCK
+    full, local = spaces(budget, FULL, windowed(5, 256), length=1 << 17)
+    # A sequence of four windows takes 64 blocks of the one group and 17 of the other.
+    assert full.num_blocks / 64 == pytest.approx(local.num_blocks / 17, rel=0.1)
+    used = full.num_blocks * BLOCK + local.num_blocks * 5 * BLOCK
+    assert budget - 5 * BLOCK < used <= budget
+
+
+def test_what_one_group_cannot_use_the_other_gets() -> None:
+    full, local = spaces(4000 * BLOCK, FULL, windowed(5, 256), sequences=2, length=1 << 17)
+    assert local == KvSpace(2 * 17 + 512 // 16 + 2, 256)
+    assert full.num_blocks == 4000 - 5 * local.num_blocks
+
+
+def test_windows_alone_take_it_all() -> None:
+    assert spaces(300 * BLOCK, windowed(1, 256)) == (KvSpace(300, 256),)
 
 
 def test_unasked_a_bounded_part_of_the_free_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_available_on_host", lambda: 8 * GIB)
     assert free_bytes(CPU) == 2 * GIB
-    assert kv_blocks(None, GIB, 16, 64, 4096, CPU) == 2
+    assert spaces(None, FULL, length=1 << 20) == (KvSpace(2 * GIB // BLOCK),)
     monkeypatch.setattr(memory, "_available_on_host", lambda: 1000 * GIB)
     assert free_bytes(CPU) == 4 * GIB
     monkeypatch.setattr(memory, "_available_on_host", lambda: 0)
     with pytest.raises(EngineError, match="the free memory"):
-        kv_blocks(None, GIB, 16, 64, 4096, CPU)
+        spaces(None, FULL)
+
+
+def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_available_on_host", lambda: 3 * GIB)
+    check_weights(Path("model"), 3 * GIB, CPU)
+    with pytest.raises(ModelError, match=r"model: its weights take 3\.5 GiB, and cpu has 3\.0 GiB free"):
+        check_weights(Path("model"), 7 * GIB // 2, CPU)
 
 
 def test_this_machine_has_memory_to_offer(device: torch.device) -> None:

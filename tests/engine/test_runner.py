@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kv import KvSpace, Table
+from engine.memory import block_bytes
 from engine.models import load_model
 from engine.plan import ScheduledSeq, StepPlan
 from engine.request import Sequence
-from engine.runner import Runner, block_bytes
+from engine.runner import Runner
 from tests.engine.sampling.test_sampler import sequence
 
 BLOCK = 4
@@ -20,12 +22,12 @@ PROMPT = [5, 9, 200, 31, 7, 7, 90, 14, 3, 250, 11]
 @pytest.fixture
 def runner(model_folder: Path, device: torch.device) -> Runner:
     model = load_model(model_folder, "auto", device)
-    return Runner(model, num_blocks=24, block_size=BLOCK, max_num_seqs=4, max_model_len=64)
+    return Runner(model, spaces=[KvSpace(24)], block_size=BLOCK, max_num_seqs=4)
 
 
 def seq(slot: int, tokens: list[int], table: list[int]) -> Sequence:
     made = sequence(slot, temperature=0.0, logprobs=5)
-    made.tokens, made.block_table = list(tokens), table
+    made.tokens, made.tables = list(tokens), [Table(table)]
     return made
 
 
@@ -33,7 +35,9 @@ def scheduled(one: Sequence, start: int, count: int) -> ScheduledSeq:
     return ScheduledSeq(one, start, count, start + count == len(one.tokens))
 
 
-def logprobs(runner: Runner, *rows: ScheduledSeq, copies: list[tuple[int, int]] | None = None) -> list[list[float]]:
+def logprobs(
+    runner: Runner, *rows: ScheduledSeq, copies: list[tuple[int, int, int]] | None = None
+) -> list[list[float]]:
     """Of the five likeliest tokens, for each sampling row; runs the plan."""
     found = runner.execute(StepPlan(list(rows), copies or [], sum(row.count for row in rows)))
     assert all(one.error is None for one in found)
@@ -72,7 +76,7 @@ def test_shared_and_copied_blocks_serve_another_sequence(runner: Runner, expecte
     # Blocks 0 and 1 are shared, the third, partial one, is copied; only the last token is computed.
     second = seq(1, PROMPT, [0, 1, 9])
     first.tokens.append(77)
-    found = logprobs(runner, scheduled(first, 11, 1), scheduled(second, 10, 1), copies=[(2, 9)])
+    found = logprobs(runner, scheduled(first, 11, 1), scheduled(second, 10, 1), copies=[(0, 2, 9)])
     assert found[1] == pytest.approx(expected, abs=1e-4)
     # Each goes on in its own last block.
     second.tokens.append(78)
@@ -107,4 +111,4 @@ def test_executing_a_row_again_gives_the_same(runner: Runner, expected: list[flo
 def test_block_bytes_are_what_a_block_of_the_cache_takes(runner: Runner, model_folder: Path) -> None:
     model = load_model(model_folder, "auto", torch.device("cpu"))
     per_block = runner._caches[0][:, :, 0]
-    assert block_bytes(model, BLOCK) == per_block.numel() * per_block.element_size()
+    assert block_bytes(model.kv_groups[0], BLOCK, 4) == per_block.numel() * per_block.element_size()

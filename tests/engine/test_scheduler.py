@@ -83,10 +83,10 @@ def test_choices_share_the_prompt_and_copy_its_last_partial_block():
     s.add(request("a", 6, n=3, max_tokens=3))
     assert rows(step(s)[0]) == {"a": (0, 6)}
     plan, events = step(s)
-    tables = [row.seq.block_table for row in plan.rows]
+    tables = [row.seq.tables[0].blocks for row in plan.rows]
     assert [(row.seq.choice, row.start, row.count) for row in plan.rows] == [(0, 6, 1), (1, 5, 1), (2, 5, 1)]
     assert tables[0][0] == tables[1][0] == tables[2][0]
-    assert plan.copies == [(tables[0][1], tables[1][1]), (tables[0][1], tables[2][1])]
+    assert plan.copies == [(0, tables[0][1], tables[1][1]), (0, tables[0][1], tables[2][1])]
     assert [(e.choice, e.index) for e in events] == [(0, 1), (1, 0), (2, 0)]
     _, events = step(s)
     assert [(e.choice, e.finish_reason, e.done) for e in events] == [
@@ -109,8 +109,8 @@ def test_a_choice_admitted_in_this_step_has_nothing_to_copy_yet():
     assert rows(step(s, now=20.0)[0]) == {"x": (5, 1), "a": (6, 1), "p": (0, 4)}
     plan, _ = step(s, now=40.0)
     assert [(row.seq.choice, row.start) for row in plan.rows] == [(1, 7), (0, 6), (2, 5)]
-    donor, again, new = (row.seq.block_table for row in plan.rows)
-    assert plan.copies == [(donor[1], again[1]), (donor[1], new[1])]
+    donor, again, new = (row.seq.tables[0].blocks for row in plan.rows)
+    assert plan.copies == [(0, donor[1], again[1]), (0, donor[1], new[1])]
 
 
 def test_choices_go_on_when_the_first_ends_before_they_began():
@@ -226,3 +226,33 @@ def test_results_that_do_not_go_with_the_plan_are_refused():
 def test_a_budget_below_one_token_for_each_row_is_refused():
     with pytest.raises(EngineError, match="max_num_batched_tokens=3 is less than max_num_seqs=4"):
         scheduler(max_num_batched_tokens=3)
+
+
+def test_a_sequence_that_grows_past_the_switch_is_computed_anew_and_shares_nothing_with_its_shorter_self():
+    s = scheduler(rope_switch=9)
+    s.add(request("a", list(range(8)), max_tokens=9))
+    assert [rows(step(s)[0]) for _ in range(3)] == [{"a": (0, 8)}, {"a": (8, 1)}, {"a": (0, 10)}]
+    assert (s.stats().preemptions, s.preempted(0.0)) == (1, [])
+    assert rows(step(s)[0]) == {"a": (10, 1)}
+    # One that is long from its beginning finds what the first left when it was long, a short one what it left before.
+    s.add(request("long", [*range(8), 1, 1, 1, 1], max_tokens=1))
+    s.add(request("short", list(range(8)), max_tokens=1))
+    assert rows(step(s)[0]) == {"a": (11, 1), "long": (8, 4), "short": (4, 4)}
+
+
+def test_a_choice_below_the_switch_takes_nothing_from_one_beyond():
+    s = scheduler(rope_switch=9, max_num_seqs=2, enable_prefix_caching=False)
+    s.add(request("other", 4, arrival=0.0, max_tokens=6))
+    s.add(request("a", 8, arrival=1.0, n=2, max_tokens=9))
+    for _ in range(6):
+        assert "other" in rows(step(s)[0])
+    plan, _ = step(s)
+    assert [(row.seq.choice, row.start, row.count) for row in plan.rows] == [(0, 13, 1), (1, 0, 8)]
+
+
+def test_choices_of_a_resumed_request_may_lie_on_both_sides_of_the_switch():
+    s = scheduler(rope_switch=9)
+    s.add(request("a", 8, n=2, max_tokens=9, resume=[[1, 2, 3]]))
+    assert rows(step(s)[0]) == {"a": (0, 11)}
+    plan, _ = step(s)
+    assert [(row.seq.choice, row.start, row.count) for row in plan.rows] == [(0, 11, 1), (1, 0, 8)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from engine.kv import KvSpace, window_blocks
 from engine.params import SamplingParams
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Event, Request, Sequence
@@ -22,9 +24,24 @@ MAX_MODEL_LEN = 40
 Entry = bytes
 
 
-def entry(before: list[Entry], token: int) -> Entry:
-    """The K/V of a token: it depends on all that attention reads before it."""
-    return blake2b(b"".join(before) + bytes([len(before) % 256, token]), digest_size=8).digest()
+#: Of each KV group, how far back a query sees.
+Windows = tuple[int | None, ...]
+
+
+def first_seen(window: int | None, i: int) -> int:
+    return 0 if window is None else max(0, i - window + 1)
+
+
+def entry(seen: list[list[Entry]], i: int, token: int, long: bool) -> Entry:
+    """The K/V of token i: it depends on all that attention reads in each group, and on how the sequence's keys turn."""
+    return blake2b(b"/".join(map(b"".join, seen)) + bytes([i, token, long]), digest_size=8).digest()
+
+
+def computed_plainly(tokens: list[int], windows: Windows, long: bool) -> list[Entry]:
+    entries: list[Entry] = []
+    for i, token in enumerate(tokens):
+        entries.append(entry([entries[first_seen(window, i) :] for window in windows], i, token, long))
+    return entries
 
 
 def choose(last: Entry, seed: int, choice: int, banned: tuple[int, ...]) -> int:
@@ -33,19 +50,17 @@ def choose(last: Entry, seed: int, choice: int, banned: tuple[int, ...]) -> int:
     return next(token for token in ranking if token not in banned)
 
 
-def expected(request: Request, choice: int) -> tuple[list[int], str]:
+def expected(request: Request, choice: int, windows: Windows, switch: int) -> tuple[list[int], str]:
     """What a choice is to be, computed with no cache, no batch and no interruption."""
     params = request.params
     tokens = list(request.prompt_ids)
     ends = {EOS, *params.stop_token_ids}
     limit = MAX_MODEL_LEN - len(tokens) if params.max_tokens is None else params.max_tokens
-    entries: list[Entry] = []
     output: list[int] = []
     while True:
-        for token in tokens[len(entries) :]:
-            entries.append(entry(entries, token))
+        last = computed_plainly(tokens, windows, len(tokens) > switch)[-1]
         banned = tuple(ends) if len(output) < params.min_tokens else ()
-        token = choose(entries[-1], params.seed, choice, banned)
+        token = choose(last, params.seed, choice, banned)
         output.append(token)
         tokens.append(token)
         if token in ends and len(output) > params.min_tokens:
@@ -57,48 +72,67 @@ def expected(request: Request, choice: int) -> tuple[list[int], str]:
 class PagedModel:
     """Computes strictly what a plan says, on blocks that hold whatever was last written to them."""
 
-    def __init__(self, num_blocks: int, block_size: int, copies_at_once: bool) -> None:
+    def __init__(self, spaces: list[KvSpace], block_size: int, switch: int, copies_at_once: bool) -> None:
         self.size = block_size
-        self.blocks: list[list[Entry]] = [[b"garbage!"] * block_size for _ in range(num_blocks)]
+        self.switch = switch
+        self.windows = tuple(space.window for space in spaces)
+        self.groups: list[list[list[Entry]]] = [
+            [[b"garbage!"] * block_size for _ in range(space.num_blocks)] for space in spaces
+        ]
         self.copies_at_once = copies_at_once
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
         self.copy(plan.copies)
         assert plan.num_tokens == sum(row.count for row in plan.rows)
-        written = [self.place(row.seq, i) for row in plan.rows for i in range(row.start, row.start + row.count)]
-        assert len(written) == len(set(written)), "two sequences write to one place"
-        read = {self.place(row.seq, i) for row in plan.rows for i in range(row.start)}
-        assert read.isdisjoint(written), "a sequence writes where another reads"
+        for g, window in enumerate(self.windows):
+            spans = [(row.seq, row.start, row.start + row.count) for row in plan.rows]
+            written = [self.place(seq, g, i) for seq, start, end in spans for i in range(start, end)]
+            assert len(written) == len(set(written)), "two sequences write to one place"
+            read = {self.place(seq, g, i) for seq, start, _ in spans for i in range(first_seen(window, start), start)}
+            assert read.isdisjoint(written), "a sequence writes where another reads"
         for row in plan.rows:
             self.compute(row)
         return [self.sample(row.seq) for row in plan.rows if row.samples]
 
-    def copy(self, copies: list[tuple[int, int]]) -> None:
-        before = [list(block) for block in self.blocks]
-        for source, destination in copies:
-            source_block = before[source] if self.copies_at_once else self.blocks[source]
-            self.blocks[destination] = list(source_block)
+    def copy(self, copies: list[tuple[int, int, int]]) -> None:
+        before = [[list(block) for block in blocks] for blocks in self.groups]
+        for g, source, destination in copies:
+            source_block = (before if self.copies_at_once else self.groups)[g][source]
+            self.groups[g][destination] = list(source_block)
 
     def compute(self, row: ScheduledSeq) -> None:
         seq = row.seq
         assert row.count > 0
         assert row.samples == (row.start + row.count == len(seq.tokens))
-        entries = self.read(seq, row.start)
         for i in range(row.start, row.start + row.count):
-            entries.append(entry(entries, seq.tokens[i]))
-            block, offset = self.place(seq, i)
-            self.blocks[block][offset] = entries[-1]
+            seen = [
+                [self.read(seq, g, j) for j in range(first_seen(window, i), i)] for g, window in enumerate(self.windows)
+            ]
+            new = entry(seen, i, seq.tokens[i], len(seq.tokens) > self.switch)
+            for g, blocks in enumerate(self.groups):
+                block, offset = self.place(seq, g, i)
+                blocks[block][offset] = new
 
     def sample(self, seq: Sequence) -> Sampled:
-        last = self.read(seq, len(seq.tokens))[-1]
+        last = self.read(seq, len(self.groups) - 1, len(seq.tokens) - 1)
         return Sampled(choose(last, seq.seed, seq.choice, seq.output.banned_now()))
 
-    def read(self, seq: Sequence, length: int) -> list[Entry]:
-        places = (self.place(seq, i) for i in range(length))
-        return [self.blocks[block][offset] for block, offset in places]
+    def read(self, seq: Sequence, group: int, i: int) -> Entry:
+        block, offset = self.place(seq, group, i)
+        return self.groups[group][block][offset]
 
-    def place(self, seq: Sequence, i: int) -> tuple[int, int]:
-        return seq.block_table[i // self.size], i % self.size
+    def place(self, seq: Sequence, group: int, i: int) -> tuple[int, int]:
+        table = seq.tables[group]
+        index = i // self.size - table.first
+        assert index >= 0, "a query sees a block that was let go"
+        return table.blocks[index], i % self.size
+
+    def ruin(self, row: ScheduledSeq, plan: StepPlan) -> None:
+        """Leave rubbish in all that only this row's sequence holds."""
+        for g, blocks in enumerate(self.groups):
+            others = {block for other in plan.rows if other is not row for block in other.seq.tables[g].blocks}
+            for block in set(row.seq.tables[g].blocks) - others:
+                blocks[block] = [b"ruined!!"] * self.size
 
 
 @dataclass
@@ -112,15 +146,16 @@ class Seen:
 
 class Histories(RuleBasedStateMachine):
     caching = True
-    num_blocks = 12
+    spaces: ClassVar = [KvSpace(12)]
     block_size = 4
+    switch = MAX_MODEL_LEN
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.serial = 0
         self.scheduler = Scheduler(
-            num_blocks=self.num_blocks,
+            spaces=self.spaces,
             block_size=self.block_size,
             max_num_seqs=4,
             max_num_batched_tokens=9,
@@ -129,8 +164,9 @@ class Histories(RuleBasedStateMachine):
             ageing_s=10.0,
             enable_prefix_caching=self.caching,
             vocab_size=VOCAB,
+            rope_switch=self.switch,
         )
-        self.model = PagedModel(self.num_blocks, self.block_size, copies_at_once=self.caching)
+        self.model = PagedModel(self.spaces, self.block_size, self.switch, copies_at_once=self.caching)
         self.seen: dict[str, Seen] = {}
 
     def live(self) -> list[str]:
@@ -232,9 +268,7 @@ class Histories(RuleBasedStateMachine):
             self.take(self.scheduler.update(plan, sampled, self.now))
         else:
             sampled = self.model.execute(plan)
-            others = {block for other in plan.rows if other is not row for block in other.seq.block_table}
-            for block in set(row.seq.block_table) - others:
-                self.model.blocks[block] = [b"ruined!!"] * self.block_size
+            self.model.ruin(row, plan)
             self.seen[name].faulty = True
             self.take(self.scheduler.fail(row.seq, "forward failed"))
             self.take(self.scheduler.update(plan, sampled, self.now))
@@ -251,7 +285,7 @@ class Histories(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= 9
         assert len({row.seq.slot for row in plan.rows}) == len(plan.rows) <= 4
-        destinations = [destination for _, destination in plan.copies]
+        destinations = [(group, destination) for group, _, destination in plan.copies]
         assert len(destinations) == len(set(destinations))
 
     def take(self, events: list[Event]) -> None:
@@ -266,7 +300,7 @@ class Histories(RuleBasedStateMachine):
             assert event.prompt_tokens == len(seen.request.prompt_ids)
             # The last token of the prompt is computed, unless there are published ones behind it.
             assert 0 <= event.cached_tokens < event.prompt_tokens + bool(seen.request.resume)
-            right, reason = expected(seen.request, event.choice)
+            right, reason = expected(seen.request, event.choice, self.model.windows, self.switch)
             assert tokens == right[: len(tokens)]
             seen.reasons[event.choice] = event.finish_reason
             if event.finish_reason == "error":
@@ -281,8 +315,16 @@ class Histories(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         stats = self.scheduler.stats()
         assert stats.running <= 4
-        assert stats.kv_blocks_used <= self.num_blocks
+        assert stats.kv_blocks_used <= sum(space.num_blocks for space in self.spaces)
+        self.check_windows()
         assert {name for name, _ in self.scheduler.preempted(self.now)} <= set(self.live())
+
+    def check_windows(self) -> None:
+        """Behind a window no sequence holds more than its last step saw."""
+        for seq in self.scheduler._planner.running:
+            for table, window in zip(seq.tables, self.model.windows, strict=True):
+                if window is not None:
+                    assert len(table.blocks) <= window_blocks(window, self.block_size) + -(-9 // self.block_size)
 
     def teardown(self):
         for _ in range(3000):
@@ -301,16 +343,49 @@ class HistoriesWithoutCaching(Histories):
 class HistoriesInATightPool(Histories):
     """As many blocks as one longest sequence needs: nearly every step preempts."""
 
-    num_blocks = 10
+    spaces: ClassVar = [KvSpace(10)]
 
 
 class HistoriesWithBlocksOfOne(Histories):
-    num_blocks = 41
+    spaces: ClassVar = [KvSpace(41)]
     block_size = 1
 
 
+class HistoriesWithAWindow(Histories):
+    """Beside full attention, in as many blocks as a sequence takes to begin and one more."""
+
+    spaces: ClassVar = [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)]
+
+
+class HistoriesWithWindowsAlone(Histories):
+    """Two of them: sequences are longer than what either group holds."""
+
+    spaces: ClassVar = [KvSpace(6, 9), KvSpace(9, 3)]
+
+
+class HistoriesWithWindowsWithoutCaching(HistoriesWithAWindow):
+    caching = False
+
+
+class HistoriesBeyondASwitch(Histories):
+    """Some prompts are longer than the length at which keys change, some sequences grow past it."""
+
+    spaces: ClassVar = [KvSpace(14), KvSpace(8, 6)]
+    switch = 9
+
+
 @pytest.mark.parametrize(
-    "machine", [Histories, HistoriesWithoutCaching, HistoriesInATightPool, HistoriesWithBlocksOfOne]
+    "machine",
+    [
+        Histories,
+        HistoriesWithoutCaching,
+        HistoriesInATightPool,
+        HistoriesWithBlocksOfOne,
+        HistoriesWithAWindow,
+        HistoriesWithWindowsAlone,
+        HistoriesWithWindowsWithoutCaching,
+        HistoriesBeyondASwitch,
+    ],
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine):
     run_state_machine_as_test(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine.kv import KvSpace
 from engine.models import Model
 from engine.params import SamplingParams
 from engine.request import Request
@@ -27,11 +28,10 @@ class Driver:
         tokens: int = 64,
         **settings: Any,
     ) -> None:
-        self.runner = Runner(
-            model, num_blocks=blocks, block_size=block_size, max_num_seqs=sequences, max_model_len=model.context_length
-        )
+        spaces = [KvSpace(blocks, group.window) for group in model.kv_groups]
+        self.runner = Runner(model, spaces=spaces, block_size=block_size, max_num_seqs=sequences)
         self.scheduler = Scheduler(
-            num_blocks=blocks,
+            spaces=spaces,
             block_size=block_size,
             max_num_seqs=sequences,
             max_num_batched_tokens=tokens,

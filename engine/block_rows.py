@@ -1,0 +1,74 @@
+"""The block tables of one KV group's running sequences as permanent rows; only what changed is written again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Each
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kv import KvSpace, Table
+from engine.plan import ScheduledSeq
+
+Ints = NDArray[np.int64]
+
+
+class BlockRows:
+    """Row `slot` is the table of the running sequence with that slot, from its first block that is still held."""
+
+    def __init__(self, space: KvSpace, slots: int, block_size: int) -> None:
+        self.window = space.window
+        self._size = block_size
+        #: The block after the last one, which is always zero.
+        self._zero_block = space.num_blocks
+        # As wide as the longest table so far: a context of millions of tokens is seldom used.
+        self._rows = np.full((slots, 8), self._zero_block, np.int64)
+        self._firsts = np.zeros(slots, np.int64)
+        self._written: list[list[int]] = [[] for _ in range(slots)]
+
+    def write(self, slot: int, table: Table) -> None:
+        if self.window is not None:
+            self._firsts[slot] = table.first
+        held, blocks = self._written[slot], table.blocks
+        if held == blocks:
+            return
+        if len(blocks) > self._rows.shape[1]:
+            wider = np.full((len(self._rows), 2 * len(blocks)), self._zero_block, np.int64)
+            wider[:, : self._rows.shape[1]] = self._rows
+            self._rows = wider
+        row = self._rows[slot]
+        row[: len(blocks)] = blocks
+        row[len(blocks) : len(held)] = self._zero_block
+        self._written[slot] = blocks.copy()
+
+    def skipped(self, slots: Ints) -> Ints:
+        """Tokens of each sequence before its table begins."""
+        return self._firsts[slots] * self._size
+
+    def places(self, slots: Ints, positions: Ints) -> Ints:
+        """Where tokens at `positions` of their sequences' tables are, as block * block_size + offset."""
+        return self._rows[slots, positions // self._size] * self._size + positions % self._size
+
+    def tables(self, slots: Ints, ends: Ints) -> Ints:
+        """[sequences, blocks of the longest] for tables that hold `ends` tokens; padded with the block of zeros."""
+        return self._rows[slots, : -(-int(ends.max()) // self._size)]
+
+    def entered(self, slots: Ints, starts: Ints, ends: Ints) -> Ints:
+        """Blocks that tokens from `starts` to `ends` begin to fill but do not fill up."""
+        last = (ends - 1) // self._size
+        chosen = (last * self._size >= starts) & (ends % self._size != 0)
+        blocks: Ints = self._rows[slots[chosen], last[chosen]]
+        return blocks
+
+
+def runs(rows: Each[ScheduledSeq], lengths: list[int], ratio: float, slack: int) -> list[tuple[int, int]]:
+    """(first, end) of runs of `rows` that share one padded attention batch: as many tokens to compute, and tables of at
+    most `ratio` times the first one's length and `slack` tokens."""
+    bounds: list[tuple[int, int]] = []
+    first = 0
+    for i in range(1, len(rows) + 1):
+        if i < len(rows) and rows[i].count == rows[first].count and lengths[i] <= ratio * lengths[first] + slack:
+            continue
+        bounds.append((first, i))
+        first = i
+    return bounds
