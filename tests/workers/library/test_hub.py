@@ -146,6 +146,15 @@ class TestPull:
         with pytest.raises(Refused, match="cannot reach"):
             bring(shelf, f"hf://{REPO}@v1")
 
+    def test_asks_no_hub_when_told_to_stay_offline(
+        self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = bring(shelf)
+        asked = len(hub.asked)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert bring(shelf) == first
+        assert len(hub.asked) == asked
+
     def test_sends_the_token_to_the_hub(self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.repos[REPO].gated = True
         monkeypatch.setenv("HF_TOKEN", "let-me-in")
