@@ -74,12 +74,12 @@ def listed(
 def show(model: Model, as_json: Json = False) -> None:
     """Show a model's shape, size, context, chat template and files. One on a hub is pulled first."""
     folder, found = _card(model)
-    config = json.loads((folder / "config.json").read_bytes())
-    # A model that also sees or hears keeps what concerns text apart.
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    from engine.text.config import Config, read_config
+
+    config = Config.of_model(read_config(folder))
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
-    shape = {name: text[name] for name in SHAPE if text.get(name) is not None}
-    stored = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    shape = {name: config.get(name) for name in SHAPE if name in config}
+    stored = config.get("dtype") or config.get("torch_dtype")
     if as_json:
         about = {"folder": str(folder), "dtype": stored, "shape": shape, "files": files}
         typer.echo(json.dumps({**json.loads(found.to_json()), **about, "tokenizer_files": found.files}))
@@ -160,32 +160,33 @@ def _card(model: str) -> tuple[Path, ModelCard]:
 
 
 def _here() -> Iterator[dict[str, Any]]:
+    """Without a look into tokenizers, which takes seconds for large ones."""
     from engine.errors import ModelError
     from workers.cli.processes import needs
     from workers.library import Shelf
     from workers.library.reference import bundled
 
     with needs("gateway"):
-        from engine.text import ModelCard
+        from engine.text import ModelCard, TemplateSource
+        from engine.text.checkpoint import count_parameters, model_version
+        from engine.text.config import Config, read_config
     places = [(name, "bundled", folder) for name, folder in bundled().items()]
     places += [(one.name, "pulled", one.folder) for one in sorted(Shelf.default().all(), key=lambda one: one.name)]
     for name, where, folder in places:
         try:
-            found = ModelCard.from_folder(folder, name)
+            chat = TemplateSource.from_bytes(ModelCard.tokenizer_files(folder)) is not None
+            yield {
+                "name": name,
+                "where": where,
+                "version": model_version(folder),
+                "parameters": count_parameters(folder),
+                "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+                "context_length": Config.of_model(read_config(folder)).context_length(),
+                "capabilities": ["generate", "chat"] if chat else ["generate"],
+                "folder": str(folder),
+            }
         except ModelError as error:
             typer.echo(f"penstock: {folder} holds no model that can be served: {error}", err=True)
-            continue
-        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        yield {
-            "name": name,
-            "where": where,
-            "version": found.version,
-            "parameters": found.parameters,
-            "bytes": size,
-            "context_length": found.context_length,
-            "capabilities": found.capabilities,
-            "folder": str(folder),
-        }
 
 
 def _served(url: str | None) -> Iterator[dict[str, Any]]:
