@@ -25,6 +25,7 @@ from workers.errors import Refused
 from workers.library.shelf import INDEX, Pulled, Shelf, Source, needed, sha256_of
 
 _REFERENCE: Final = re.compile(r"hf://((?:[\w\-.]+/)?[\w\-.]+)(?:@([\w\-./]+))?", re.ASCII)
+_COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")
 MAIN: Final = "main"
 
 
@@ -85,7 +86,8 @@ def pull(model: HubModel, shelf: Shelf, name: str, say: Callable[[str], None]) -
         say(f"pulling {model} at commit {commit[:12]}: {len(wanted)} files, {size / 1e6:,.1f} MB")
         _check_room(model, wanted, place)
         digests = {file.name: _fetch(model, file, commit, place) for file in wanted}
-        pulled = shelf.finish(place, digests, Source(model.repo, model.revision, commit))
+        with _refusals(model):
+            pulled = shelf.finish(place, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
 
@@ -119,7 +121,8 @@ def _look(model: HubModel) -> tuple[dict[str, _File], str]:
         if "/" not in entry.rfilename and entry.size is not None and entry.blob_id is not None:
             sha256 = entry.lfs.sha256 if entry.lfs is not None else None
             files[entry.rfilename] = _File(entry.rfilename, entry.size, entry.blob_id, sha256)
-    if not info.sha or not files:
+    # It is to be part of a path, and comes from elsewhere.
+    if not files or not info.sha or not _COMMIT.fullmatch(info.sha):
         raise Refused(f"{_endpoint()} says nothing of the files in {model.repo}; is HF_ENDPOINT a hub's address?")
     return files, info.sha
 
@@ -129,26 +132,34 @@ def _fetch(model: HubModel, file: _File, commit: str, place: Path) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     path = place / file.name
-    cached = try_to_load_from_cache(model.repo, file.name, revision=commit)
-    if not path.exists() and isinstance(cached, str):
-        _link(Path(cached), path)
-    else:
-        with _refusals(model):
-            _download(model, file, commit, path)
-    digest = sha256_of(path)
-    if file.sha256 is None:
-        data = path.read_bytes()
-        # SHA-1 is what git names a content by; it is no choice of ours.
-        named = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-        right = named == file.git_sha1
-    else:
-        right = digest == file.sha256
-    if not right:
+    with _refusals(model):
+        cached = None if path.exists() else try_to_load_from_cache(model.repo, file.name, revision=commit)
+        if isinstance(cached, str):
+            _link(Path(cached), path)
+            if (digest := _checked(path, file)) is not None:
+                return digest
+            path.unlink()  # what the cache has is damaged
+        _download(model, file, commit, path)
+        digest = _checked(path, file)
+    if digest is None:
         path.unlink()
         raise Refused(
             f"{file.name} of {model} came damaged: its checksum is not the hub's. It was removed; run this again"
         )
     return digest
+
+
+def _checked(path: Path, file: _File) -> str | None:
+    """SHA-256 in hex of a file that is what the hub says; None of another."""
+    digest = sha256_of(path)
+    if file.sha256 is not None:
+        return digest if digest == file.sha256 else None
+    # SHA-1 is what git names a content by; it is no choice of ours.
+    named = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as content:
+        while chunk := content.read(1 << 20):
+            named.update(chunk)
+    return digest if named.hexdigest() == file.git_sha1 else None
 
 
 def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:

@@ -28,6 +28,7 @@ class Repo:
     lfs: set[str] = field(default_factory=lambda: {"model.safetensors"})
     revisions: tuple[str, ...] = ("main", "v1", COMMIT)
     gated: bool = False
+    commit: str = COMMIT
     #: Sizes to claim, by name.
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -101,7 +102,14 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
             if kind == "tree":
                 self.answer(200, json.dumps([{"type": "file", "path": e["rfilename"], **e} for e in entries]).encode())
             else:
-                answer = {"id": name, "modelId": name, "sha": COMMIT, "siblings": entries, "tags": [], "private": False}
+                answer = {
+                    "id": name,
+                    "modelId": name,
+                    "sha": repo.commit,
+                    "siblings": entries,
+                    "tags": [],
+                    "private": False,
+                }
                 self.answer(200, json.dumps(answer).encode())
 
         def resolve(self, name: str, revision: str, file: str) -> None:

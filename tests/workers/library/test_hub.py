@@ -126,6 +126,13 @@ class TestPull:
         assert not any(path.is_symlink() for path in folder.iterdir())
         assert len(hub.fetched()) == before
 
+    def test_that_is_damaged_in_huggingface_hubs_cache_is_downloaded(self, shelf: Shelf, hub: Hub) -> None:
+        snapshot = Path(huggingface_hub.snapshot_download(REPO, endpoint=hub.url))
+        with (snapshot / "model.safetensors").open("r+b") as file:
+            file.write(b"damaged")
+        folder = bring(shelf)
+        assert sha256_of(folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
+
     def test_goes_on_where_the_connection_broke(self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         size = len(FILES["model.safetensors"])
         hub.breaks = [size // 3]
@@ -236,6 +243,13 @@ class TestRefusal:
         hub.repos[REPO].files = {}
         with pytest.raises(Refused, match="HF_ENDPOINT"):
             bring(shelf)
+
+    @pytest.mark.parametrize("commit", ["../../x", "", "c0ffee", "C" * 40, "a" * 40 + "\n"])
+    def test_of_a_hub_that_names_no_commit_writes_nothing(self, shelf: Shelf, hub: Hub, commit: str) -> None:
+        hub.repos[REPO].commit = commit
+        with pytest.raises(Refused, match="HF_ENDPOINT"):
+            bring(shelf)
+        assert not shelf.root.exists()
 
 
 def test_a_reference_to_a_hub_is_a_model_under_the_given_name(hub: Hub) -> None:
