@@ -55,6 +55,7 @@ class Housekeeper(threading.Thread):
         self._clock_offset_ms = 0
         self._renew_at = 0.0
         self._reap_at = 0.0
+        self._stranded: dict[str, int] = {}
 
     # ---- lives ------------------------------------------------------------------------------------------------
 
@@ -110,17 +111,37 @@ class Housekeeper(threading.Thread):
         """Take over the queues of pools that served this model version with another engine and have no worker left.
 
         An upgrade of torch, another dtype or machine makes another pool; what was queued before must not wait for ever.
+        Another version would give other output than was asked for: what waits for one is only told of.
         """
         served = set(self._broker.hvals(keys.INCARNATIONS))
         for name, about in self._store.hgetall(keys.POOLS).items():
-            pool = json.loads(about)
-            if name not in served and (pool["model"], pool["version"]) == (
+            pool, queue = json.loads(about), text(name)
+            if name in served or pool["model"] != self._runtime.model:
+                continue
+            if pool["version"] != self._runtime.card["version"]:
+                self._tell_of(queue, pool["version"])
+                continue
+            count = run(self._broker, broker.adopt(queue, self._runtime.queue))
+            if count > 0:
+                logger.warning("Pool %s has no worker: took over its %d queued tasks", queue, count)
+
+    def _tell_of(self, queue: str, version: str) -> None:
+        """Once for each number of tasks."""
+        with self._broker.pipeline(transaction=False) as pipe:
+            for tier in keys.TIERS:
+                pipe.llen(keys.tier_list(queue, tier))
+            pipe.zcard(keys.delayed(queue))
+            count = sum(pipe.execute())
+        if self._stranded.get(queue, 0) != count:
+            self._stranded[queue] = count
+            logger.warning(
+                "%d tasks wait for version %s of model %s, which no worker serves (this one serves %s): "
+                "serve that version again, or cancel them",
+                count,
+                version,
                 self._runtime.model,
                 self._runtime.card["version"],
-            ):
-                count = run(self._broker, broker.adopt(text(name), self._runtime.queue))
-                if count > 0:
-                    logger.warning("Pool %s has no worker: took over its %d queued tasks", text(name), count)
+            )
 
     def _cancel_unread(self) -> None:
         """Gateways do this too; here it is done when none is left."""

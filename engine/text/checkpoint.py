@@ -16,6 +16,7 @@ from engine.text.folder import file_in
 
 #: Files up to this size count into a version with all of their bytes.
 WHOLE_FILE = 16 << 20
+_KINDS = (".json", ".jinja", ".safetensors")
 _PAGES = 64
 _PAGE = 64 << 10
 #: A header takes about a hundred bytes for each tensor, and many times that as objects of Python: this is room for
@@ -80,11 +81,11 @@ def model_version(folder: str | Path) -> str:
     """12 hex digits that change when the model does.
 
     Of manifest.json's own SHA-256 where the folder has one, as it lists that of every file. Otherwise of the SHA-256
-    over the lines "name, size, digest", tab-separated and newline-ended, of the folder's files in order of name, hidden
-    ones left out. The digest is the file's SHA-256 in hex; for files above 16 MiB, that of their safetensors header (if
-    that is what they are) and of 64 pages of 64 KiB evenly spaced from the first to the last: reading 16 GB at each
-    start would double the time of a cold start, and a change of weights that misses every page does not happen in
-    training or conversion.
+    over the lines "name, size, digest", tab-separated and newline-ended, of the folder's *.json, *.jinja and
+    *.safetensors files in order of name, hidden ones left out (a README changes no output). The digest is the file's
+    SHA-256 in hex; for files above 16 MiB, that of their safetensors header (if that is what they are) and of 64 pages of
+    64 KiB evenly spaced from the first to the last: reading 16 GB at each start would double the time of a cold start,
+    and a change of weights that misses every page does not happen in training or conversion.
     """
     root = Path(folder)
     manifest = root / "manifest.json"
@@ -92,7 +93,7 @@ def model_version(folder: str | Path) -> str:
         return sha256(manifest.read_bytes()).hexdigest()[:12]
     listing = sha256()
     for path in sorted(root.iterdir(), key=lambda path: path.name):
-        if path.is_file() and not path.name.startswith("."):
+        if path.suffix in _KINDS and path.is_file() and not path.name.startswith("."):
             listing.update(f"{path.name}\t{path.stat().st_size}\t{_digest(path)}\n".encode())
     return listing.hexdigest()[:12]
 

@@ -122,7 +122,8 @@ def test_a_version_is_that_of_the_manifest_where_there_is_one(folder):
 def test_a_version_follows_names_sizes_and_contents_as_written_down(tmp_path):
     (tmp_path / "b.json").write_bytes(b"two")
     (tmp_path / "a.json").write_bytes(b"one")
-    (tmp_path / ".hidden").write_bytes(b"x")
+    (tmp_path / ".hidden.json").write_bytes(b"x")
+    (tmp_path / "README.md").write_bytes(b"x")
     (tmp_path / "folder").mkdir()
     lines = "".join(
         f"{name}\t3\t{sha256(data).hexdigest()}\n" for name, data in [("a.json", b"one"), ("b.json", b"two")]
