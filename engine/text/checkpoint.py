@@ -83,9 +83,9 @@ def model_version(folder: str | Path) -> str:
     Of manifest.json's own SHA-256 where the folder has one, as it lists that of every file. Otherwise of the SHA-256
     over the lines "name, size, digest", tab-separated and newline-ended, of the folder's *.json, *.jinja and
     *.safetensors files in order of name, hidden ones left out (a README changes no output). The digest is the file's
-    SHA-256 in hex; for files above 16 MiB, that of their safetensors header (if that is what they are) and of 64 pages of
-    64 KiB evenly spaced from the first to the last: reading 16 GB at each start would double the time of a cold start,
-    and a change of weights that misses every page does not happen in training or conversion.
+    SHA-256 in hex; for files above 16 MiB, that of their safetensors header (if that is what they are) and of 64 pages
+    of 64 KiB evenly spaced from the first to the last: reading 16 GB at each start would double the time of a cold
+    start, and a change of weights that misses every page does not happen in training or conversion.
     """
     root = Path(folder)
     manifest = root / "manifest.json"
