@@ -13,7 +13,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,10 +164,8 @@ def _checked(path: Path, file: _File) -> str | None:
 def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+    from huggingface_hub.utils import build_hf_headers
 
-    if not sys.stderr.isatty():  # in a log, a bar is a line for each time that it is drawn
-        disable_progress_bars()
     url = hf_hub_url(model.repo, file.name, revision=commit, endpoint=_endpoint())
     place = get_hf_file_metadata(url, endpoint=_endpoint()).location
     headers = build_hf_headers()
