@@ -14,6 +14,12 @@ MinTokens = Annotated[int | None, typer.Option(help="Shortest output.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")]
 TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0: all.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from this much probability.")]
+MinP = Annotated[float | None, typer.Option(help="Leave out what is less likely than this share of the likeliest.")]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: tokens that were there before are less likely.")
+]
+PresencePenalty = Annotated[float | None, typer.Option(help="Above 0: less likely once they were written.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="Above 0: less likely each time they were written.")]
 Seed = Annotated[int | None, typer.Option(help="Makes the output repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")]

@@ -63,6 +63,25 @@ def test_chat_goes_through_the_models_template(run: Run, engine: Engine) -> None
     assert told["usage"]["prompt_tokens"] == len(prompt)
 
 
+def test_samples_as_it_is_told_to(run: Run, engine: Engine) -> None:
+    options = ("--temperature", "0.9", "--top-k", "40", "--min-p", "0.02", "--seed", "3", "--threads", "1")
+    penalties = ("--repetition-penalty", "1.3", "--presence-penalty", "0.5", "--frequency-penalty", "0.2")
+    ran = run("run", "tiny", "import ", "--max-tokens", "16", *options, *penalties, "--json")
+    params = SamplingParams(
+        max_tokens=16,
+        temperature=0.9,
+        top_k=40,
+        top_p=engine.card.defaults["top_p"],
+        min_p=0.02,
+        seed=3,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+    )
+    (expected,) = engine.generate(["import "], params)
+    assert json.loads(ran.out)["choices"][0]["token_ids"] == expected.token_ids
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -48,6 +48,7 @@ class TestSubmit:
     def test_sends_every_option_and_leaves_the_others_to_the_gateway(self, penstock: Run, valkey: Redis) -> None:
         options = "--tier flex --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 7"
         options += " --stop a --stop b --ignore-eos -n 2 --logprobs 1 --timeout 60 --tenant t"
+        options += " --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty -0.4"
         options += " --metadata k=v=w --metadata l= --ttl 120"
         task = task_of(valkey, submitted(penstock, *options.split()))
         asked = {
@@ -58,6 +59,10 @@ class TestSubmit:
             "temperature": 0.5,
             "top_k": 3,
             "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.3,
+            "frequency_penalty": -0.4,
             "seed": 7,
             "stop": ["a", "b"],
             "ignore_eos": True,
