@@ -12,6 +12,9 @@ from engine.errors import ModelError
 #: The files that a tokenizer and chat template are made of; all but the first may be absent.
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 
+#: Bytes of one of them. The largest tokenizers of well-known models have 35 MB.
+LONGEST = 256 << 20
+
 
 def read_files(folder: str | Path) -> dict[str, bytes]:
     """Those of FILES that a model folder has. Raises ModelError where tokenizer.json is missing or one unreadable."""
@@ -19,6 +22,8 @@ def read_files(folder: str | Path) -> dict[str, bytes]:
     for name in FILES:
         path = Path(folder) / name
         try:
+            if (size := path.stat().st_size) > LONGEST:
+                raise ModelError(f"{path} has {size} bytes; at most {LONGEST} are read")
             files[name] = path.read_bytes()
         except FileNotFoundError:
             continue

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
 
-from engine.errors import ModelError
+from engine.errors import ModelError, RequestError
+from engine.text import sanity
 from engine.text.detokenizer import Detokenizer, byte_speller, detokenizer_factory
 from engine.text.files import read_files, read_object
 
@@ -21,7 +23,9 @@ class Tokenizer:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """Raises ModelError naming the file that is missing, broken or hostile."""
-        decoder = read_object(files, "tokenizer.json").get("decoder")
+        parsed = read_object(files, "tokenizer.json")
+        sanity.check(parsed)
+        decoder = parsed.get("decoder")
         self._backend = _load(files)
         try:
             self._new_detokenizer = detokenizer_factory(self._backend, decoder)
@@ -43,16 +47,19 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the BOS or EOS that the model's own post-processor adds, if asked to.
 
-        A rendered chat template has its special tokens already: encode it without.
+        A rendered chat template has its special tokens already: encode it without. Raises RequestError for a text that
+        the tokenizer fails on.
         """
         # A lone surrogate, which JSON can carry, is no character and has no UTF-8.
         valid = text.encode("utf-8", "replace").decode("utf-8")
-        ids: list[int] = self._backend.encode(valid, add_special_tokens=add_special_tokens).ids
+        with _panics("the model's tokenizer fails on this text"):
+            ids: list[int] = self._backend.encode(valid, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of all these tokens together, without special tokens."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+        """The text of all these tokens together, without special tokens. Raises RequestError as `encode` does."""
+        with _panics("the model's tokenizer fails on these tokens"):
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def token(self, token_id: int) -> str | None:
@@ -97,15 +104,26 @@ def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     if "tokenizer.json" not in files:
         raise ModelError("tokenizer.json is missing")
     try:
-        backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-        # A prompt is never cut or filled up in silence, whatever the file says.
-        backend.no_truncation()
-        backend.no_padding()
-        # A file may load and yet panic at its first use.
-        backend.encode("a b")
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        # A panic in Rust comes as a BaseException that cannot be imported.
+        with _panics("a panic"):
+            backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            # A prompt is never cut or filled up in silence, nor encoded by chance, whatever the file says.
+            backend.no_truncation()
+            backend.no_padding()
+            if getattr(backend.model, "dropout", None):
+                backend.model.dropout = None
+            # A file may load and yet panic at its first use.
+            backend.encode("a b")
+    except Exception as error:
         raise ModelError(f"tokenizer.json cannot be used: {error}") from error
     return backend
+
+
+@contextmanager
+def _panics(what: str) -> Iterator[None]:
+    """A panic in Rust comes as a BaseException that cannot be imported. Raises RequestError in its place."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise RequestError(f"{what}: {error}", param="prompt") from error

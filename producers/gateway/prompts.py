@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from engine.text import ModelError, Tokenizer
+from engine.text import ModelError, RequestError, Tokenizer
 from producers.errors import InvalidTask
 from producers.gateway.blobs import TOKENIZER, broken, read_blobs
 from producers.gateway.kept import Kept
@@ -37,10 +37,13 @@ class Prompts:
         Raises InvalidTask, Problem where the model's tokenizer is not to be had.
         """
         tokenizer = await self.tokenizer(card)
-        if len(text) <= INLINE:
-            ids = tokenizer.encode(text, special)
-        else:
-            ids = await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.encode, text, special)
+        try:
+            if len(text) <= INLINE:
+                ids = tokenizer.encode(text, special)
+            else:
+                ids = await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.encode, text, special)
+        except RequestError as error:
+            raise InvalidTask(str(error), param=error.param, code=error.code) from error
         if not ids:
             raise InvalidTask("prompt has no token: the model's tokenizer drops all of it", param="prompt")
         return tuple(ids)

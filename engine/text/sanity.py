@@ -1,0 +1,88 @@
+"""What a tokenizer.json may not ask for: it comes with a model, from anybody, and what reads it is native code.
+
+Much that is wrong there is found by the library, as an error or a panic. This looks for what is valid and harmful:
+parts that make a long text of a short one, and sizes that the library would allocate unchecked.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from engine.errors import ModelError
+
+#: How many times longer a text may be made by replacing. Well-known models: 3 at most.
+MOST_GROWTH: Final = 64
+#: Characters that may be put before a text, and special tokens around it.
+MOST_AROUND: Final = 64
+_PARTS: Final = ("normalizers", "pretokenizers", "decoders", "processors")
+
+
+def check(tokenizer: Mapping[str, Any]) -> None:
+    """`tokenizer`: the file, parsed. Raises ModelError naming the part at fault; what is malformed others find."""
+    for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        growth = 1.0
+        for part in _flat(tokenizer.get(name)):
+            match part.get("type"):
+                case "Replace":
+                    growth *= _growth(part)
+                case "Prepend":
+                    _around(name, part.get("prepend"))
+                case "Precompiled":
+                    _charsmap(part.get("precompiled_charsmap"))
+                case "TemplateProcessing":
+                    _around(name, part.get("single"))
+                    _around(name, part.get("pair"))
+                    for token in _values(part.get("special_tokens")):
+                        _around(name, token.get("ids"))
+            if growth > MOST_GROWTH:
+                raise ModelError(f"tokenizer.json has a {name} that makes a text over {MOST_GROWTH} times longer")
+
+
+def _flat(part: Any) -> Iterator[Mapping[str, Any]]:
+    """A part and what it is made of, in order."""
+    waiting = [part]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            for name in _PARTS:
+                inner = part.get(name)
+                if isinstance(inner, list):
+                    waiting += reversed(inner)
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    content, pattern = part.get("content"), part.get("pattern")
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    # A regular expression may match at every character, also between two.
+    shortest = len(text) if isinstance(text, str) and text else 0.5
+    return max(1.0, len(content) / shortest) if isinstance(content, str) else 1.0
+
+
+def _around(name: str, what: Any) -> None:
+    if isinstance(what, (str, list)) and len(what) > MOST_AROUND:
+        raise ModelError(
+            f"tokenizer.json has a {name} that puts {len(what)} pieces around a text; at most {MOST_AROUND}"
+        )
+
+
+def _values(tokens: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(tokens, dict):
+        yield from (token for token in tokens.values() if isinstance(token, dict))
+
+
+def _charsmap(text: Any) -> None:
+    """SentencePiece's table: its trie's size (4 bytes, little-endian), the trie in units of 4 bytes, strings.
+
+    The library allocates what the size says.
+    """
+    try:
+        data = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except (binascii.Error, ValueError):
+        data = b""
+    size = int.from_bytes(data[:4], "little")
+    if len(data) < 4 or size > len(data) - 4 or size % 4:
+        raise ModelError("tokenizer.json has a precompiled_charsmap that is truncated or none at all")
