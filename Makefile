@@ -31,6 +31,8 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 		|| { echo "Could not make .venv. On Debian and Ubuntu: apt install python3-venv"; rm -rf .venv; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gateway,worker,dev]"
+	@# Alone: of what it depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps lm-eval
 	@touch $@
 
 clean:  ## Remove the virtual environment and caches

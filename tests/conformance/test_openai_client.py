@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types import CompletionChoice
 
 from engine.text import Tokenizer
 from tests.conformance.conftest import TINY, System
@@ -125,6 +126,36 @@ class TestCompletions:
         many = client.completions.create(prompt=[ids, ids], n=2, **asked).choices
         assert [choice.text for choice in many] == [text.text] * 4
         assert [choice.index for choice in many] == [0, 1, 2, 3]
+
+    def test_the_best_of_many_are_given(self, client: OpenAI) -> None:
+        asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "seed": 1, "logprobs": 0}
+        best = client.completions.create(**asked, n=2, best_of=8)
+        every = client.completions.create(**asked, n=8)
+
+        def mean(choice: CompletionChoice) -> float:
+            values = (choice.logprobs.token_logprobs if choice.logprobs else None) or []
+            return sum(values) / len(values)
+
+        assert [mean(choice) for choice in best.choices] == sorted(map(mean, every.choices), reverse=True)[:2]
+        assert best.usage is not None
+        assert every.usage is not None
+        assert best.usage.completion_tokens == every.usage.completion_tokens, "all that were made are counted"
+
+    def test_a_prompt_is_scored(self, client: OpenAI) -> None:
+        """What greedy decoding said is the likeliest at each place, also when it is scored as a prompt."""
+        said = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, temperature=0, logprobs=1)
+        text = PROMPT + said.choices[0].text
+        scored = client.completions.create(model="tiny", prompt=text, max_tokens=0, echo=True, logprobs=1)
+        logprobs, before = scored.choices[0].logprobs, said.choices[0].logprobs
+        assert logprobs is not None
+        assert before is not None
+        assert scored.choices[0].text == text
+        assert (logprobs.token_logprobs or [0])[0] is None
+        tokens = before.tokens or []
+        assert (logprobs.tokens or [])[-len(tokens) :] == tokens
+        values = (logprobs.token_logprobs or [])[-len(tokens) :]
+        assert values == pytest.approx(before.token_logprobs, abs=1e-3)
+        assert values == [max(top.values()) for top in (logprobs.top_logprobs or [])[-len(tokens) :]]
 
     def test_logprobs_are_of_each_token(self, client: OpenAI) -> None:
         answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=2)

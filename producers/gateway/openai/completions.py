@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from producers.events import End
+from producers.events import End, Logprobs
+from producers.events import Prompt as PromptPart
 from producers.gateway.body import read_object
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.errors import Problem
@@ -85,7 +86,10 @@ async def create(request: Request) -> Response:
         done = await answered(request, gateway, lambda: whole(foreground.events(), len(tasks), asked.n))
     finally:
         await foreground.close()
-    choices = [writers[index].choice(index, output) for index, output in done.outputs.items()]
+    choices = [
+        writers[index].choice(index, output, done.prompts.get(index // asked.n, ()))
+        for index, output in done.outputs.items()
+    ]
     return JSONResponse(first | {"choices": choices, "usage": usage_of(done.ends.values())})
 
 
@@ -120,7 +124,9 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 def _task(asked: _Completion, at: int, prompt: Prompt) -> Task:
-    fields = {"max_tokens": MAX_TOKENS} if "max_tokens" not in asked.asked.fields else {}
+    fields = {} if "max_tokens" in asked.asked.fields else {"max_tokens": MAX_TOKENS}
+    if asked.echo and asked.logprobs:
+        fields["prompt_logprobs"] = asked.asked.fields["logprobs"]
     return asked.words(at).task(prompt, **fields)
 
 
@@ -139,23 +145,38 @@ async def _encoded(gateway: Gateway, card: Mapping[str, Any], asked: _Completion
 
 
 class _Writer:
-    """Makes one choice's text and logprobs, piece by piece."""
+    """Makes one choice's text and logprobs, piece by piece; before the first, the prompt's where it is echoed."""
 
     def __init__(self, asked: _Completion, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
         self._echo = ""
         if asked.echo and tokenizer is not None:
             self._echo = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        self._logprobs = None
-        if asked.logprobs and tokenizer is not None:
-            self._logprobs = CompletionLogprobs(tokenizer, len(self._echo))
+        self._echoing = asked.echo
+        self._logprobs = CompletionLogprobs(tokenizer) if asked.logprobs and tokenizer is not None else None
 
-    def choice(self, index: int, output: Output) -> dict[str, Any]:
-        """What is new of the choice, and before its first piece the prompt, where it is to be echoed."""
+    def choice(self, index: int, output: Output, prompt: Sequence[PromptPart]) -> dict[str, Any]:
+        """What is new of the choice. `prompt`: all parts of it, once there is anything new."""
+        echo = self._echo if self._echoing else ""
         logprobs = None
         if self._logprobs is not None:
-            logprobs = self._logprobs.of([(token.token_id, token.text, token.logprobs) for token in output.tokens])
-        echo, self._echo = self._echo, ""
+            rows = [(token.token_id, token.text, token.logprobs) for token in output.tokens]
+            before = self._prompt_rows(prompt) if self._echoing else ()
+            logprobs = self._logprobs.of([*before, *rows])
+        self._echoing = False
         return {"index": index, "text": echo + output.text, "logprobs": logprobs, "finish_reason": output.reason}
+
+    def _prompt_rows(self, prompt: Sequence[PromptPart]) -> Iterator[tuple[int, str, Logprobs | None]]:
+        """Each token with its piece of the echoed text. What a tokenizer leaves out of its text, the last token has."""
+        assert self._tokenizer is not None
+        detokenizer = self._tokenizer.new_detokenizer()
+        tokens = [pair for part in prompt for pair in zip(part.token_ids, part.logprobs, strict=True)]
+        at = 0
+        for place, (token_id, logprobs) in enumerate(tokens, 1):
+            end = len(self._echo) if place == len(tokens) else at + len(detokenizer.push(token_id))
+            piece = self._echo[at:end]
+            at += len(piece)
+            yield token_id, piece, logprobs
 
 
 async def _stream(
@@ -164,16 +185,19 @@ async def _stream(
     """A chunk for whatever is new of a choice; its last one has the reason that it ended."""
     ended: set[int] = set()
     ends: dict[int, End] = {}
+    prompts: dict[int, list[PromptPart]] = {}
     async with aclosing(news(foreground.events(), asked.n)) as batches:
         async for batch in batches:
             ends |= batch.ends
+            for number, parts in batch.prompts.items():
+                prompts.setdefault(number, []).extend(parts)
             made = []
             for index, output in batch.outputs.items():
                 if output.reason not in REASONS or index in ended:
                     output.reason = None
                 else:
                     ended.add(index)
-                choice = writers[index].choice(index, output)
+                choice = writers[index].choice(index, output, prompts.get(index // asked.n, ()))
                 if choice["text"] or choice["finish_reason"] or (choice["logprobs"] and choice["logprobs"]["tokens"]):
                     made.append(choice)
             if made:

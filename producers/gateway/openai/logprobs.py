@@ -26,11 +26,11 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 
 
 class CompletionLogprobs:
-    """The legacy endpoint's four lists. `offset`: where the next token begins in its choice's text (characters)."""
+    """The legacy endpoint's four lists. Offsets (characters) are into the choice's text."""
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._offset = offset
+        self._offset = 0
 
     def of(self, rows: Sequence[tuple[int, str, Logprobs | None]]) -> dict[str, Any]:
         """Tokens as (id, the piece of text that came with it, its logprobs or None for the first of a prompt)."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from producers.events import End, Event, Token
+from producers.events import End, Event, Prompt, Token
 
 
 @dataclass(slots=True)
@@ -23,9 +23,10 @@ class Output:
 
 @dataclass(slots=True)
 class News:
-    """What a batch of events brought. `ends`: by task."""
+    """What a batch of events brought. `prompts`, `ends`: by task; a prompt comes before its first token, in parts."""
 
     outputs: dict[int, Output] = field(default_factory=dict)
+    prompts: dict[int, list[Prompt]] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
 
     def take(self, batch: Sequence[tuple[int, Event]], n: int) -> None:
@@ -35,11 +36,14 @@ class News:
                 output = self.output(number * n + event.choice)
                 output.tokens.append(event)
                 output.reason = event.finish_reason
-            elif isinstance(event, End):
+            elif isinstance(event, Prompt):
+                self.prompts.setdefault(number, []).append(event)
+            else:
                 self.ends[number] = event
                 # A choice without a token has its reason here alone.
                 for choice, reason in enumerate(event.reasons):
-                    self.output(number * n + choice).reason = reason
+                    if reason is not None:
+                        self.output(number * n + choice).reason = reason
 
     def output(self, choice: int) -> Output:
         return self.outputs.setdefault(choice, Output())

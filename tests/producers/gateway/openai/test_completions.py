@@ -135,6 +135,66 @@ class TestEcho:
         assert "".join(c["choices"][0]["text"] for c in said) == "def fHello, world"
 
 
+def scores(*pieces: str) -> Any:
+    """A worker that scores the prompt too: token k has the log probability -k, and one alternative, `!`."""
+
+    def play(worker: Any, record: Any) -> None:
+        ids = record.task["prompt"]
+        found = [None, *((-float(k), ((5, -0.25),)) for k in range(1, len(ids)))]
+        worker.prompt(record.id, ids, found)
+        says(*pieces, logprobs=[(-0.5, ())])(worker, record)
+
+    return play
+
+
+class TestScores:
+    """echo and logprobs: how likely the prompt is, as harnesses ask for it."""
+
+    PROMPT = "class Queue:\n    pass 🙂"
+
+    @pytest.mark.parametrize("as_ids", [False, True])
+    def test_the_prompts_tokens_come_before_the_outputs(
+        self, complete: Ask, answering: Answering, as_ids: bool
+    ) -> None:
+        answering.scripts = [scores("x", "y")]
+        ids = TOKENIZER.encode(self.PROMPT)
+        (choice,) = complete(prompt=ids if as_ids else self.PROMPT, echo=True, logprobs=1).json()["choices"]
+        assert answering.records[0].task["prompt_logprobs"] == 1
+        assert choice["text"] == self.PROMPT + "xy"
+        logprobs = choice["logprobs"]
+        count = len(ids)
+        assert logprobs["token_logprobs"] == [None, *(-float(k) for k in range(1, count)), -0.5, -0.5]
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["top_logprobs"][1]["!"] == -0.25
+        assert len(logprobs["top_logprobs"][1]) == 2, "the token itself is there, too"
+        ends = [*logprobs["text_offset"][1:], len(choice["text"])]
+        texts = [choice["text"][at:end] for at, end in zip(logprobs["text_offset"], ends, strict=True)]
+        assert "".join(texts) == choice["text"]
+        plain = [(name, text) for name, text in zip(logprobs["tokens"], texts, strict=True) if "bytes:" not in name]
+        assert all(name == text for name, text in plain[: count - 4])
+
+    def test_nothing_need_be_generated(self, complete: Ask, answering: Answering) -> None:
+        def only_scores(worker: Any, record: Any) -> None:
+            worker.prompt(record.id, record.task["prompt"], [None, *[(-1.0, ())] * (len(record.task["prompt"]) - 1)])
+            worker.finish(record.id, [0], reasons=["length"])
+
+        answering.scripts = [only_scores]
+        for stream in (False, True):
+            answer = complete(prompt="import os", echo=True, logprobs=0, max_tokens=0, stream=stream)
+            (choice,) = chunks(answer)[0]["choices"] if stream else answer.json()["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("import os", "length")
+            assert choice["logprobs"]["token_logprobs"] == [None, -1.0]
+
+    def test_a_stream_of_two_prompts_begins_each_choice_with_its_own(self, complete: Ask, answering: Answering) -> None:
+        answering.scripts = [scores("x")]
+        *said, _ = chunks(complete(prompt=["import os", "def f"], echo=True, logprobs=1, stream=True))
+        for index, prompt in enumerate(["import os", "def f"]):
+            mine = [c["choices"][0] for c in said if c["choices"][0]["index"] == index]
+            assert "".join(one["text"] for one in mine) == prompt + "x"
+            values = [value for one in mine for value in one["logprobs"]["token_logprobs"]]
+            assert values == [None, *(-float(k) for k in range(1, len(TOKENIZER.encode(prompt)))), -0.5]
+
+
 class TestLogprobs:
     def test_the_four_lists(self, complete: Ask, answering: Answering) -> None:
         top = ((9, -0.1), (6, -3.0))
