@@ -24,6 +24,7 @@ from engine.scheduler import Scheduler
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
+from engine.text.words import Spellings
 
 #: Tokens of a step where the configuration leaves it open: enough for full use of the device, few enough that
 #: those who decode beside a long prompt go on smoothly.
@@ -97,6 +98,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             version=version,
             new_detokenizer=self.tokenizer.new_detokenizer if self.tokenizer else lambda: None,
+            spellings=Spellings(self.tokenizer).of if self.tokenizer else None,
             vocab_size=model.vocab_size,
             rope_switch=model.rope_switch,
             seed=config.seed,

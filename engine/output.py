@@ -21,10 +21,12 @@ class StopMatcher:
     (amortised) whatever the length of the strings.
     """
 
-    __slots__ = ("_failures", "_first", "_held", "_states", "_stops")
+    __slots__ = ("_failures", "_first", "_held", "_included", "_states", "_stops")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], included: bool = False) -> None:
+        """`included`: the text keeps the string that ends it."""
         self._stops = stops
+        self._included = included
         self._failures = [_failure(stop) for stop in stops]
         self._states = [0] * len(stops)
         self._first = frozenset(stop[0] for stop in stops)
@@ -40,7 +42,7 @@ class StopMatcher:
             match = self._advance(char)
             if match is not None and armed:
                 self._held = ""
-                return buffer[: place - len(match)], match
+                return buffer[: place if self._included else place - len(match)], match
         certain = len(buffer) - max(self._states)
         self._held = buffer[certain:]
         return buffer[:certain], None
@@ -83,7 +85,7 @@ def _failure(stop: str) -> list[int]:
 class OutputState:
     """One choice's tokens as text, and when they end."""
 
-    __slots__ = ("_armed_from", "_detokenizer", "_ends", "_ends_listed", "_stops", "count", "limit")
+    __slots__ = ("_armed_from", "_detokenizer", "_stops", "count", "ends", "limit")
 
     def __init__(
         self,
@@ -99,16 +101,12 @@ class OutputState:
         self.count = 0
         self.limit = limit
         self._armed_from = params.min_tokens
-        self._ends = frozenset(params.stop_token_ids)
+        #: Tokens that end the output, once it has min_tokens.
+        self.ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            self._ends = self._ends.union(eos_token_ids)
-        self._ends_listed = tuple(sorted(self._ends))
+            self.ends = self.ends.union(eos_token_ids)
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(params.stop) if params.stop else None
-
-    def banned_now(self) -> tuple[int, ...]:
-        """Token ids that the next token may not be: those that end the output, while min_tokens is not reached."""
-        return self._ends_listed if self.count < self._armed_from else ()
+        self._stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
         """Take the next token: (piece of text, finish reason or None, the stop string or token id or None).
@@ -116,7 +114,7 @@ class OutputState:
         The piece of the last token carries all the text that had been held back; a token that ends the output adds
         none of its own.
         """
-        ended = token_id in self._ends and self.count >= self._armed_from
+        ended = token_id in self.ends and self.count >= self._armed_from
         self.count += 1
         armed = self.count >= self._armed_from
         last = ended or self.count >= self.limit

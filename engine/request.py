@@ -150,6 +150,8 @@ class Sequence:
     """Leading blocks of its tokens that have been offered to the prefix cache."""
     scores: PromptScores | None = None
     """Where the log probabilities of the prompt are wanted."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The tokens of each way to write one of them."""
 
     @property
     def reusable(self) -> int:

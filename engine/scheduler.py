@@ -56,6 +56,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         version: str = "",
         new_detokenizer: Callable[[], Detokenizer | None] = lambda: None,
+        spellings: Callable[[str], tuple[tuple[int, ...], ...]] | None = None,
         vocab_size: int | None = None,
         rope_switch: int | None = None,
         seed: int | None = None,
@@ -73,6 +74,7 @@ class Scheduler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._new_detokenizer = new_detokenizer
+        self._spellings = spellings
         self._tables = BlockTables(spaces, block_size, enable_prefix_caching)
         self._limits = RequestLimits(max_model_len, self._tables.capacity, vocab_size)
         self._rope_switch = rope_switch
@@ -94,6 +96,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise RequestError if the request could never run. Reads only settings: any thread may call it."""
         self._limits.check(request)
+        self._spelled(request.params.bad_words)
 
     def add(self, request: Request) -> list[Event]:
         """Queue a request. Raises RequestError as `check` does, and for an id that is in use.
@@ -107,6 +110,7 @@ class Scheduler:
         params = request.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         root = root_hash(request.salt, request.adapter, self._version)
+        bad_words = self._spelled(params.bad_words)
         limit = self._limits.output_limit(request)
         scores = None
         if params.prompt_logprobs is not None:
@@ -129,6 +133,7 @@ class Scheduler:
                 queued_at=request.arrival,
                 root=root,
                 scores=scores,
+                bad_words=bad_words,
             )
             self._serial += 1
             reason, match = group.enter(seq)
@@ -142,6 +147,18 @@ class Scheduler:
             self._groups[request.id] = group
             self._planner.waiting.push(group.led.pop(0))
         return events
+
+    def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """All ways to write these words, in tokens."""
+        if words and self._spellings is None:
+            raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            ways = self._spellings(word) if self._spellings else ()
+            if not ways:
+                raise RequestError(f"bad_words has {word!r}, of which the tokenizer drops all", param="bad_words")
+            found |= dict.fromkeys(ways)
+        return tuple(found)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks; False if there is none. No event follows."""

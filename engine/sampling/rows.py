@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.request import Sequence
+from engine.sampling.edit_rows import EditRows
+from engine.sampling.edits import Edits
 from engine.sampling.filters import Filters, Ranked
 from engine.sampling.noise import row_keys
 from engine.upload import upload
@@ -36,8 +38,7 @@ class SamplingBatch:
     """How the rows of a step's logits become tokens. None stands for: no row wants it."""
 
     draws: Draws | None
-    banned: tuple[Tensor, Tensor] | None
-    """int64 (row, token id) pairs that may not be sampled."""
+    edits: Edits | None
     logprob_rows: Tensor | None
     """int64: the rows whose log probabilities are wanted."""
     logprob_counts: dict[int, int]
@@ -58,7 +59,7 @@ class SamplingRows:
         self._filtered = np.zeros(slots, np.bool_)
         self._seed = np.zeros(slots, np.uint64)
         self._choice = np.zeros(slots, np.uint64)
-        self._min_tokens = np.zeros(slots, np.int64)
+        self._edits = EditRows(slots, vocab_size, device)
         self._logprobs = np.full(slots, -1, np.int64)
 
     def admit(self, sequence: Sequence) -> None:
@@ -73,20 +74,19 @@ class SamplingRows:
         self._filtered[slot] = self._top_k[slot] > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
         self._seed[slot] = sequence.seed
         self._choice[slot] = sequence.choice
-        self._min_tokens[slot] = params.min_tokens
+        self._edits.admit(sequence)
         # best_of ranks by them.
         self._logprobs[slot] = params.logprobs if params.logprobs is not None else 0 if params.selects else -1
 
     def gather(self, sequences: list[Sequence]) -> SamplingBatch:
         """The batch of `sequences`, whose next tokens are sampled, in the order of the logits' rows."""
         slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
-        banned = self._banned(sequences, slots)
         wants_logprobs = (self._logprobs[slots] >= 0).nonzero()[0]
         drawn = self._temperature[slots].nonzero()[0]
         draws = self._draws(sequences, slots, drawn) if len(drawn) else None
         return SamplingBatch(
             draws=draws,
-            banned=None if banned is None else (banned[0], banned[1]),
+            edits=self._edits.gather(sequences, slots),
             logprob_rows=upload([wants_logprobs], self._device)[0] if len(wants_logprobs) else None,
             logprob_counts={int(row): int(self._logprobs[slots[row]]) for row in wants_logprobs},
         )
@@ -123,15 +123,3 @@ class SamplingRows:
             min_p=sent[3] if min_p.any() else None,
             typical=(sent[4], sent[5]) if len(strange) else None,
         )
-
-    def _banned(self, sequences: list[Sequence], slots: NDArray[np.int64]) -> list[Tensor] | None:
-        pairs = [
-            (row, token)
-            for row in self._min_tokens[slots].nonzero()[0]
-            for token in sequences[row].output.banned_now()
-            if token < self._vocab_size
-        ]
-        if not pairs:
-            return None
-        rows, tokens = np.array(pairs, np.int64).T
-        return upload([np.ascontiguousarray(rows), np.ascontiguousarray(tokens)], self._device)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.plan import Sampled
 from engine.request import TokenLogprobs
+from engine.sampling.edits import NONE_LEFT, edit
 from engine.sampling.filters import narrow
 from engine.sampling.logprobs import NOT_FINITE, token_logprobs
 from engine.sampling.noise import REACH, gumbel
@@ -17,25 +18,29 @@ _SPARSE = 0.25
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
-    """One result for each row of `logits` [rows, vocabulary].
+    """One result for each row of `logits` [rows, vocabulary], which may be changed.
 
-    A row whose logits are not all finite gets an error, alone. The only wait for the device is for the results.
+    A row whose logits are not all finite, or that has no token left, gets an error, alone. The only wait for the device
+    is for the results.
     """
     logits = logits.float()
     # Two passes: aminmax is 15 times slower on a CPU. NaN comes through both.
     finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
-    # Log probabilities are of what the model said: taken before anything is banned.
+    # Log probabilities are of what the model said: taken before anything is done to it.
     said = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
-    if batch.banned is not None:
-        logits = logits.index_put(batch.banned, logits.new_full((), float("-inf")))
+    faults = (~finite).long()
+    if batch.edits is not None:
+        edit(logits, batch.edits)
+        if batch.edits.forbids:
+            faults += 2 * (logits.amax(-1) == float("-inf")).long()
     tokens = logits.argmax(-1)
     if batch.draws is not None:
         tokens[batch.draws.rows] = draw(logits[batch.draws.rows], batch.draws)
-    ids, whole = torch.stack((tokens, finite.long())).tolist()
+    ids, found = torch.stack((tokens, faults)).tolist()
     logprobs = {} if said is None else _logprobs(said, tokens, ids, batch)
     return [
-        Sampled(token, logprobs.get(row)) if ok else Sampled(token, error=NOT_FINITE)
-        for row, (token, ok) in enumerate(zip(ids, whole, strict=True))
+        Sampled(token, error=NOT_FINITE if fault & 1 else NONE_LEFT) if fault else Sampled(token, logprobs.get(row))
+        for row, (token, fault) in enumerate(zip(ids, found, strict=True))
     ]
 
 

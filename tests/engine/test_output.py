@@ -119,6 +119,21 @@ def test_a_stop_token_ends_without_text_of_its_own_and_frees_what_was_held():
     assert OutputState(params, [9], Spelled([]), 100).push(9) == ("", "stop", 9)
 
 
+@given(st.lists(letters, max_size=12), stop_lists)
+@example(["aab"], ("ab", "aab"))
+def test_a_stop_may_be_kept(pieces, stops):
+    matcher, text, out = StopMatcher(stops, included=True), "", ""
+    for piece in pieces:
+        text += piece
+        new, match = matcher.push(piece, True)
+        out += new
+        if match is not None:
+            right, stop = first_stop(text, stops)
+            assert (match, out) == (stop, right + stop)
+            return
+    assert out + matcher.flush() == text
+
+
 def test_a_stop_made_by_the_flush_at_the_end_still_cuts():
     output = OutputState(SamplingParams(stop=("b\ufffd",)), [9], Spelled(["ab"], "\ufffd"), 100)
     assert output.push(1) == ("a", None, None)
@@ -128,17 +143,15 @@ def test_a_stop_made_by_the_flush_at_the_end_still_cuts():
 def test_eos_is_an_ordinary_token_when_ignored():
     params = SamplingParams(ignore_eos=True, min_tokens=5)
     output = OutputState(params, [9], Spelled(["e", "f"]), 2)
-    assert output.banned_now() == ()
+    assert output.ends == frozenset()
     assert [output.push(9), output.push(9)] == [("e", None, None), ("f", "length", None)]
 
 
-def test_ends_are_banned_until_min_tokens_and_do_not_end_before():
+def test_ends_do_not_end_before_min_tokens():
     output = OutputState(SamplingParams(min_tokens=2, stop_token_ids=(3,)), [9], Spelled(["a"] * 9), 9)
-    assert output.banned_now() == (3, 9)
+    assert output.ends == {3, 9}
     assert output.push(9) == ("a", None, None)
-    assert output.banned_now() == (3, 9)
     assert output.push(1)[1] is None
-    assert output.banned_now() == ()
     assert output.push(9)[1:] == ("stop", 9)
 
 

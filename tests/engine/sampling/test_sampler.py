@@ -155,7 +155,7 @@ def test_the_ban_ends_when_enough_tokens_are_there() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[:, 7] = 50.0
     row = sequence(0, temperature=0.0, eos=(7,), min_tokens=1)
-    row.output.push(3)
+    row.tokens.append(3)
     assert run(logits, [row])[0].token_id == 7
 
 

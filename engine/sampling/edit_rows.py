@@ -1,0 +1,161 @@
+"""The edits that running sequences ask for, in permanent rows, put together for a step without a loop over tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.request import Sequence
+from engine.sampling.counts import Ids, TokenCounts
+from engine.sampling.edits import Allowed, Edits, Penalties
+from engine.upload import upload
+
+# What a slot asks for. A step looks at nothing that none of its rows asks for.
+_PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _WORDS = (1 << bit for bit in range(6))
+_EMPTY: Ids = np.zeros(0, np.int64)
+
+#: (rows, ids) of pairs.
+Pairs = tuple[Ids, Ids]
+#: The tokens before the last of a bad word, and that last one; by the token before the last.
+Words = dict[int, list[tuple[list[int], int]]]
+
+
+class EditRows:
+    """Row `slot` belongs to the running sequence with that slot."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._flags = np.zeros(slots, np.uint8)
+        self._repetition = np.ones(slots, np.float32)
+        self._presence = np.zeros(slots, np.float32)
+        self._frequency = np.zeros(slots, np.float32)
+        self._counts = TokenCounts(slots, vocab_size)
+        self._counted = np.zeros(slots, np.int64)
+        self._biased: list[Ids] = [_EMPTY] * slots
+        self._biases: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * slots
+        self._allowed: list[Ids] = [_EMPTY] * slots
+        self._banned: list[Ids] = [_EMPTY] * slots
+        self._ends: list[Ids] = [_EMPTY] * slots
+        self._armed_at = np.zeros(slots, np.int64)
+        self._words: list[Words] = [{} for _ in range(slots)]
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take over the row of the sequence's slot."""
+        slot, params = sequence.slot, sequence.request.params
+        self._repetition[slot] = params.repetition_penalty
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+        self._biased[slot] = np.array([token_id for token_id, _ in params.logit_bias], np.int64)
+        self._biases[slot] = np.array([bias for _, bias in params.logit_bias], np.float32)
+        self._allowed[slot] = np.array(params.allowed_token_ids, np.int64)
+        single = [word[0] for word in sequence.bad_words if len(word) == 1]
+        self._banned[slot] = self._known([*params.banned_token_ids, *single])
+        self._ends[slot] = self._known(sequence.output.ends)
+        self._armed_at[slot] = sequence.prompt_len + params.min_tokens
+        self._words[slot] = _by_last_but_one(sequence.bad_words)
+        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        if penalised:
+            self._count(sequence)
+        self._flags[slot] = (
+            penalised * _PENALTIES
+            | (len(params.logit_bias) > 0) * _BIAS
+            | (len(params.allowed_token_ids) > 0) * _ALLOWED
+            | (len(self._banned[slot]) > 0) * _BANNED
+            | (params.min_tokens > 0 and len(self._ends[slot]) > 0) * _ENDS
+            | (len(self._words[slot]) > 0) * _WORDS
+        )
+
+    def gather(self, sequences: list[Sequence], slots: Ids) -> Edits | None:
+        """Those of a step, whose logits have a row for each of the sequences. None where nobody asks for any."""
+        flags = self._flags[slots]
+        asked = int(np.bitwise_or.reduce(flags, initial=0))
+        if not asked:
+            return None
+
+        def rows(flag: int) -> Ids:
+            return (flags & flag).nonzero()[0] if asked & flag else _EMPTY
+
+        biased, only = rows(_BIAS), rows(_ALLOWED)
+        arrays: list[NDArray[Any]] = [
+            *self._penalised(sequences, slots, rows(_PENALTIES)),
+            *_pairs(biased, [self._biased[slot] for slot in slots[biased]]),
+            np.concatenate([np.zeros(0, np.float32), *(self._biases[slot] for slot in slots[biased])]),
+            only,
+            *_pairs(only, [self._allowed[slot] for slot in slots[only]]),
+            *self._forbidden(sequences, slots, rows(_BANNED), rows(_ENDS), rows(_WORDS)),
+        ]
+        sent = upload(arrays, self._device)
+        return Edits(
+            penalties=Penalties(*sent[:4]) if len(arrays[0]) else None,
+            bias=(sent[4], sent[5], sent[6]) if len(biased) else None,
+            allowed=Allowed(*sent[7:10]) if len(only) else None,
+            banned=(sent[10], sent[11]) if len(arrays[10]) else None,
+        )
+
+    def _penalised(self, sequences: list[Sequence], slots: Ids, rows: Ids) -> list[NDArray[Any]]:
+        """Rows, ids, repetition and what is taken off, of all pairs."""
+        if not len(rows):
+            return [_EMPTY, _EMPTY, np.zeros(0, np.float32), np.zeros(0, np.float32)]
+        own = slots[rows]
+        lengths = np.fromiter((len(sequences[row].tokens) for row in rows), np.int64, len(rows))
+        grown = lengths - self._counted[own]
+        by_one = (grown == 1).nonzero()[0]
+        last = np.fromiter((sequences[rows[i]].tokens[-1] for i in by_one), np.int64, len(by_one))
+        self._counts.grow(own[by_one], last)
+        self._counted[own] = lengths
+        for i in (grown > 1).nonzero()[0]:
+            self._count(sequences[rows[i]])
+        listed, ids, counts = self._counts.pairs(own)
+        minus = self._frequency[own].repeat(listed) * counts + self._presence[own].repeat(listed) * (counts > 0)
+        return [rows.repeat(listed), ids, self._repetition[own].repeat(listed), minus.astype(np.float32)]
+
+    def _count(self, sequence: Sequence) -> None:
+        """From its tokens, whatever happened since it was last counted. The prompt matters to repetition alone."""
+        tokens = np.array(sequence.tokens, np.int64)
+        prompt = tokens[: sequence.prompt_len] if self._repetition[sequence.slot] != 1 else _EMPTY
+        self._counts.start(sequence.slot, prompt, tokens[sequence.prompt_len :])
+        self._counted[sequence.slot] = len(tokens)
+
+    def _forbidden(self, sequences: list[Sequence], slots: Ids, banned: Ids, ends: Ids, words: Ids) -> Pairs:
+        if len(ends):
+            lengths = np.fromiter((len(sequences[row].tokens) for row in ends), np.int64, len(ends))
+            ends = ends[lengths < self._armed_at[slots[ends]]]
+        spelled = [
+            (row, last)
+            for row in words
+            for before, last in self._words[slots[row]].get(sequences[row].tokens[-1], ())
+            if sequences[row].tokens[-len(before) :] == before
+        ]
+        return _pairs(
+            np.concatenate((banned, ends, np.array([row for row, _ in spelled], np.int64))),
+            [
+                *(self._banned[slot] for slot in slots[banned]),
+                *(self._ends[slot] for slot in slots[ends]),
+                *(np.array([last], np.int64) for _, last in spelled),
+            ],
+        )
+
+    def _known(self, ids: Any) -> Ids:
+        """Those that the model can generate: a tokenizer may name others."""
+        found = np.unique(np.array(tuple(ids), np.int64))
+        return found[found < self._vocab_size]
+
+
+def _pairs(rows: Ids, ids: list[Ids]) -> Pairs:
+    """Each row with each of its ids."""
+    if not len(rows):
+        return _EMPTY, _EMPTY
+    return rows.repeat([len(own) for own in ids]), np.concatenate(ids)
+
+
+def _by_last_but_one(words: tuple[tuple[int, ...], ...]) -> Words:
+    found: Words = defaultdict(list)
+    for *before, last in words:
+        if before:
+            found[before[-1]].append((before, last))
+    return dict(found)

@@ -1,0 +1,230 @@
+"""Penalties, biases and bans through the permanent rows, against transformers' processors and plain definitions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from engine.request import Sequence
+from engine.sampling import SamplingRows, sample
+from engine.sampling.counts import TokenCounts
+from engine.sampling.edits import edit
+from tests.engine.sampling.sequences import run, sequence
+
+VOCAB = 60
+
+
+def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def edited(rows: SamplingRows, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """The logits after the edits of this step."""
+    logits = logits.clone()
+    edits = rows.gather(sequences).edits
+    if edits is not None:
+        edit(logits, edits)
+    return logits
+
+
+def alone(logits: torch.Tensor, **params: Any) -> torch.Tensor:
+    rows = SamplingRows(1, VOCAB, torch.device("cpu"))
+    one = sequence(0, **params)
+    rows.admit(one)
+    return edited(rows, logits[:1], [one])[0]
+
+
+def by_definition(logits: torch.Tensor, one: Sequence) -> torch.Tensor:
+    """Repetition over prompt and output, then frequency and presence over the output, a token at a time."""
+    params, found = one.request.params, logits.double().clone()
+    for token_id in set(one.tokens):
+        value = found[token_id]
+        found[token_id] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    for token_id, count in Counter(one.tokens[one.prompt_len :]).items():
+        found[token_id] -= params.frequency_penalty * count + params.presence_penalty
+    return found
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {},
+    {"repetition_penalty": 0.5, "frequency_penalty": 0.7},
+    {"presence_penalty": -1.5},
+    {"frequency_penalty": 2.0, "presence_penalty": 0.5, "temperature": 0.0},
+]
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_penalties_follow_the_tokens_through_steps_and_slots(data: st.DataObject) -> None:
+    """Sequences grow, leave, come back after a preemption, and take over each other's rows."""
+    rows = SamplingRows(len(PENALTIES), VOCAB, torch.device("cpu"))
+    tokens = st.integers(0, VOCAB - 1)
+    running: dict[int, Sequence] = {}
+    for step in range(data.draw(st.integers(1, 8))):
+        for slot, params in enumerate(PENALTIES):
+            event = data.draw(st.sampled_from(["on", "on", "on", "new", "again"]))
+            if event == "new" or slot not in running:
+                prompt = tuple(data.draw(st.lists(tokens, min_size=1, max_size=400)))
+                running[slot] = sequence(slot, prompt=prompt, **PENALTIES[(slot + step) % len(PENALTIES)] | params)
+                rows.admit(running[slot])
+            elif event == "again":
+                rows.admit(running[slot])
+        chosen = data.draw(st.permutations(sorted(running)))[: data.draw(st.integers(1, len(running)))]
+        batch = [running[slot] for slot in chosen]
+        logits = random_logits(len(batch), step)
+        found = edited(rows, logits, batch)
+        for row, one in enumerate(batch):
+            torch.testing.assert_close(found[row].double(), by_definition(logits[row], one), atol=1e-5, rtol=1e-5)
+            one.tokens.append(data.draw(tokens))
+
+
+def test_a_step_done_again_counts_nothing_twice() -> None:
+    rows = SamplingRows(1, VOCAB, torch.device("cpu"))
+    one = sequence(0, prompt=(1,), frequency_penalty=1.0)
+    rows.admit(one)
+    for token_id in (5, 5, 6):
+        one.tokens.append(token_id)
+        logits = random_logits(1)
+        first = edited(rows, logits, [one])
+        assert torch.equal(edited(rows, logits, [one]), first)
+    assert torch.equal((logits - first)[0].nonzero().view(-1), torch.tensor([5, 6]))
+
+
+@pytest.mark.parametrize("penalty", [0.01, 0.9, 1.2, 10.0])
+def test_repetition_is_transformers_own(penalty: float) -> None:
+    logits = random_logits(8, seed=2)
+    prompts = torch.randint(VOCAB, (8, 30), generator=torch.Generator().manual_seed(1))
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(prompts, logits.clone())
+    for row in range(8):
+        found = alone(logits[row : row + 1], prompt=tuple(prompts[row].tolist()), repetition_penalty=penalty)
+        torch.testing.assert_close(found, expected[row])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 19)), max_size=80))
+def test_counts_are_those_of_a_counter(history: list[tuple[int, int]]) -> None:
+    counts, known = TokenCounts(4, 20), [Counter[int]() for _ in range(4)]
+    for slot in range(4):
+        counts.start(slot, np.array([slot, 7]), np.array([3, 3]))
+        known[slot].update({slot: 0, 7: 0, 3: 2})
+    for slot, token_id in history:
+        counts.grow(np.array([slot]), np.array([token_id]))
+        known[slot][token_id] += 1
+    lengths, ids, found = counts.pairs(np.arange(4))
+    owners = np.arange(4).repeat(lengths).tolist()
+    pairs = list(zip(owners, ids.tolist(), found.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+    assert set(pairs) == {(slot, token, n) for slot in range(4) for token, n in known[slot].items()}
+
+
+def test_biases_lists_and_bans_in_their_order() -> None:
+    logits = random_logits(1)
+    assert torch.equal(alone(logits), logits[0])
+    biased = alone(logits, logit_bias={3: 2.5, 7: -100})
+    assert torch.equal((biased - logits[0]).nonzero().view(-1), torch.tensor([3, 7]))
+    assert float(biased[3] - logits[0, 3]) == pytest.approx(2.5)
+    found = alone(logits, allowed_token_ids=[3, 5, 9], banned_token_ids=[5, 11], logit_bias={3: 1.0, 5: 100, 20: 100})
+    assert found.isfinite().nonzero().view(-1).tolist() == [3, 9]
+    assert float(found[3]) == pytest.approx(float(logits[0, 3]) + 1)
+    # A penalty comes before a bias: it is not the biased logit that is divided.
+    both = alone(logits, prompt=(3,), repetition_penalty=2.0, logit_bias={3: 10.0})
+    plain = alone(logits, prompt=(3,), repetition_penalty=2.0)
+    assert float(both[3]) == pytest.approx(float(plain[3]) + 10)
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "banned_token_ids": list(range(30))},
+    {"seed": 1},
+    {"seed": 2, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    {"seed": 3, "logit_bias": dict.fromkeys(range(20), 2.0), "min_p": 0.05},
+    {"seed": 4, "allowed_token_ids": [1, 2, 3, 40], "typical_p": 0.7},
+    {"seed": 5, "min_tokens": 5, "stop_token_ids": [8, 9], "top_k": 20},
+    {"temperature": 0.0, "presence_penalty": 2.0, "logit_bias": {11: 100}},
+    {"seed": 6, "top_p": 0.8},
+]
+
+
+def mixed() -> list[Sequence]:
+    made = []
+    for slot, params in enumerate(MIXED):
+        rest = {key: value for key, value in params.items() if key != "seed"}
+        one = sequence(slot, seed=params.get("seed", 0), prompt=tuple(range(slot, slot + 6)), **rest)
+        one.tokens += [slot, 11, 11]
+        made.append(one)
+    return made
+
+
+def test_a_row_gets_the_same_alone_as_among_others(device: torch.device) -> None:
+    logits = random_logits(len(MIXED))
+    together = [one.token_id for one in run(logits, mixed(), device)]
+    for row, one in enumerate(mixed()):
+        assert run(logits[row : row + 1], [one], device)[0].token_id == together[row]
+    backwards = [one.token_id for one in run(logits.flip(0), mixed()[::-1], device)]
+    assert backwards[::-1] == together
+    assert together[1] >= 30
+    assert together[5] in (1, 2, 3, 40)
+    assert together[7] == 11
+
+
+def test_a_row_without_a_token_left_fails_alone(device: torch.device) -> None:
+    rows = [
+        sequence(0, temperature=0.0),
+        sequence(1, allowed_token_ids=[7], eos=(7,), min_tokens=3),
+        sequence(2, banned_token_ids=list(range(VOCAB - 1))),
+    ]
+    found = run(random_logits(3), rows, device)
+    assert [one.error is None for one in found] == [True, False, True]
+    assert found[1].error is not None
+    assert found[1].error.startswith("no token is left to choose")
+    assert found[2].token_id == VOCAB - 1
+
+
+def test_bad_words_are_banned_where_their_beginning_stands() -> None:
+    def free(*tokens: int) -> set[int]:
+        one = sequence(0, prompt=tokens)
+        one.bad_words = ((4,), (5, 6), (1, 5, 7), (6, 5, 8), (9, 9, 9))
+        rows = SamplingRows(1, VOCAB, torch.device("cpu"))
+        rows.admit(one)
+        logits = edited(rows, torch.zeros(1, VOCAB), [one])
+        return set(range(VOCAB)) - set(logits[0].isfinite().nonzero().view(-1).tolist())
+
+    assert free(1) == {4}
+    assert free(5) == {4, 6}
+    assert free(2, 5) == {4, 6}
+    assert free(1, 5) == {4, 6, 7}
+    assert free(6, 5) == {4, 6, 8}
+    assert free(9) == {4}
+    assert free(9, 9) == {4, 9}
+
+
+def test_logprobs_are_of_the_model_whatever_is_done_to_it() -> None:
+    logits = random_logits(1)
+    said = logits.double().log_softmax(-1)[0]
+    (found,) = run(logits, [sequence(0, temperature=0.0, logit_bias={5: 100.0}, logprobs=1)])
+    assert found.token_id == 5
+    assert found.logprobs is not None
+    assert found.logprobs.logprob == pytest.approx(float(said[5]), abs=1e-5)
+    assert found.logprobs.top[0][0] == int(said.argmax())
+
+
+def test_plain_rows_are_not_touched() -> None:
+    rows = SamplingRows(2, VOCAB, torch.device("cpu"))
+    plain = [sequence(0), sequence(1, temperature=0.0, eos=(3,))]
+    for one in plain:
+        rows.admit(one)
+    batch = rows.gather(plain)
+    assert batch.edits is None
+    assert batch.draws is not None
+    assert batch.draws.filters is None
+    logits = random_logits(2)
+    before = logits.clone()
+    sample(logits, batch)
+    assert torch.equal(logits, before)
