@@ -15,6 +15,7 @@ Temperature = Annotated[float | None, typer.Option(help="0 is greedy; unset: the
 TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0: all.")]
 TopP = Annotated[float | None, typer.Option(help="Sample from this much probability.")]
 MinP = Annotated[float | None, typer.Option(help="Leave out what is less likely than this share of the likeliest.")]
+TypicalP = Annotated[float | None, typer.Option(help="Sample from this much probability of the least surprising.")]
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="Above 1: tokens that were there before are less likely.")
 ]

@@ -26,6 +26,7 @@ from workers.cli.options import (
     Temperature,
     TopK,
     TopP,
+    TypicalP,
     Url,
 )
 
@@ -60,14 +61,33 @@ def submit(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
+    typical_p: TypicalP = None,
     repetition_penalty: RepetitionPenalty = None,
     presence_penalty: PresencePenalty = None,
     frequency_penalty: FrequencyPenalty = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=NUMBER", help="Added to a token's logit; may be repeated.")
+    ] = None,
+    allow_token: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="Nothing but these tokens; may be repeated.")
+    ] = None,
+    ban_token: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="Never this token; may be repeated.")
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never this text; may be repeated.")] = None,
     seed: Seed = None,
     stop: Stop = None,
+    stop_token: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="Token that ends the output; may be repeated.")
+    ] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="Keep the stop text that ended it.")] = False,
     ignore_eos: IgnoreEos = False,
     n: Outputs = None,
+    best_of: Annotated[int | None, typer.Option(help="Make so many outputs and give the likeliest.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="Alternatives to each token; see --json.")] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="How likely the prompt was, with so many alternatives; see --json.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the task fails as expired.")] = None,
     tenant: Annotated[str | None, typer.Option(help="On whose behalf.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help="Yours; may be repeated.")] = None,
@@ -87,14 +107,23 @@ def submit(
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
+        "typical_p": typical_p,
         "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
+        "logit_bias": dict(map(_bias, logit_bias)) if logit_bias else None,
+        "allowed_token_ids": allow_token,
+        "banned_token_ids": ban_token,
+        "bad_words": bad_word,
         "seed": seed,
         "stop": stop,
+        "stop_token_ids": stop_token,
+        "include_stop": include_stop or None,
         "ignore_eos": ignore_eos or None,
         "n": n,
+        "best_of": best_of,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "timeout": timeout,
         "tenant": tenant,
         "metadata": dict(map(_pair, metadata)) if metadata else None,
@@ -191,6 +220,14 @@ def _gateway(url: str) -> Gateway:
     from workers.cli.client import Gateway
 
     return Gateway(url)
+
+
+def _bias(text: str) -> tuple[str, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return token_id, float(bias)
+    except ValueError:
+        raise Failure(f"--logit-bias is {text!r}; it looks like 318=-100") from None
 
 
 def _pair(text: str) -> tuple[str, str]:

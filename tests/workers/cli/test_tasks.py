@@ -49,6 +49,10 @@ class TestSubmit:
         options = "--tier flex --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --seed 7"
         options += " --stop a --stop b --ignore-eos -n 2 --logprobs 1 --timeout 60 --tenant t"
         options += " --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 --frequency-penalty -0.4"
+        options += (
+            " --typical-p 0.8 --logit-bias 5=-100 --logit-bias 6=1.5 --allow-token 5 --allow-token 6 --ban-token 7"
+        )
+        options += " --bad-word x --bad-word y --stop-token 9 --include-stop --best-of 3 --prompt-logprobs 2"
         options += " --metadata k=v=w --metadata l= --ttl 120"
         task = task_of(valkey, submitted(penstock, *options.split()))
         asked = {
@@ -63,6 +67,15 @@ class TestSubmit:
             "repetition_penalty": 1.2,
             "presence_penalty": 0.3,
             "frequency_penalty": -0.4,
+            "typical_p": 0.8,
+            "logit_bias": {"5": -100.0, "6": 1.5},
+            "allowed_token_ids": [5, 6],
+            "banned_token_ids": [7],
+            "bad_words": ["x", "y"],
+            "stop_token_ids": [9],
+            "include_stop": True,
+            "best_of": 3,
+            "prompt_logprobs": 2,
             "seed": 7,
             "stop": ["a", "b"],
             "ignore_eos": True,
