@@ -17,6 +17,10 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_k": 50, "top_p": 0.8, "n": 3},
     {"temperature": 0.0},
     {"temperature": 1.5, "n": 2, "min_tokens": 5},
+    {"temperature": 1.2, "min_p": 0.02, "repetition_penalty": 1.3, "frequency_penalty": 0.6},
+    {"temperature": 1.1, "typical_p": 0.8, "presence_penalty": 1.0, "logit_bias": {7: 2.0}, "n": 2},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "banned_token_ids": [1, 2, 3]},
+    {"temperature": 1.0, "allowed_token_ids": list(range(100)), "repetition_penalty": 0.7},
 ]
 COUNT = 16
 
@@ -28,7 +32,7 @@ def variant() -> str:
 
 @pytest.fixture
 def jobs(model: Model) -> list[tuple[list[int], SamplingParams]]:
-    prompts = prompts_of([3, 16, 31, 50, 64, 90], model.vocab_size, seed=1)
+    prompts = prompts_of([3, 16, 31, 50, 64, 90, 20, 40, 12, 33], model.vocab_size, seed=1)
     return [
         (prompt, SamplingParams(max_tokens=COUNT, seed=100 + i, ignore_eos=True, **params))
         for i, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))
