@@ -65,14 +65,19 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
     return answer
 
 
-@pytest.fixture
-def model(valkey: Redis) -> str:
+def publish(valkey: Redis) -> str:
     """`tiny` as a worker announces it, its tokenizer in the store."""
     for name, data in ModelCard.tokenizer_files(TINY).items():
         valkey.set(keys.blob(CARD.files[name]), data)
     valkey.hset(keys.MODELS, CARD.name, CARD.to_json())
     valkey.hset(keys.ROUTES, CARD.name, QUEUE)
     return CARD.name
+
+
+@pytest.fixture
+def model(valkey: Redis) -> str:
+    """`tiny`, published."""
+    return publish(valkey)
 
 
 @pytest.fixture

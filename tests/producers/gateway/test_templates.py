@@ -1,0 +1,99 @@
+"""Models whose chat templates are hostile or broken: their callers are told, and nobody else notices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers import keys
+from producers.gateway import templates
+from tests.producers.gateway.conftest import CARD
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+Publish = Callable[..., str]
+
+
+@pytest.fixture
+def publish(valkey: Redis, model: str) -> Publish:
+    """Publishes a model like `tiny`, with another template."""
+
+    def make(template: Any, name: str = "hostile", stored: bool = True) -> str:
+        data = json.dumps({"chat_template": template}).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        if stored:
+            valkey.set(keys.blob(digest), data)
+        card = replace(CARD, name=name, files=CARD.files | {"tokenizer_config.json": digest})
+        valkey.hset(keys.MODELS, name, json.dumps({"v": 1, **asdict(card)}))
+        return name
+
+    return make
+
+
+def ask(http: httpx.Client, model: str, content: str = "x") -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    return http.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize(
+    ("template", "status", "code", "says"),
+    [
+        (ENDLESS, 400, "template_stopped", "1 s of processor time"),
+        ("{{ 'x' * 10000000000 }}", 400, "template_stopped", "256 MiB"),
+        ("{{ raise_exception('not like this') }}", 400, "invalid_value", "not like this"),
+        ("{{ messages.__class__.__mro__ }}", 500, "model_broken", "__class__"),
+        ("{% if %}", 500, "model_broken", "cannot be compiled"),
+        ("{{ 1 | unheard_of }}", 500, "model_broken", "cannot be compiled"),
+        (5, 500, "model_broken", "not a string"),
+        (None, 503, "model_unavailable", "is broken"),
+    ],
+)
+def test_the_caller_is_told(
+    http: httpx.Client, publish: Publish, template: Any, status: int, code: str, says: str
+) -> None:
+    answer = ask(http, publish(template))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code), error
+    assert says in error["message"]
+
+
+def test_a_file_that_is_not_there_yet_may_come(http: httpx.Client, publish: Publish) -> None:
+    answer = ask(http, publish("{{ raise_exception('it came') }}", stored=False))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
+    assert "retry-after" in answer.headers
+    publish("{{ raise_exception('it came') }}")
+    assert "it came" in ask(http, "hostile").json()["error"]["message"]
+
+
+def test_a_model_without_a_template_is_refused(http: httpx.Client, valkey: Redis, model: str) -> None:
+    card = replace(CARD, name="plain", capabilities=("generate",))
+    valkey.hset(keys.MODELS, "plain", json.dumps({"v": 1, **asdict(card)}))
+    answer = ask(http, "plain")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_model")
+    assert "/v1/completions" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_other_models_callers_do_not_wait_for_a_hostile_template(
+    http: httpx.Client, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second of processor time for two of four; meanwhile the other model's refusals come, one after another."""
+    monkeypatch.setattr(templates, "WAITING", 2)
+    publish(ENDLESS)
+    publish("{{ raise_exception('prompt and pleasant') }}", name="kind")
+    assert ask(http, "kind").status_code == 400  # its process has started
+    with ThreadPoolExecutor(4) as threads:
+        hostile = [threads.submit(ask, http, "hostile", str(k)) for k in range(4)]
+        for _ in range(20):
+            assert "pleasant" in ask(http, "kind").json()["error"]["message"]
+            assert http.get("/livez").status_code == 200
+        assert not all(one.done() for one in hostile)
+        codes = sorted(one.result().json()["error"]["code"] for one in hostile)
+    assert codes == ["template_busy"] * 2 + ["template_stopped"] * 2
