@@ -127,6 +127,14 @@ class TestCompletions:
         assert [choice.text for choice in many] == [text.text] * 4
         assert [choice.index for choice in many] == [0, 1, 2, 3]
 
+    def test_penalties_and_biases_change_what_is_said(self, client: OpenAI) -> None:
+        asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+        plain = client.completions.create(**asked).choices[0].text
+        assert client.completions.create(**asked, frequency_penalty=2, presence_penalty=2).choices[0].text != plain
+        (first,) = Tokenizer.from_folder(TINY).encode("!")
+        biased = client.completions.create(**asked, logit_bias={str(first): 100}).choices[0].text
+        assert biased == "!" * 40
+
     def test_the_best_of_many_are_given(self, client: OpenAI) -> None:
         asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "seed": 1, "logprobs": 0}
         best = client.completions.create(**asked, n=2, best_of=8)
