@@ -25,8 +25,8 @@ MAX_TTL_S: Final = 30 * 24 * 3600
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 #: Log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
-#: Output tokens that a task with best_of may give: they are published at once.
-MAX_BEST_TOKENS: Final = 65_536
+#: Output tokens that a task with best_of may give: one call publishes them, for some tenths of a second of the store.
+MAX_BEST_TOKENS: Final = 16_384
 #: What a task leaves open, unless the model's card has a default of its own.
 DEFAULTS: Final[Mapping[str, float]] = {
     "temperature": 1.0,

@@ -199,10 +199,10 @@ def test_what_would_be_stored_at_once_is_bounded() -> None:
     with pytest.raises(InvalidTask, match=r"262164 log probabilities; at most 262144") as refused:
         Task(model="tiny", prompt=[1] * 12_484, prompt_logprobs=20).check(wide)
     assert refused.value.param == "prompt_logprobs"
-    Task(model="tiny", prompt=[1], n=4, best_of=5, max_tokens=16_384).check(wide)
+    Task(model="tiny", prompt=[1], n=4, best_of=5, max_tokens=4096).check(wide)
     Task(model="tiny", prompt=[1], n=64, best_of=64).check(wide)
-    for fields in ({"max_tokens": 16_385, "n": 4}, {"n": 1}):
-        with pytest.raises(InvalidTask, match="more than the 65536 tokens") as refused:
+    for fields in ({"max_tokens": 4097, "n": 4}, {"n": 1}):
+        with pytest.raises(InvalidTask, match="more than the 16384 tokens") as refused:
             Task(model="tiny", prompt=[1], best_of=5, **fields).check(wide)
         assert refused.value.param == "best_of"
 
