@@ -348,6 +348,32 @@ def test_on_step_comes_after_all_events_of_the_step(loop: StepLoop, caplog: pyte
     assert "on_step raised" in caplog.text
 
 
+def test_what_ends_as_it_is_taken_in_ends_a_step_too(loop: StepLoop, steps: Steps) -> None:
+    """Else whoever waits for steps to look at events would not look."""
+    told = threading.Event()
+    loop.on_step = told.set
+    loop.submit(request("a", max_tokens=0, n=2), heard := Listener())
+    assert told.wait(PATIENCE)
+    assert [event.finish_reason for event in heard.wait().events] == ["length", "length"]
+    assert steps.plans == []
+
+
+def test_a_candidate_that_cannot_be_computed_ends_its_request_alone(loop: StepLoop, steps: Steps) -> None:
+    """The others of its step are run one by one; its siblings, which end with it, are not run any more."""
+
+    def strike(plan: StepPlan) -> None:
+        if any(row.seq.request.id == "a" and row.seq.choice == 1 for row in plan.rows):
+            raise ValueError("the second candidate")
+
+    steps.before = strike
+    loop.submit(request("a", n=1, best_of=3, max_tokens=5), failed := Listener())
+    loop.submit(request("b", max_tokens=5), fine := Listener())
+    (event,) = failed.wait().events
+    assert (event.choice, event.finish_reason, event.done) == (0, "error", True)
+    assert fine.wait().events[-1].finish_reason == "length"
+    assert loop.stats().kv_blocks_used == 0
+
+
 def test_closing_ends_what_is_in_with_abort(steps: Steps, scheduler: Scheduler) -> None:
     loop = StepLoop(scheduler, steps, lambda: None)
     gate = steps.before = Gate()
