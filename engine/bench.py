@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine.text.config import Config, read_config
 
 #: (prompt token ids, output tokens)
 Job = tuple[list[int], int]
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=["transformers-cb"], default=None)
     parser.add_argument("--peer-dtype", choices=["float32", "bfloat16", "float16"], default=None)
     args = parser.parse_args()
-    vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
     report: dict[str, Any] = {"torch": torch.__version__, "seed": args.seed, "threads": args.threads}
     report["load_average_before"] = os.getloadavg()
     report["penstock"] = bench_engine(args, vocab_size)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine.bench import Job, arguments, measure, summary, warm_up, workload
+from engine.text.config import Config, read_config
 
 _PAGE = 32
 
@@ -75,7 +76,7 @@ def run_jobs(manager: Any, jobs: list[Job]) -> dict[str, float]:
 
 def main() -> None:
     args = arguments().parse_args()
-    vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
     plans = {
         name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
         for name in args.workload

@@ -135,6 +135,8 @@ class Sequence:
     computed: int = 0
     tables: list[Table] = field(default_factory=list)
     """One for each KV group while it runs, else none."""
+    room: int = 0
+    """Tokens up to which every table has a place."""
     status: Status = Status.WAITING
     waited: float = 0.0
     """Seconds of waiting that have ended; the present wait runs from queued_at."""

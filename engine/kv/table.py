@@ -92,7 +92,7 @@ class WindowTables(GroupTables):
     """The pool of a group whose queries see no further back than a window.
 
     A sequence gets its blocks as it comes to them and lets go of them as they fall out of the window, so that it never
-    holds more than what the queries of one step see.
+    holds more than what the queries of one step see, and a block that they no longer see.
     """
 
     def __init__(self, space: KvSpace, block_size: int, window: int) -> None:

@@ -105,6 +105,7 @@ class BlockTables:
                 copies.append((i, part.copy_from, fresh[0]))
         seq.computed = claim.computed
         seq.registered = claim.computed // self.block_size
+        seq.room = self._room(seq)
         return copies
 
     # ---- while it runs
@@ -113,6 +114,9 @@ class BlockTables:
         """Make room for the next `count` tokens of a running sequence, or for as many of them as there are blocks for
         (at least one, if that takes the `spare` blocks too); 0 where there is none for one.
         """
+        if seq.computed + count <= seq.room:
+            # Nearly always, at a decode: blocks come, and go, only where one is full.
+            return count
         for group, table in zip(self.groups, seq.tables, strict=True):
             group.drop(table, seq.computed)
             count = group.room(table, seq.computed, count, spare)
@@ -126,7 +130,11 @@ class BlockTables:
         for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
             if lack > 0:
                 table.blocks += group.pool.allocate(lack)
+        seq.room = self._room(seq)
         return count
+
+    def _room(self, seq: Sequence) -> int:
+        return min(table.first + len(table.blocks) for table in seq.tables) * self.block_size
 
     def register(self, seq: Sequence) -> None:
         """Offer the blocks that computed tokens have filled to the prefix cache."""
@@ -151,7 +159,7 @@ class BlockTables:
         for group, table in zip(self.groups, seq.tables, strict=True):
             group.pool.release(table.blocks)
         seq.tables = []
-        seq.computed = seq.registered = 0
+        seq.computed = seq.registered = seq.room = 0
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise EngineError unless pools and tables agree and every sequence can go on. Takes time with their size."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.bounds import shown
 from engine.errors import ModelError
 from engine.kernels import AttentionBatch, Kernels, select
 from engine.kv import KvGroup
@@ -92,7 +93,7 @@ def load_model(folder: str | Path, dtype: str, device: torch.device, kernels: ty
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
         raise ModelError(
-            f"{path}: config.json names the architectures {names}; supported are {', '.join(sorted(FAMILIES))}"
+            f"{path}: config.json names the architectures {shown(names)}; supported are {', '.join(sorted(FAMILIES))}"
         )
     config = Config.of_model(settings)
     if "quantization_config" in config:
@@ -122,5 +123,5 @@ def _dtype(path: Path, config: Config, asked: str) -> torch.dtype:
         # transformers 5 writes "dtype", earlier ones "torch_dtype"; none at all meant float32.
         name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"{path}: dtype {name!r:.80} is not supported; choose one of {', '.join(DTYPES)}")
+        raise ModelError(f"{path}: dtype {shown(name)} is not supported; choose one of {', '.join(DTYPES)}")
     return DTYPES[name]

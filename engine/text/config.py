@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.bounds import shown
 from engine.errors import ModelError
 from engine.text.folder import file_in
 
@@ -92,7 +93,7 @@ class Config:
         if found in _NESTED:
             section = values.get("text_config")
             if not isinstance(section, dict):
-                raise ModelError(f"config.json: text_config={_shown(section)} must be an object")
+                raise ModelError(f"config.json: text_config={shown(section)} must be an object")
             found, inner = _NESTED[found], section
         return cls(_DEFAULTS.get(found, {}) | dict(values) | dict(inner))
 
@@ -141,7 +142,7 @@ class Config:
         return value
 
     def wrong(self, name: str, why: str) -> ModelError:
-        return ModelError(f"config.json: {self._within}{name}={_shown(self.get(name))} {why}")
+        return ModelError(f"config.json: {self._within}{name}={shown(self.get(name))} {why}")
 
     def _given(self, name: str, default: Any) -> Any:
         value = self.get(name)
@@ -210,7 +211,7 @@ def architectures(values: Mapping[str, Any]) -> list[str]:
     if names is None:
         return []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"config.json: architectures={_shown(names)} must be a list of names")
+        raise ModelError(f"config.json: architectures={shown(names)} must be a list of names")
     return names
 
 
@@ -238,9 +239,3 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def _is_number(value: object, low: float = 0.0, high: float = _LARGEST) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and low < value <= high
-
-
-def _shown(value: object) -> str:
-    """A value as an error message can bear it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

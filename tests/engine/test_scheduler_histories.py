@@ -325,7 +325,7 @@ class Histories(RuleBasedStateMachine):
         for seq in self.scheduler._planner.running:
             for table, window in zip(seq.tables, self.model.windows, strict=True):
                 if window is not None:
-                    assert len(table.blocks) <= window_blocks(window, self.block_size) + -(-9 // self.block_size)
+                    assert len(table.blocks) <= window_blocks(window, self.block_size) + 1 + -(-9 // self.block_size)
 
     def teardown(self):
         for _ in range(3000):
