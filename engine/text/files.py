@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.text.folder import file_in
 
 #: The files that a tokenizer and chat template are made of; all but the first may be absent.
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
@@ -20,13 +21,13 @@ def read_files(folder: str | Path) -> dict[str, bytes]:
     """Those of FILES that a model folder has. Raises ModelError where tokenizer.json is missing or one unreadable."""
     files = {}
     for name in FILES:
-        path = Path(folder) / name
+        path = file_in(Path(folder), name)
+        if path is None:
+            continue
         try:
             if (size := path.stat().st_size) > LONGEST:
                 raise ModelError(f"{path} has {size} bytes; at most {LONGEST} are read")
             files[name] = path.read_bytes()
-        except FileNotFoundError:
-            continue
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
     if "tokenizer.json" not in files:

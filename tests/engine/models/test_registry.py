@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from engine.errors import ModelError
 from engine.layers import Llama3Scaling, Unscaled
 from engine.models import load_model
 from engine.models.llama import Llama
+from engine.models.registry import FAMILIES as FAMILIES_SERVED
 from engine.models.rotary import RopeSettings
 from engine.models.settings import DecoderSettings
+from engine.text import ModelCard
 from engine.text.config import Config
-from tests.engine.random_models import BASE, LLAMA3_SCALING, write_model
+from tests.engine.random_models import BASE, FAMILIES, LLAMA3_SCALING, VARIANTS, tensors, write_model
 
 CPU = torch.device("cpu")
 
@@ -106,3 +109,31 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"dtype": "float64"}))
     with pytest.raises(ModelError, match="'float64' is not supported"):
         load_model(tmp_path, "auto", CPU)
+
+
+CARDS: dict[str, dict[str, Any]] = VARIANTS | FAMILIES
+CARDS["yarn"] = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+}
+CARDS["dynamic"] = {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}}
+
+
+@pytest.mark.parametrize("name", list(CARDS))
+def test_a_card_says_of_a_model_what_loading_it_says(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path, **CARDS[name])
+    card, model = ModelCard.from_folder(tmp_path), load_model(tmp_path, "auto", CPU)
+    assert (card.context_length, card.vocab_size) == (model.context_length, model.vocab_size)
+    assert card.parameters == sum(tensor.numel() for tensor in tensors(BASE | CARDS[name]).values())
+
+
+def test_a_card_knows_the_defaults_of_a_decoder_inside_of_a_larger_model(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"num_hidden_layers": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    card = ModelCard.from_folder(tmp_path)
+    assert (card.architecture, card.context_length, card.vocab_size) == (nested["architectures"][0], 131072, 262208)
+
+
+def test_every_family_is_documented_and_nothing_else() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == FAMILIES_SERVED.keys()
