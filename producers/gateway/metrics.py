@@ -55,7 +55,9 @@ class Metrics:
         self._submitted = Counter(
             "penstock_gateway_tasks_submitted", "Tasks queued.", ("model", "tier"), registry=self.registry
         )
-        streams = Gauge("penstock_gateway_open_streams", "Streams being read.", registry=self.registry)
+        streams = Gauge(
+            "penstock_gateway_open_streams", "Streams being read, and answers being waited for.", registry=self.registry
+        )
         streams.set_function(open_streams)
         self.registry.register(_FleetCollector(self))
 

@@ -85,6 +85,9 @@ def gateway(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that open streams may go on at SIGTERM.")] = 30.0,
+    reader_lease: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a request is cancelled whose gateway died.")
+    ] = 15.0,
     log_level: LogLevel = "info",
     fd: Annotated[int | None, typer.Option(hidden=True, help="A socket that listens already.")] = None,
 ) -> None:
@@ -95,13 +98,13 @@ def gateway(
         from producers.gateway import GatewaySettings, serve
     _log(log_level)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
-    settings = GatewaySettings(broker, store or broker, host, port, drain=drain)
+    settings = GatewaySettings(broker, store or broker, host, port, drain=drain, reader_lease=reader_lease)
     with _bad_urls():
         serve(settings, listener)
 
 
 def sweeper(broker: Broker, store: Store = None, log_level: LogLevel = "info") -> None:
-    """Send tasks that were recorded but never queued, because who submitted them died. Gateways do this too."""
+    """Send tasks that were recorded but never queued, and cancel those whose reader died. Gateways do this too."""
     import asyncio
 
     _log(log_level)

@@ -22,18 +22,23 @@ from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, 
 from producers.gateway.openai.logprobs import chat_logprobs
 from producers.gateway.openai.messages import read_messages
 from producers.gateway.openai.outputs import Output, news, whole
-from producers.gateway.openai.parameters import Asked, count, flag, read, refusal
+from producers.gateway.openai.parameters import Asked, count, flag, read, refusal, request_body
 from producers.gateway.views import ErrorView
 from producers.task import Task
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
 
-OWN: Final = (
-    *("messages", "logprobs", "top_logprobs"),
-    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-)
-RENAMED: Final = {"max_completion_tokens": "max_tokens", "max_tokens": "max_tokens"}
 MAX_TOP_LOGPROBS: Final = 20
+#: The endpoint's own parameters, with their JSON schemas.
+OWN: Final[dict[str, dict[str, Any]]] = {
+    "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
+    "logprobs": {"type": "boolean"},
+    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+    "add_generation_prompt": {"type": "boolean"},
+    "continue_final_message": {"type": "boolean"},
+    "chat_template_kwargs": {"type": "object"},
+}
+RENAMED: Final = {"max_completion_tokens": "max_tokens", "max_tokens": "max_tokens"}
 #: Variables of a template that the request has other ways to set.
 TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
@@ -57,6 +62,7 @@ class _Chat:
     response_class=JSONResponse,
     response_model=None,
     responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 429, 503)},
+    openapi_extra=request_body(OWN, RENAMED, required="messages"),
 )
 async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/http.md says which parameters are taken."""

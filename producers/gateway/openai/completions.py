@@ -22,13 +22,21 @@ from producers.gateway.foreground import Foreground, answered
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, usage_of
 from producers.gateway.openai.logprobs import CompletionLogprobs
 from producers.gateway.openai.outputs import Output, news, whole
-from producers.gateway.openai.parameters import Asked, flag, read
+from producers.gateway.openai.parameters import Asked, flag, read, request_body
 from producers.gateway.views import ErrorView
 from producers.task import Task
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
-OWN: Final = ("prompt", "echo", "add_special_tokens")
+#: The endpoint's own parameters, with their JSON schemas.
+OWN: Final[dict[str, dict[str, Any]]] = {
+    "prompt": {
+        "description": "text, a list of texts, token ids, or a list of lists of token ids",
+        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}],
+    },
+    "echo": {"type": "boolean"},
+    "add_special_tokens": {"type": "boolean"},
+}
 RENAMED: Final = {name: name for name in ("max_tokens", "best_of", "logprobs")}
 #: OpenAI's default.
 MAX_TOKENS: Final = 16
@@ -63,6 +71,7 @@ class _Completion:
     response_class=JSONResponse,
     response_model=None,
     responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 429, 503)},
+    openapi_extra=request_body(OWN, RENAMED, required="prompt"),
 )
 async def create(request: Request) -> Response:
     """OpenAI's completions; docs/http.md says which parameters are taken."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -102,7 +102,23 @@ class Asked:
             return Task(model=self.model, prompt=prompt, ttl=KEPT_S, **self.fields, **fields)
 
 
-def read(body: Mapping[str, Any], *, own: tuple[str, ...], renamed: Mapping[str, str], required: str) -> Asked:
+def request_body(own: Mapping[str, Any], renamed: Mapping[str, str], *, required: str) -> dict[str, Any]:
+    """What OpenAPI says of an endpoint's body: the parameters that do something, with a task's limits."""
+    task = Task.model_json_schema()["properties"]
+    properties = {
+        "model": task["model"],
+        **own,
+        **{name: task[name] for name in SAME},
+        **{name: task[field] for name, field in renamed.items()},
+        "service_tier": {"enum": list(SERVICE_TIERS)},
+        "stream": {"type": "boolean"},
+        "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+    }
+    schema = {"type": "object", "required": ["model", required], "properties": properties}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def read(body: Mapping[str, Any], *, own: Collection[str], renamed: Mapping[str, str], required: str) -> Asked:
     """The request in a body. `own`: the endpoint's own parameters; `renamed`: theirs -> a task's field.
 
     `required`: the one of its own that must be there. A parameter that is null was left out. Raises Problem.

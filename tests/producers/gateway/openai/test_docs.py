@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
 from producers.gateway.openai.chat import OWN as CHAT
 from producers.gateway.openai.chat import RENAMED as CHAT_RENAMED
@@ -30,3 +31,13 @@ NAMED = [
 @pytest.mark.parametrize("name", NAMED)
 def test_every_parameter_is_named(name: str) -> None:
     assert f"`{name}`" in PAGE
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_openapi_has_the_parameters_of_the_page(path: str) -> None:
+    app = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1"))
+    schema = app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"model", *parameters.SAME} < schema["properties"].keys()
+    for name, about in schema["properties"].items():
+        assert f"`{name}" in PAGE
+        assert about
