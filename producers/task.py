@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -36,6 +36,8 @@ DEFAULTS: Final[Mapping[str, float]] = {
     "typical_p": 1.0,
     "repetition_penalty": 1.0,
 }
+#: Longer names (characters) are cut in an error's `param`, and are nobody's slip of the pen.
+MAX_LABEL: Final = 64
 #: Tokens of text are not counted here: about one for three bytes, which is on the safe side for most text.
 BYTES_PER_TOKEN: Final = 3
 #: Output tokens assumed of a task that sets no max_tokens.
@@ -163,9 +165,15 @@ class Task(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers go on seeing the fields as the constructor's parameters
 
-        def __init__(self, **fields: Any) -> None:
+        def __init__(self, /, **fields: Any) -> None:
+            # By hand, and before all else: pydantic lists every name that it does not know.
+            unknown = next((name for name in fields if name not in Task.model_fields), None)
+            if unknown is not None:
+                raise _unknown(unknown)
+            # What is null was left out, but for what has to be there.
+            given = {k: v for k, v in fields.items() if v is not None or Task.model_fields[k].is_required()}
             try:
-                super().__init__(**fields)
+                super().__init__(**given)
             except ValidationError as error:
                 raise _refusal(error) from None
 
@@ -277,12 +285,31 @@ def read_json(body: str | bytes) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: not longer than a line."""
+    """A value as a message shows it: not longer than a line, and what JSON has words for in these."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     try:
         text = repr(value)
     except ValueError:  # Python prints no integer of more than 4,300 digits
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def label(name: str) -> str:
+    """A caller's name for something, as an error's `param` gives it: in ASCII, cut where it is absurdly long."""
+    short = name if len(name) <= MAX_LABEL else f"{name[:MAX_LABEL]}..."
+    return short if short.isascii() else ascii(short)[1:-1]
+
+
+def likely(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that was probably meant."""
+    return next(iter(difflib.get_close_matches(name, names, 1)), None) if len(name) <= MAX_LABEL else None
+
+
+def _unknown(name: str) -> InvalidTask:
+    near = likely(name, Task.model_fields)
+    hint = f"; did you mean {near!r}?" if near else f"; a task has {', '.join(Task.model_fields)}"
+    return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
 
 
 def _refusal(error: ValidationError) -> InvalidTask:
@@ -292,13 +319,9 @@ def _refusal(error: ValidationError) -> InvalidTask:
     if isinstance(cause, InvalidTask):
         return cause
     field = str(first["loc"][0])
-    if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(field, Task.model_fields, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; a task has {', '.join(Task.model_fields)}"
-        return InvalidTask(f"unknown field {shown(field)}{hint}", param=field, code="unknown_parameter")
     wanted = Task.model_fields[field].description
     if first["type"] == "missing":
         return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
-    place = field + "".join(f"[{part!r}]" for part in first["loc"][1:] if part != "[key]")
+    place = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)

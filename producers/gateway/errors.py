@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from producers.errors import InvalidTask, PenstockError, SubmitFailed, TaskNotFound, UnknownModel
+from producers.task import label
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,10 @@ class Problem(Exception):
 def body_of(problem: Problem) -> dict[str, dict[str, str | None]]:
     """The JSON object of an error."""
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
-    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
+    # Names that a caller gave may be in both, and need be no text that could be sent.
+    message = problem.message.encode(errors="backslashreplace").decode()
+    param = None if problem.param is None else label(problem.param)
+    return {"error": {"message": message, "type": kind, "param": param, "code": problem.code}}
 
 
 def response_of(problem: Problem) -> JSONResponse:

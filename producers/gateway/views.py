@@ -97,12 +97,21 @@ class TaskView(BaseModel):
             started_at=at("started"),
             first_token_at=at("first"),
             finished_at=at("finished"),
-            metadata=record.task.get("metadata", {}) if "task" in record.fields else {},
+            metadata=_metadata(record),
             usage=record.json("usage"),
             error=record.json("error"),
             choices=None if result is None else [ChoiceView.of(choice) for choice in result.choices],
             prompt_logprobs=_prompt(result),
         )
+
+
+def _metadata(record: Record) -> dict[str, str]:
+    """Of a task that was refused, which a plain Celery message may bring, the record holds whatever was sent."""
+    task: Any = record.task if "task" in record.fields else None
+    metadata = task.get("metadata") if isinstance(task, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        return {}
+    return metadata
 
 
 def _prompt(result: Result | None) -> list[PromptToken] | None:

@@ -16,7 +16,7 @@ class AsyncFace:
         self.portal = Portal()
         self.client = AsyncClient(*args, **options)
 
-    def submit(self, *args: Any, **fields: Any) -> AsyncHandleFace:
+    def submit(self, /, *args: Any, **fields: Any) -> AsyncHandleFace:
         return AsyncHandleFace(self.portal, self.portal.call(self.client.submit(*args, **fields)))
 
     def get(self, task_id: str) -> AsyncHandleFace:

@@ -13,29 +13,28 @@ from hypothesis import strategies as st
 from engine.errors import RequestError
 from engine.params import SamplingParams
 from producers import InvalidTask, Task
-from producers.task import DEFAULTS
 from tests.producers.conftest import CARD
 
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 EDGES = [-1, 0, 1, 2, 16, 17, 20, 21, 63, 64, 65, 100, 101, 2**31 - 1, 2**31, 2**63 - 1, 2**63]
 NUMBERS = st.one_of(
-    st.sampled_from([0.01, 0.0099, 10.0, 10.1, -2, -2.1, 2.0, 2.1, -100, -100.5, 10**400, -(10**400), 10**5000]),
+    st.sampled_from([0.01, 0.0099, 10.0, 10.1, -2, -2.1, 2.0, 2.1, -100, -100.5, 10**400, -(10**400)]),
+    st.just(5000).map(lambda digits: 10**digits),  # which Python does not print, nor Hypothesis
     st.sampled_from(EDGES),
     st.integers(-(2**65), 2**65),
     st.sampled_from([-0.0, 1e-300, 1.0, 1.0000001, 100.0, 100.1, math.nan, math.inf, -math.inf]),
     st.floats(),
     st.booleans(),
-    st.none(),
     st.text(max_size=3),
 )
 # A Task also refuses lone surrogates, which reach an engine only from Python.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3) | st.integers(254, 258).map(lambda n: "x" * n)
 LISTS = st.one_of(
     st.lists(TEXTS, max_size=18),
-    st.lists(NUMBERS, max_size=4),
+    st.lists(st.none() | NUMBERS, max_size=4),
     st.sampled_from([63, 64, 65, 66, 4095, 4096, 4097]).map(lambda n: [7] * n),
     st.integers(62, 66).map(lambda n: ["x"] * n),
-    st.dictionaries(NUMBERS.filter(lambda key: key is not None), NUMBERS, max_size=3),
+    st.dictionaries(NUMBERS, st.none() | NUMBERS, max_size=3),
     st.integers(1023, 1025).map(lambda n: dict.fromkeys(range(n), 1.5)),
     NUMBERS,
 )
@@ -59,9 +58,6 @@ def refused(make: Any, fields: dict[str, Any]) -> bool:
 @example({"logit_bias": {5: 10**400}})
 @example({"logit_bias": {10**400: 1}})
 def test_the_edge_and_the_engine_refuse_the_same(fields: dict[str, Any]) -> None:
-    for name in DEFAULTS:
-        if fields.get(name, 0) is None:  # means the model's default to a Task; it is filled in before an engine sees it
-            del fields[name]
     if isinstance(fields.get("logit_bias"), list):  # pairs are the engine's own way to write it
         del fields["logit_bias"]
     if isinstance(fields.get("stop"), str):  # one stop string needs no list, to a Task

@@ -6,7 +6,6 @@ here, is refused by name. Values that a `Task` has too are checked there; a refu
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from producers.errors import InvalidTask
 from producers.gateway.errors import Problem
-from producers.task import Task, shown
+from producers.task import Task, likely, shown
 
 #: The result of a foreground request is kept this long (s), for who looks into what happened.
 KEPT_S: Final = 300
@@ -226,8 +225,8 @@ def _same(value: Any, nothing: Any) -> bool:
 
 
 def _unknown(name: str, known: set[str]) -> Problem:
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else "; see docs/http.md for what is taken"
+    near = likely(name, known)
+    hint = f"; did you mean {near!r}?" if near else "; see docs/http.md for what is taken"
     return Problem(400, f"unknown parameter {shown(name)}{hint}", code="unknown_parameter", param=name)
 
 

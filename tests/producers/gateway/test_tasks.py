@@ -84,7 +84,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
     "no prompt": (b'{"model": "tiny"}', 400, "missing_parameter", "prompt", "prompt is missing"),
     "empty prompt": (bad(prompt=""), 400, "empty_prompt", "prompt", "empty"),
     "empty list prompt": (bad(prompt=[]), 400, "empty_prompt", "prompt", "empty"),
-    "null prompt": (bad(prompt=None), 400, "invalid_type", "prompt", "None"),
+    "null prompt": (bad(prompt=None), 400, "invalid_type", "prompt", "null"),
     "number prompt": (bad(prompt=5), 400, "invalid_type", "prompt", "5"),
     "lone surrogate": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, "invalid_value", "prompt", "surrogate"),
     "text over the context": (bad(prompt="pass\n" * 2000), 400, "context_length_exceeded", "prompt", "1024"),
@@ -108,7 +108,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
     "best of too few": (bad(n=3, best_of=2), 400, "invalid_value", "best_of", "2"),
     "a bias of no token": (bad(logit_bias={"5000": 1}), 400, "invalid_value", "logit_bias", "5000"),
     "huge prompt_logprobs": (bad(prompt_logprobs=10**400), 400, "invalid_value", "prompt_logprobs", "20"),
-    "bool max_tokens": (bad(max_tokens=True), 400, "invalid_type", "max_tokens", "True"),
+    "bool max_tokens": (bad(max_tokens=True), 400, "invalid_type", "max_tokens", "true"),
     "fractional max_tokens": (bad(max_tokens=1.5), 400, "invalid_type", "max_tokens", "1.5"),
     "negative top_k": (bad(top_k=-1), 400, "invalid_value", "top_k", "-1"),
     "NaN top_p": (bad(top_p=float("nan")), 400, "invalid_value", "top_p", "nan"),
@@ -125,6 +125,16 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
     "zero timeout": (bad(timeout=0), 400, "invalid_value", "timeout", "0"),
     "unknown field": (bad(max_token=5), 400, "unknown_parameter", "max_token", "max_tokens"),
     "unknown field beyond recognition": (bad(zzz=5), 400, "unknown_parameter", "zzz", "zzz"),
+    "a field called self": (bad(self=1), 400, "unknown_parameter", "self", "self"),
+    "a field's name that is no text": (
+        b'{"model": "tiny", "prompt": "x", "\\ud800": 1}',
+        400,
+        "unknown_parameter",
+        r"\ud800",
+        r"\ud800",
+    ),
+    "a field's name of a megabyte": (bad(**{"k" * (1 << 20): 1}), 400, "unknown_parameter", "k" * 64 + "...", "kkk"),
+    "a null": (b"null", 400, "invalid_type", None, "not null"),
     "an id of one's own": (bad(id="mine"), 400, "unknown_parameter", "id", "id"),
     "malformed JSON": (b'{"model": "tiny", "prompt": ', 400, "invalid_json", None, "not JSON"),
     "empty body": (b"", 400, "invalid_json", None, "not JSON"),
@@ -291,6 +301,15 @@ class TestLook:
         )
         task = http.get("/v1/tasks/plain-1").json()
         assert (task["id"], task["created_at"]) == ("plain-1", 1_790_000_000)
+
+    @pytest.mark.parametrize("metadata", [{"a": 1}, None, "abc", ["a"]])
+    def test_a_refused_task_of_plain_celery_is_shown_without_what_is_no_metadata(
+        self, http: httpx.Client, model: str, valkey: Redis, metadata: Any
+    ) -> None:
+        task = json.dumps({"prompt": "x", "metadata": metadata})
+        valkey.hset(keys.task("plain-1"), mapping={"v": 1, "status": "failed", "created": 1, "task": task, "end": 1})
+        answer = http.get("/v1/tasks/plain-1")
+        assert (answer.status_code, answer.json()["metadata"]) == (200, {})
 
     @pytest.mark.parametrize("path", ["/v1/tasks/nobody", "/v1/tasks/nobody/events", "/v1/tasks/%00%ff"])
     def test_an_unknown_id_is_404(self, http: httpx.Client, path: str) -> None:

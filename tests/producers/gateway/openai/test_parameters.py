@@ -46,7 +46,7 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"temperature": 100.1}, "temperature", "invalid_value", "0 (greedy) to 100"),
     ({"temperature": "hot"}, "temperature", "invalid_type", "'hot'"),
     ({"temperature": [1]}, "temperature", "invalid_type", "[1]"),
-    ({"temperature": True}, "temperature", "invalid_type", "True"),
+    ({"temperature": True}, "temperature", "invalid_type", "true"),
     ({"top_p": 0}, "top_p", "invalid_value", "above 0"),
     ({"top_p": 1.01}, "top_p", "invalid_value", "up to 1"),
     ({"top_k": -1}, "top_k", "invalid_value", "from 0"),
@@ -128,12 +128,14 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter", "not offered"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter", "'none'"),
     ({"verbosity": "low"}, "verbosity", "unsupported_parameter", "'medium'"),
-    ({"store": True}, "store", "unsupported_parameter", "False"),
-    ({"store": 0}, "store", "unsupported_parameter", "False"),
+    ({"store": True}, "store", "unsupported_parameter", "false"),
+    ({"store": 0}, "store", "unsupported_parameter", "false"),
     ({"suffix": "x"}, "suffix", "unsupported_parameter", "not offered"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter", "not offered"),
     ({"temprature": 1}, "temprature", "unknown_parameter", "'temperature'"),
     ({"zzz": None, "qqq": 1}, "qqq", "unknown_parameter", "'qqq'"),
+    ({"\ud800": 1}, r"\ud800", "unknown_parameter", r"'\ud800'"),
+    ({"k" * 200_000: 1}, "k" * 64 + "...", "unknown_parameter", "kkk"),
 ]
 CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"messages": None}, "messages", "missing_required_parameter", "messages is missing"),
@@ -161,6 +163,7 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "invalid_value", "surrogate"),
     ({"messages": [{"role": "user", "content": "x", "nme": "a"}]}, "messages[0].nme", "unknown_parameter", "name"),
+    ({"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, r"messages[0].\ud800", "unknown_parameter", ""),
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name", "invalid_type", "a string"),
     (
         {"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]},
