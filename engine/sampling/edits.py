@@ -46,7 +46,7 @@ class Edits:
 
     penalties: Penalties | None = None
     bias: tuple[Tensor, Tensor, Tensor] | None = None
-    """(rows, ids, values)."""
+    """(rows, ids, values); no pair comes twice."""
     allowed: Allowed | None = None
     banned: tuple[Tensor, Tensor] | None = None
     """(rows, ids)."""
@@ -67,7 +67,7 @@ def edit(logits: Tensor, edits: Edits) -> None:
         logits.index_put_(place, found - penalties.minus)
     if edits.bias is not None:
         rows, ids, values = edits.bias
-        logits.index_put_((rows, ids), values, accumulate=True)
+        logits.index_put_((rows, ids), logits[rows, ids] + values)
     forbidden = logits.new_full((), float("-inf"))
     if edits.allowed is not None:
         place = (edits.allowed.rows, edits.allowed.ids)

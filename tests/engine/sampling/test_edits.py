@@ -62,7 +62,7 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_penalties_follow_the_tokens_through_steps_and_slots(data: st.DataObject) -> None:
     """Sequences grow, leave, come back after a preemption, and take over each other's rows."""
     rows = SamplingRows(len(PENALTIES), VOCAB, torch.device("cpu"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -67,53 +66,6 @@ def test_noise_for_candidates_alone_chooses_what_noise_for_all_would(monkeypatch
         monkeypatch.setattr(sampler_module, "_SPARSE", part)
         found.append([one.token_id for one in run(logits, mixed())])
     assert found[0] == found[1]
-
-
-def frequencies(logits: list[float], draws: int = 6000, **params: Any) -> list[float]:
-    """How often each token comes, over as many positions of one sequence."""
-    rows = SamplingRows(1, len(logits), torch.device("cpu"))
-    counts: Counter[int] = Counter()
-    batch = [sequence(0, seed=9, length=1 + i, **params) for i in range(draws)]
-    rows.admit(batch[0])
-    for one in sample(torch.tensor([logits]).expand(draws, -1), rows.gather(batch)):
-        counts[one.token_id] += 1
-    return [counts[token] / draws for token in range(len(logits))]
-
-
-def close_to(expected: list[float], found: list[float], draws: int = 6000) -> bool:
-    """Within 4.5 standard deviations each."""
-    return all(
-        abs(p - q) <= 4.5 * math.sqrt(max(p * (1 - p), 1e-9) / draws) for p, q in zip(expected, found, strict=True)
-    )
-
-
-def softmax(logits: list[float]) -> list[float]:
-    weights = [math.exp(x) for x in logits]
-    return [weight / sum(weights) for weight in weights]
-
-
-LOGITS = [2.0, 1.0, 0.0, -1.0, 1.5]
-
-
-def test_draws_follow_softmax() -> None:
-    assert close_to(softmax(LOGITS), frequencies(LOGITS))
-
-
-def test_temperature_sharpens_and_flattens() -> None:
-    for temperature in (0.5, 3.0):
-        expected = softmax([x / temperature for x in LOGITS])
-        assert close_to(expected, frequencies(LOGITS, temperature=temperature))
-
-
-def test_top_k_keeps_the_proportions_of_what_stays() -> None:
-    expected = softmax([2.0, 1.0, -math.inf, -math.inf, 1.5])
-    assert close_to(expected, frequencies(LOGITS, top_k=3))
-
-
-def test_top_p_keeps_the_proportions_of_what_stays() -> None:
-    # 0.444, 0.269, 0.163, ...: the first two reach 0.7.
-    expected = softmax([2.0, -math.inf, -math.inf, -math.inf, 1.5])
-    assert close_to(expected, frequencies(LOGITS, top_p=0.7))
 
 
 def test_seed_choice_and_position_each_give_other_tokens() -> None:
