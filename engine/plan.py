@@ -44,3 +44,5 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     """Set when this row alone failed, for instance on logits that are not finite; token_id is then ignored."""
+    refused: bool = False
+    """It failed for what its request asked for: trying again would not help."""

@@ -81,6 +81,8 @@ class Event:
     """One for each token of the prompt, the first None: all in one event, before those of the first tokens."""
     discarded: int = 0
     """Tokens of the candidates that best_of did not choose."""
+    refused: bool = False
+    """`error` is the request's own fault: trying again would not help."""
 
 
 @dataclass(slots=True)

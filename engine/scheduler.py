@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.best_of import Candidates
 from engine.errors import EngineError, RequestError
@@ -170,8 +170,8 @@ class Scheduler:
         self._aborted += 1
         return True
 
-    def fail(self, target: Sequence | str, message: str) -> list[Event]:
-        """End one sequence, or all choices of a request id, with finish_reason "error".
+    def fail(self, target: Sequence | str, message: str, *, refused: bool = False) -> list[Event]:
+        """End one sequence, or all choices of a request id, with finish_reason "error". `refused`: see Event.
 
         What the cache learnt from them is forgotten: a fault may have been in what they wrote.
         """
@@ -185,7 +185,7 @@ class Scheduler:
             if seq.status is not Status.FINISHED:
                 self._tables.forget(seq)
                 self._end(group, seq)
-                events.append(group.event(seq, "error", error=message))
+                events.append(replace(group.event(seq, "error", error=message), refused=refused))
         return group.candidates.failed(events[-1]) if group.candidates is not None and events else events
 
     # ---- one step
@@ -213,7 +213,7 @@ class Scheduler:
                 continue
             group = self._groups[seq.request.id]
             if result is not None and result.error is not None:
-                events += self.fail(seq, result.error)
+                events += self.fail(seq, result.error, refused=result.refused)
                 continue
             if row.scored is not None and row.scored.error is not None:
                 events += self.fail(seq.request.id, row.scored.error)

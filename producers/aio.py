@@ -130,8 +130,8 @@ class AsyncHandle:
         return await self._client.run(operations.status(self.id, self._client._patience))
 
     async def stream(self, start: int = 0) -> AsyncGenerator[Event]:
-        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events come
-        before the first token, where the prompt's log probabilities were asked for.
+        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events
+        come before the first token, where the prompt's log probabilities were asked for.
 
         A stream that ended before `start` gives nothing. Leave it early within `contextlib.aclosing`, so that its
         subscription ends at once. Raises ValueError, TaskNotFound, redis.exceptions.RedisError where the store stays

@@ -160,8 +160,8 @@ class Handle:
         return self._client.run(operations.status(self.id, self._client._patience))
 
     def stream(self, start: int = 0) -> Generator[Event]:
-        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events come
-        before the first token, where the prompt's log probabilities were asked for.
+        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events
+        come before the first token, where the prompt's log probabilities were asked for.
 
         A stream that ended before `start` gives nothing. Raises ValueError, TaskNotFound, redis.exceptions.RedisError
         where the store stays away.

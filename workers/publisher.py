@@ -153,7 +153,9 @@ class Publisher(threading.Thread):
         delivery.cached_tokens = event.cached_tokens
         delivery.reasons[choice] = event.finish_reason
         if event.error is not None:
-            ends[delivery.uuid] = Conclusion(delivery, "failed", error_json("engine_error", event.error), retry=True)
+            code = "invalid_value" if event.refused else "engine_error"
+            error = error_json(code, event.error)
+            ends[delivery.uuid] = Conclusion(delivery, "failed", error, retry=not event.refused)
         elif event.done:
             ends.setdefault(delivery.uuid, Conclusion(delivery, "completed"))
 

@@ -39,9 +39,15 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
     ids, found = torch.stack((tokens, faults)).tolist()
     logprobs = {} if said is None else _logprobs(said, tokens, ids, batch)
     return [
-        Sampled(token, error=NOT_FINITE if fault & 1 else NONE_LEFT) if fault else Sampled(token, logprobs.get(row))
+        _failed(token, fault) if fault else Sampled(token, logprobs.get(row))
         for row, (token, fault) in enumerate(zip(ids, found, strict=True))
     ]
+
+
+def _failed(token: int, fault: int) -> Sampled:
+    if fault & 1:
+        return Sampled(token, error=NOT_FINITE)
+    return Sampled(token, error=NONE_LEFT, refused=True)
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:

@@ -107,5 +107,6 @@ def test_all_candidates_are_counted_and_the_best_given(client: Client) -> None:
 def test_what_only_the_worker_can_know_fails_the_task_with_its_name(client: Client) -> None:
     with pytest.raises(InvalidTask, match="logit_bias"):
         ask(client, logit_bias={1 << 20: 1.0})
-    with pytest.raises(TaskFailed, match="no token is left to choose"):
+    with pytest.raises(TaskFailed, match="no token is left to choose") as failed:
         ask(client, allowed_token_ids=[5], stop_token_ids=[5], min_tokens=3)
+    assert failed.value.code == "invalid_value"

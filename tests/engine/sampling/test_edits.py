@@ -184,6 +184,7 @@ def test_a_row_without_a_token_left_fails_alone(device: torch.device) -> None:
     assert [one.error is None for one in found] == [True, False, True]
     assert found[1].error is not None
     assert found[1].error.startswith("no token is left to choose")
+    assert found[1].refused
     assert found[2].token_id == VOCAB - 1
 
 
