@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    ConnectionError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,
+)
 from redis.retry import Retry
 
 from workers.errors import Refused
 
 #: What a lost or refused connection raises, besides OSError.
 LOST = (RedisError, OSError)
+#: How a server says that it takes no such call from anybody just now. Before Redis 7 it stands inside a script's error.
+_UNFIT: Final = re.compile(r"(?:^|-)(?:OOM|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|LOADING|BUSY|TRYAGAIN|NOPERM)\b")
+_UNFIT_TYPES: Final = (
+    ConnectionError,
+    TimeoutError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    OSError,
+)
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the server is away, full, read-only or loading: so that the same call may do later."""
+    return isinstance(error, _UNFIT_TYPES) or _UNFIT.search(str(error)) is not None
 
 
 def connect(url: str, **options: Any) -> Redis:

@@ -1,8 +1,9 @@
 """Keeps the worker's lease, and looks after what others left behind.
 
 A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
-lapse. On each round it renews the lease on store and broker, reaps incarnations whose lease is gone, cancels tasks
-whose readers are gone, gives back tasks that have been preempted for long, and runs what was asked for `later`.
+lapse. On each round it lets go of what its lapsed lives held, renews the lease on store and broker, reaps incarnations
+whose lease is gone, cancels tasks whose readers are gone, gives back tasks that have been preempted for long, and runs
+what was asked for `later`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from producers import keys
+from producers.protocol import release
 from producers.readers import LapsedReaders
-from producers.script import Call, run, text
+from producers.script import Call, run, run_many, text
 from producers.steps import Step, drive
-from workers.connect import LOST, connect
+from workers.connect import LOST, connect, is_passing
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
 from workers.publisher import EXPIRED
@@ -50,6 +53,9 @@ class Housekeeper(threading.Thread):
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._readers = LapsedReaders()
+        self._lapsed: deque[tuple[Incarnation, list[Delivery]]] = deque()
+        self._letting_go = threading.Lock()
+        self._heard_at = time.monotonic()
         self._changed = threading.Condition()
         self._stopping = False
         self._clock_offset_ms = 0
@@ -76,13 +82,34 @@ class Housekeeper(threading.Thread):
         """Give the lease up: nobody has to wait for it to lapse. What is still in flight is reaped, not left."""
         life.over = True
         try:
-            self.abandon_life(life)
+            self._let_lapsed_go()
+            self._abandon(life)
             run(self._broker, broker.reap(life.id))
         except LOST as exc:
             logger.warning("The lease was not given up, it lapses by itself: %s", exc)
 
-    def abandon_life(self, life: Incarnation) -> None:
-        """One of its leases lapsed and all it held was dropped: the other one must not make it look alive."""
+    def lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
+        """One of its leases is gone. What it held is let go before a new life begins, or the worker exits."""
+        self._lapsed.append((life, dropped))
+        self.later(0.0, self._runtime.intake.poke)
+
+    def _let_lapsed_go(self) -> None:
+        """RELEASE and BACK what lapsed lives held: their worker lives, so that no death is to be counted.
+
+        Whatever another took up meanwhile is not touched by either. Raises redis errors: then it is all said again.
+        """
+        with self._letting_go:
+            while self._lapsed:
+                life, dropped = self._lapsed[0]
+                self._abandon(life)
+                _said(run_many(self._store, [release(one.task_id, one.uuid) for one in dropped]))
+                # The last first: each goes to the front of its list.
+                back = [broker.back(life.id, self._runtime.queue, one.uuid) for one in reversed(dropped)]
+                _said(run_many(self._broker, back))
+                self._lapsed.popleft()
+
+    def _abandon(self, life: Incarnation) -> None:
+        """No lease may make it look alive, and without one no late CLAIM of it is granted."""
         self._store.delete(keys.lease(life.id))
         self._broker.delete(keys.lease(life.id))
 
@@ -232,18 +259,25 @@ class Housekeeper(threading.Thread):
                 self._guarded(action)
 
     def _round(self) -> None:
-        life, now = self._runtime.incarnation, time.monotonic()
-        reap = now >= self._reap_at
-        if reap:
-            self._reap_at = now + self._runtime.settings.lease / 4
+        life, quarter = self._runtime.incarnation, self._runtime.settings.lease / 4
+        self._let_lapsed_go()
         if life.over:
             return
-        if not life.begun:
-            self.begin_life(life)
-        elif now >= self._renew_at:
-            self._renew_at = now + self._runtime.settings.lease / 4
-            self._renew(life)
-        if reap:
+        now = time.monotonic()
+        if not life.begun or now >= self._renew_at:
+            if not life.begun:
+                self.begin_life(life)
+            else:
+                self._renew_at = now + quarter
+                self._renew(life)
+                if life.over:
+                    return
+            if now - self._heard_at > 2 * quarter:
+                # The servers were away, or we were: let the others say first that they live, if they do.
+                self._reap_at = now + quarter
+            self._heard_at = now
+        if now >= self._reap_at:
+            self._reap_at = now + quarter
             self._reap_at = min(self._reap_at, now + self._reap(life) + REAP_AFTER_S)
             self._adopt()
             self._cancel_unread()
@@ -257,3 +291,12 @@ class Housekeeper(threading.Thread):
             self._renew_at = 0.0
         except Exception:
             logger.exception("Housekeeping failed, going on")
+
+
+def _said(answers: Sequence[Any]) -> None:
+    """Raises where the server takes nothing at present; an error that is a single call's own ends that call."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            if is_passing(answer):
+                raise answer
+            logger.warning("A dropped delivery was not let go, its lease lapsed: %s", answer)

@@ -193,7 +193,11 @@ class Runtime:
             self.finisher.release(delivery, delay)
 
     def life_is_over(self, incarnation: Incarnation) -> None:
-        """Our lease is gone: drop everything at once (others may hold it by now) and begin anew."""
+        """Our lease is gone: drop everything at once (others may hold it by now) and begin anew.
+
+        Where the store was away, or we were stopped, nobody may have taken it up yet: then it is let go first, so that
+        no death is counted (`Housekeeper.lapsed`).
+        """
         with self._lock:
             if incarnation.over or incarnation is not self.incarnation:
                 return
@@ -212,10 +216,9 @@ class Runtime:
         for delivery in dropped:
             if delivery.job is not None:
                 forget(delivery.job.request)
-        self.later(0.0, lambda: self.housekeeper.abandon_life(incarnation))
+        self.housekeeper.lapsed(incarnation, dropped)
         if not self.draining:
-            self.incarnation = Incarnation(self.settings.name)
-            self.later(0.0, self.intake.poke)  # the housekeeper takes the new lease on its next round
+            self.incarnation = Incarnation(self.settings.name)  # the housekeeper takes its lease on its next round
 
     # ---- shutdown ---------------------------------------------------------------------------------------------
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 
 from producers import keys
+from tests.processes import Worker
 from tests.workers.rig import LEASE, Rig, rig, two_servers
 
 
 def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
-    """Meanwhile another has its tasks; woken, it appends nothing to their streams, and goes on under a new name."""
+    """Meanwhile another has its tasks; woken, it appends nothing to their streams, and goes on under a new name.
+
+    Whoever takes a task from a worker that does not answer must count it dead: it cannot know better.
+    """
     first = rig.worker(STUB_STEP_S=0.01)
     ids = rig.fill(8, max_tokens=150)
     rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
@@ -29,22 +33,34 @@ def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
     rig.check_nothing_left()
 
 
-def test_alone_it_takes_its_own_tasks_up_again() -> None:
+def test_a_server_that_stood_still_killed_nobody() -> None:
+    """All leases lapse, and everybody lives: each says so before anybody takes a task up, so no death is counted."""
     with rig(**{"enable-debug-command": "local"}) as made:
         _sleeps_and_goes_on(made)
 
 
 def _sleeps_and_goes_on(rig: Rig) -> None:
-    worker = rig.worker(STUB_STEP_S=0.01)
-    ids = rig.fill(8, max_tokens=100)
-    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
-    (old,) = worker.incarnations
-    rig.redis.execute_command("DEBUG", "SLEEP", 1.5 * LEASE)
-    rig.until(lambda: worker.incarnations and old not in worker.incarnations)
-    rig.until_settled(ids)
-    rig.check(ids)
-    assert worker.stop() == 0
+    first = rig.worker(STUB_STEP_S=0.01, STUB_SEQS=8, max_deaths=1)
+    ids = rig.fill(16, max_tokens=200)
+    waiting = rig.fill(4, max_tokens=200)
+    second = rig.begin_worker(STUB_STEP_S=0.01, STUB_SEQS=8, max_deaths=1)
+    _sleep(rig, first)
+    rig.until(lambda: second.incarnations)
+    for _ in range(2):
+        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+        _sleep(rig, first, second)
+    rig.until_settled(ids + waiting)
+    rig.check(ids + waiting)
+    assert {rig.record(task_id)["deaths"] for task_id in ids + waiting} == {"0"}
+    assert first.stop() == second.stop() == 0
     rig.check_nothing_left()
+
+
+def _sleep(rig: Rig, *workers: Worker) -> None:
+    """The server answers nobody for longer than a lease; until all workers have begun anew."""
+    old = [worker.incarnations for worker in workers]
+    rig.redis.execute_command("DEBUG", "SLEEP", 1.5 * LEASE)
+    rig.until(lambda: all(w.incarnations and w.incarnations != before for w, before in zip(workers, old, strict=True)))
 
 
 def test_the_leases_may_lapse_apart() -> None:

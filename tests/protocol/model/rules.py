@@ -68,6 +68,10 @@ RULES: dict[str, Rule] = {
     "not_busy_back": Rule("split", "every answer but go/settle/done gives the delivery BACK; never held, never acked"),
     "busy_no_ack": Rule("sqs", "a busy answer does not acknowledge the message"),
     "abandon_ends": Rule("crash", "a task is put down only by SETTLE, RELEASE or the end of the incarnation"),
+    "lapse_release": Rule(
+        "alone", "a worker whose lease lapsed, and who lives, RELEASEs what it held and gives it BACK: that is no death"
+    ),
+    "lapse_first": Rule("alone", "it does so before its new incarnation fetches"),
     "retry_order": Rule("retry", "retry: publish the copy, then RELEASE, then ACK"),
     # the reader
     "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),

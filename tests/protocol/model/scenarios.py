@@ -40,6 +40,7 @@ _LIST = [
     _world("crash", crash=2, expire=2, differ=True),
     _world("lost", lost=2, crash=1, expire=1),
     _world("lapse", expire=2, crash=1, lost=1),
+    _world("alone", workers=(0, 0), expire=2, crash=1, lost=1, limit=2),
     _world("cancel", cancel=1, expire=1, crash=1, deadline=1, lost=1),
     _world("cancel-again", cancel=2, expire=1, crash=1, lost=1),
     _world("split", split=True, expire=2, crash=1, differ=True),

@@ -93,6 +93,9 @@ def slot_steps(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
 
 def _fetch(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     again = p.pc == "refetch"
+    mine = (q for q, w in zip(s.slots, cfg.workers, strict=True) if s.incs[w] == inc)
+    if "lapse_first" in rules and any(q.note == "lapsed" for q in mine):
+        return
     if inc not in s.lb and not cfg.sqs:
         if again:
             yield "FETCH again -> lost", IDLE, s
@@ -142,7 +145,8 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         "go": "score" if cfg.prompt and not scored else "run",
         "settle": "trace",
         "done": "ack",
-        "lost": back,
+        # an earlier call, whose reply was lost, may have taken it
+        "lost": "release_back" if "lapse_release" in rules else back,
         "busy": back if "busy_no_ack" in rules else "ack",
     }[answer]
     note = "dead" if answer == "settle" and r2 and r2.why == "dead" else "taken" if answer == "go" and scored else ""

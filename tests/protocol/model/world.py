@@ -39,7 +39,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     for i in range(len(s.slots)):
         yield from _slot(s, i, cfg, rules)
     for w, inc in enumerate(s.incs):
-        yield from _process(s, w, inc, cfg)
+        yield from _process(s, w, inc, cfg, rules)
     yield from _leases(s, cfg)
     yield from _returns(s, cfg, rules)
     for p in range(len(s.prods)):
@@ -98,7 +98,19 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
     )
 
 
-def _process(s: State, w: int, inc: int, cfg: Cfg) -> Iterator[Step]:
+def lapsed(s: State, w: int, cfg: Cfg, rules: Rules) -> State:
+    """The worker process w learns that its lease is over: all it held goes, RELEASEd, and it is born anew."""
+    after = reborn(s, w, cfg)
+    if "lapse_release" not in rules:
+        return after
+    let_go = (
+        Slot("release_back", p.msg, p.d, p.c, (), "lapsed") if cfg.workers[i] == w and p.msg is not None else new
+        for i, (p, new) in enumerate(zip(s.slots, after.slots, strict=True))
+    )
+    return after._replace(slots=tuple(let_go))
+
+
+def _process(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     mine = [p for i, p in enumerate(s.slots) if cfg.workers[i] == w]
     if any(toxic(s, cfg, p) for p in mine):
         dead = reborn(s, w, cfg)
@@ -106,7 +118,7 @@ def _process(s: State, w: int, inc: int, cfg: Cfg) -> Iterator[Step]:
     if (b := spend(s, "crash")) and any(p != IDLE for p in mine):
         yield f"crash of worker {w} (inc{inc})", False, reborn(s, w, cfg)._replace(budget=b)
     if inc not in s.lb or inc not in s.ls:
-        yield f"worker {w} learns that inc{inc} is over", True, reborn(s, w, cfg)
+        yield f"worker {w} learns that inc{inc} is over", True, lapsed(s, w, cfg, rules)
     if (b := spend(s, "expire")) and (s.queue or s.infl):
         if inc in s.ls:
             both = s._replace(ls=s.ls - {inc}, lb=s.lb if cfg.split else s.lb - {inc}, budget=b)
