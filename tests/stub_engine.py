@@ -2,7 +2,8 @@
 
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
-requests that is true, by their seeds; unset: of all), STUB_STALLED (no request makes a token). A prompt that contains
+requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run
+on; unset: the whole request), STUB_STALLED (no request makes a token). A prompt that contains
 DEADLY kills the process in its first step, one that contains STALLED makes no token.
 """
 
@@ -89,6 +90,7 @@ class _Running:
     target: int
     candidates: Candidates | None
     scored: bool = False
+    failed: set[int] = field(default_factory=set)
 
 
 class StubEngine:
@@ -105,6 +107,7 @@ class StubEngine:
         self.faults = int(os.environ.get("STUB_FAULTS", "0"))
         self.stalled = "STUB_STALLED" in os.environ
         self.fault_seeds = os.environ.get("STUB_FAULT_SEEDS")
+        self.fault_choice = os.environ.get("STUB_FAULT_CHOICE")
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -194,6 +197,8 @@ class StubEngine:
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
             fault = faulty and self._failed.get(str(seed), 0) < self.faults
             for choice in range(len(running.done)):
+                if choice in running.failed:
+                    continue
                 index = running.done[choice]
                 finished = index >= running.target
                 if finished and any(done < running.target for done in running.done):
@@ -202,8 +207,10 @@ class StubEngine:
                 running.done[choice] += len(tokens)
                 self._generated += len(tokens)
                 last = running.done[choice] >= running.target
-                done = all(d >= running.target for d in running.done)
-                half = fault and running.done[choice] > running.target // 2
+                half = fault and self.fault_choice in (None, str(choice)) and running.done[choice] > running.target // 2
+                if half:
+                    running.failed |= {choice} if self.fault_choice else set(range(len(running.done)))
+                done = all(d >= running.target or c in running.failed for c, d in enumerate(running.done))
                 event = Event(
                     request_id=key,
                     choice=choice,
@@ -213,7 +220,7 @@ class StubEngine:
                     logprobs=None,
                     finish_reason="error" if half else "length" if last else None,
                     stop_match=None,
-                    done=done or half,
+                    done=done,
                     error="a fault of the stub" if half else None,
                     prompt_tokens=len(request.prompt_ids),
                     cached_tokens=0,
@@ -226,7 +233,7 @@ class StubEngine:
                         running.on_event(told)
                 if half:
                     self._failed[str(seed)] = self._failed.get(str(seed), 0) + 1
-                if done or half:
+                if done:
                     self._running.pop(key, None)
                     break
 

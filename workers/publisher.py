@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.request import Event, TokenLogprobs
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+#: What the store refuses to finish (it is full, or read-only) is tried again after this long.
+REFUSED_S = 1.0
 #: Entries in one call: after an outage there may be many, and a script blocks the store.
 MAX_ENTRIES = 2000
 
@@ -65,7 +68,10 @@ class Publisher(threading.Thread):
 
     def conclude(self, delivery: Delivery, status: str, error: str = "null") -> None:
         """End it so, after what it has published. Any thread."""
-        self._news.append(Conclusion(delivery, status, error))
+        self._conclude(Conclusion(delivery, status, error))
+
+    def _conclude(self, end: Conclusion) -> None:
+        self._news.append(end)
         self._wake.set()
 
     def conclude_revoked(self, delivery: Delivery) -> None:
@@ -238,6 +244,7 @@ class Publisher(threading.Thread):
             for end in [e for e in ends.values() if e.retry and runtime.finisher.may_retry(e.delivery)]:
                 del ends[end.delivery.uuid]
                 if runtime.running.pop(end.delivery.uuid, None):
+                    runtime.engine.abort(end.delivery.uuid)  # its other choices run on
                     runtime.finisher.retry(end.delivery, json.loads(end.error)["message"])
             todo = [end for end in ends.values() if not end.delivery.put_down]
             try:
@@ -252,7 +259,7 @@ class Publisher(threading.Thread):
                 delivery = end.delivery
                 if isinstance(answer, Exception):
                     logger.warning("Cannot finish task %s, trying again: %s", delivery.task_id, answer)
-                    ends[delivery.uuid] = end
+                    runtime.later(REFUSED_S, partial(self._conclude, end))
                 elif text(answer[0]) == "won":
                     if runtime.running.pop(delivery.uuid, None) and end.status != "completed":
                         runtime.engine.abort(delivery.uuid)

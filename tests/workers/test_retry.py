@@ -32,6 +32,18 @@ def test_a_client_s_task_is_retried(rig: Rig) -> None:
     assert not rig.redis.keys("celery-task-meta-*"), "its result is ignored, also in a retry"
 
 
+def test_when_one_choice_fails_the_others_do_not_run_on(rig: Rig) -> None:
+    """The retry makes them all again: what the engine went on with would only take room."""
+    rig.worker(STUB_FAULTS=1, STUB_FAULT_CHOICE=1, STUB_STEP_S=0.02)
+    (task_id,) = rig.fill(1, max_tokens=80, n=3)
+    rig.until_settled([task_id])
+    rig.check([task_id])
+    assert rig.record(task_id)["claims"] == "2"
+    rig.until(lambda: rig.leases() and not rig.leases()[0]["tasks"])
+    extra = rig.leases()[0]["generated_tokens"] - 3 * 80
+    assert extra < 40, "no more than was made until the engine heard of it"
+
+
 def test_a_retry_may_run_on_another_worker(rig: Rig) -> None:
     first = rig.worker(STUB_FAULTS=1)
     (task_id,) = rig.fill(1, max_tokens=20)
