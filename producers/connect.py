@@ -61,7 +61,7 @@ def kombu_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         db = parse_qs(parts.query).get("db", ["0"])[0]
-        return f"redis+socket://{parts.path}?virtual_host={db}"
+        return f"redis+socket://{parts.netloc}{parts.path}?virtual_host={db}"
     if parts.scheme == "rediss" and "ssl_cert_reqs" not in parts.query:
         return f"{url}{'&' if parts.query else '?'}ssl_cert_reqs=required"
     return url

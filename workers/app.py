@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from celery import Celery
 from kombu import Exchange, Queue
 
 from producers import keys
+from producers.connect import kombu_url
 from workers.settings import WorkerSettings
 from workers.task import register
 from workers.transport.redis import RUNTIME, SCHEME
@@ -16,13 +16,13 @@ from workers.transport.redis import RUNTIME, SCHEME
 
 def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
     """Consumes the queues through `workers.transport`; `attach` gives it the runtime before it starts."""
-    parts = urlsplit(settings.broker)
     app = Celery("penstock", set_as_current=False)
     app.conf.update(
-        broker_url=urlunsplit(parts._replace(scheme=SCHEME)),
-        broker_use_ssl={} if parts.scheme == "rediss" else None,
+        # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
+        broker_url=SCHEME + kombu_url(settings.broker).removeprefix("rediss").removeprefix("redis"),
         broker_connection_retry_on_startup=True,
-        result_backend=settings.store,
+        broker_connection_max_retries=None,  # stock gives up after 100 tries, three quarters of an hour
+        result_backend=kombu_url(settings.store),
         result_extended=True,
         task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues],
         task_default_queue=queues[-1],

@@ -75,6 +75,7 @@ async def _serve(system: System) -> None:
     import asyncio
 
     from workers.cli.client import Gateway
+    from workers.connect import without_password
 
     models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
@@ -82,15 +83,8 @@ async def _serve(system: System) -> None:
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
         f"  models  {', '.join(models)}\n"
-        f"  broker  {_without_password(system.broker)}{kept}\n"
+        f"  broker  {without_password(system.broker)}{kept}\n"
         f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
         "Ctrl-C drains and stops it.\n"
     )
     await asyncio.Event().wait()
-
-
-def _without_password(url: str) -> str:
-    from urllib.parse import urlsplit
-
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
