@@ -53,7 +53,8 @@ class Tokenizer:
         # A lone surrogate, which JSON can carry, is no character and has no UTF-8.
         valid = text.encode("utf-8", "replace").decode("utf-8")
         with _panics("the model's tokenizer fails on this text"):
-            ids: list[int] = self._backend.encode(valid, add_special_tokens=add_special_tokens).ids
+            # Of the library's ways, the one that lets other threads run and reckons no offsets.
+            ids: list[int] = self._backend.encode_batch_fast([valid], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Iterable[int]) -> str:

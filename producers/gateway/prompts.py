@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -13,14 +13,20 @@ from redis.asyncio import Redis
 from engine.text import ModelError, RequestError, Tokenizer
 from producers.errors import InvalidTask
 from producers.gateway.blobs import TOKENIZER, broken, read_blobs
+from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
+from producers.gateway.lane import Lane
 
 logger = logging.getLogger(__name__)
 
 #: Tokenizers kept.
-TOKENIZERS: Final = 16
-#: Longer texts (characters) are encoded off the event loop; shorter ones take less than changing threads does.
-INLINE: Final = 4096
+KEPT: Final = 16
+#: Threads of one tokenizer. It lets others run meanwhile; its patterns come with the model, from anybody.
+THREADS: Final = 2
+#: Requests that may wait for one tokenizer. It takes a millisecond for some thousand characters.
+WAITING: Final = 256
+#: Seconds for one text.
+LIMIT_S: Final = 10.0
 
 
 class Prompts:
@@ -28,40 +34,64 @@ class Prompts:
 
     def __init__(self, store: Redis) -> None:
         self._store = store
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="penstock-tokenize")
-        self._tokenizers: Kept[str, Tokenizer] = Kept(TOKENIZERS)
+        self._encoders: Kept[str, _Encoder] = Kept(KEPT, _Encoder.close)
 
     async def encode(self, card: Mapping[str, Any], text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt, with the tokens that the tokenizer puts around a text where `special` says so.
 
-        Raises InvalidTask, Problem where the model's tokenizer is not to be had.
+        Raises InvalidTask, Problem where the model's tokenizer is not to be had or too many wait for it.
         """
-        tokenizer = await self.tokenizer(card)
-        try:
-            if len(text) <= INLINE:
-                ids = tokenizer.encode(text, special)
-            else:
-                ids = await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.encode, text, special)
-        except RequestError as error:
-            raise InvalidTask(str(error), param=error.param, code=error.code) from error
+        encoder = await self._encoder(card)
+        ids = await encoder.encode(text, special)
         if not ids:
             raise InvalidTask("prompt has no token: the model's tokenizer drops all of it", param="prompt")
         return tuple(ids)
 
     async def tokenizer(self, card: Mapping[str, Any]) -> Tokenizer:
         """The model's. Raises as `encode` does."""
+        return (await self._encoder(card)).tokenizer
+
+    def close(self) -> None:
+        self._encoders.clear()
+
+    async def _encoder(self, card: Mapping[str, Any]) -> _Encoder:
         digest = card["files"].get(TOKENIZER)
         if digest is None:
             raise InvalidTask(f"model {card['name']!r} has no tokenizer; give the prompt as token ids", param="prompt")
-        return await self._tokenizers.get(digest, lambda: self._load(card))
+        return await self._encoders.get(digest, lambda: self._load(card))
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _load(self, card: Mapping[str, Any]) -> Tokenizer:
+    async def _load(self, card: Mapping[str, Any]) -> _Encoder:
         files = await read_blobs(self._store, card, (TOKENIZER,))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, Tokenizer.from_bytes, files)
+            return _Encoder(await asyncio.to_thread(Tokenizer.from_bytes, files))
         except ModelError as error:
             logger.error("the tokenizer of %s cannot be used: %s", card["name"], error)
             raise broken(card["name"], TOKENIZER) from error
+
+
+class _Encoder:
+    """A tokenizer, and the threads that it may keep busy."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._lane = Lane("penstock-tokenize", THREADS)
+
+    async def encode(self, text: str, special: bool) -> list[int]:
+        if self._lane.waiting >= WAITING:
+            raise Problem(
+                429,
+                f"{WAITING} requests wait for this model's tokenizer already; try again in a moment.",
+                code="tokenizer_busy",
+                headers=RETRY_AFTER,
+            )
+        try:
+            return await self._lane.run(partial(self.tokenizer.encode, text, special), LIMIT_S)
+        except RequestError as error:
+            raise InvalidTask(str(error), param=error.param, code=error.code) from error
+        except TimeoutError:
+            raise InvalidTask(
+                f"the model's tokenizer did not encode the prompt within {LIMIT_S:g} s", param="prompt"
+            ) from None
+
+    def close(self) -> None:
+        self._lane.close()

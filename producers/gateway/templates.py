@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from producers.errors import InvalidTask
 from producers.gateway.blobs import TEMPLATE, broken, read_blobs
 from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
+from producers.gateway.lane import Lane
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,10 @@ class _Renderer:
 
     def __init__(self, source: TemplateSource) -> None:
         self._template = ConfinedTemplate(source)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-template")
-        self._waiting = 0
+        self._lane = Lane("penstock-template")
 
     async def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-        if self._waiting >= WAITING:
+        if self._lane.waiting >= WAITING:
             raise Problem(
                 429,
                 f"{WAITING} requests wait for this model's chat template already; try again in a moment.",
@@ -82,17 +81,11 @@ class _Renderer:
         if "developer" not in self._template.source.text:
             # OpenAI's newer name of the role; nearly all templates know the older one.
             messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
-        self._waiting += 1
-        try:
-            work = partial(self._template.render, messages, **options)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self._waiting -= 1
+        return await self._lane.run(partial(self._template.render, messages, **options))
 
     def close(self) -> None:
-        """Does not wait: a render that runs is ended by its limits."""
-        self._thread.submit(self._template.close)
-        self._thread.shutdown(wait=False)
+        """Does not wait: a render that runs is ended by its limits, and the process then."""
+        self._lane.close(self._template.close)
 
 
 def _unusable(model: str, error: ModelError) -> Problem:

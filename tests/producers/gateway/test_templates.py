@@ -81,19 +81,24 @@ def test_a_model_without_a_template_is_refused(http: httpx.Client, valkey: Redis
 
 
 @pytest.mark.slow
-def test_other_models_callers_do_not_wait_for_a_hostile_template(
-    http: httpx.Client, publish: Publish, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second of processor time for two of four; meanwhile the other model's refusals come, one after another."""
-    monkeypatch.setattr(templates, "WAITING", 2)
+def test_other_models_callers_do_not_wait_for_a_hostile_template(http: httpx.Client, publish: Publish) -> None:
+    """A second of processor time for each of two; meanwhile the other model's refusals come, one after another."""
     publish(ENDLESS)
     publish("{{ raise_exception('prompt and pleasant') }}", name="kind")
     assert ask(http, "kind").status_code == 400  # its process has started
-    with ThreadPoolExecutor(4) as threads:
-        hostile = [threads.submit(ask, http, "hostile", str(k)) for k in range(4)]
-        for _ in range(20):
+    with ThreadPoolExecutor(2) as threads:
+        hostile = [threads.submit(ask, http, "hostile", str(k)) for k in range(2)]
+        for at in range(20):
             assert "pleasant" in ask(http, "kind").json()["error"]["message"]
+            assert at or not all(one.done() for one in hostile)
             assert http.get("/livez").status_code == 200
-        assert not all(one.done() for one in hostile)
-        codes = sorted(one.result().json()["error"]["code"] for one in hostile)
-    assert codes == ["template_busy"] * 2 + ["template_stopped"] * 2
+        assert [one.result().json()["error"]["code"] for one in hostile] == ["template_stopped"] * 2
+
+
+def test_where_too_many_wait_already_the_next_is_told_to_come_back(
+    http: httpx.Client, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "WAITING", 0)
+    answer = ask(http, publish("x"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "template_busy")
+    assert answer.headers["retry-after"] == "1"

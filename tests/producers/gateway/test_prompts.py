@@ -1,0 +1,65 @@
+"""Models whose tokenizers are hostile: their callers are told, and nobody else notices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers import keys
+from producers.gateway import prompts
+from tests.producers.gateway.conftest import CARD, TINY
+
+
+@pytest.fixture
+def hostile(valkey: Redis, model: str) -> str:
+    """A model like `tiny` whose tokenizer's pattern backtracks for as long as the library lets it."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    data = json.dumps(json.loads((TINY / "tokenizer.json").read_text()) | {"pre_tokenizer": pattern}).encode()
+    digest = hashlib.sha256(data).hexdigest()
+    valkey.set(keys.blob(digest), data)
+    card = replace(CARD, name="hostile", files=CARD.files | {"tokenizer.json": digest})
+    valkey.hset(keys.MODELS, "hostile", json.dumps({"v": 1, **asdict(card)}))
+    return "hostile"
+
+
+def ask(http: httpx.Client, model: str, prompt: str) -> dict[str, Any]:
+    answer = http.post("/v1/tasks", json={"model": model, "prompt": prompt})
+    error: dict[str, Any] = answer.json().get("error", {"status": answer.status_code})
+    return error
+
+
+def test_other_models_callers_do_not_wait_for_it(http: httpx.Client, hostile: str, model: str) -> None:
+    assert ask(http, hostile, "b") == {"status": 202}
+    assert ask(http, model, "b") == {"status": 202}
+    with ThreadPoolExecutor(4) as threads:
+        stuck = [threads.submit(ask, http, hostile, "a" * (300 + k) + "!") for k in range(4)]
+        for _ in range(10):
+            assert ask(http, model, "a" * 300 + "!") == {"status": 202}
+        told = [one.result() for one in stuck]
+    assert [(one["param"], one["code"]) for one in told] == [("prompt", "invalid_value")] * 4
+    assert ask(http, hostile, "b") == {"status": 202}
+
+
+def test_where_too_many_wait_already_the_next_is_told_to_come_back(
+    http: httpx.Client, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "WAITING", 0)
+    answer = http.post("/v1/completions", json={"model": model, "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "tokenizer_busy")
+    assert answer.headers["retry-after"] == "1"
+
+
+def test_one_that_takes_too_long_is_waited_for_no_more(
+    http: httpx.Client, hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "LIMIT_S", 0.05)
+    error = ask(http, hostile, "a" * 300 + "!")
+    assert (error["param"], error["code"]) == ("prompt", "invalid_value")
+    assert "within 0.05 s" in error["message"]
