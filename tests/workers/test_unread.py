@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
+
 from producers import keys
 from producers.readers import hold
 from producers.script import run
 from tests.workers.rig import Rig
 
 
+@pytest.mark.slow
 def test_a_task_whose_readers_lease_lapsed_is_cancelled_and_its_room_is_free(rig: Rig) -> None:
     rig.worker(STUB_STEP_S=0.02)
-    running, read, unread = rig.fill(3, max_tokens=400)
+    running, read, unread = rig.fill(3, max_tokens=150)
     waiting = rig.fill(1, max_tokens=4, tier="batch")
     run(rig.store, hold([running], 60_000))
     rig.until(lambda: all(rig.tokens(task_id) > 2 for task_id in (running, read, unread)))
     rig.store.zadd(keys.READERS, {unread: 1, "never admitted": 1})
     rig.until_settled([unread])
     rig.check([unread], "cancelled")
-    assert rig.tokens(unread) < 400
+    assert rig.tokens(unread) < 150
     rig.until(lambda: rig.store.zrange(keys.READERS, 0, -1) == [running])
     rig.until_settled([running, read, *waiting])
     rig.check([running, read, *waiting])
