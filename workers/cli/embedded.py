@@ -29,6 +29,10 @@ LEFTOVER_S: Final = 10.0
 PORTS: Final = range(20_000, 32_000)
 
 
+class LeftBehind(Failure):
+    """The directory's owner is gone, its server not yet."""
+
+
 class DataDir:
     """A directory that one process at a time may use. Raises Failure when it is in use, or cannot be written."""
 
@@ -78,22 +82,28 @@ class DataDir:
         self.close()
 
     def _take(self) -> None:
-        give_up = time.monotonic() + LEFTOVER_S
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.pread(self.lock, 100, 0).decode(errors="replace").strip()
-                if _alive(owner) or time.monotonic() > give_up:
-                    raise Failure(
-                        f"the data directory {self.path} is in use by process {owner or 'unknown'}; "
-                        "stop that, or choose another with --data-dir"
-                    ) from None
-                time.sleep(0.05)
-            else:
-                os.ftruncate(self.lock, 0)
-                os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
-                return
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self.lock, 100, 0).decode(errors="replace").strip()
+            raise (Failure if _alive(owner) else LeftBehind)(
+                f"the data directory {self.path} is in use by process {owner or 'unknown'}; "
+                "stop that, or choose another with --data-dir"
+            ) from None
+        os.ftruncate(self.lock, 0)
+        os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
+
+
+async def open_data_dir(path: Path) -> DataDir:
+    """Raises Failure as `DataDir` does; what a killed owner's server still holds is waited for."""
+    give_up = time.monotonic() + LEFTOVER_S
+    while True:
+        try:
+            return DataDir(path)
+        except LeftBehind:
+            if time.monotonic() > give_up:
+                raise
+            await asyncio.sleep(0.05)
 
 
 def valkey(data: DataDir, port: int) -> Program:

@@ -100,14 +100,26 @@ class Child:
             if self._stopping.is_set() or not self.restart:
                 return status
             deaths = 1 if time.monotonic() - began >= WELL_S else deaths + 1
-            pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
-            self._tell(f"{ended(status)}; starting it again in {pause:g} s")
-            try:
-                async with asyncio.timeout(pause):
-                    await self._stopping.wait()
-                return status
-            except TimeoutError:
-                await self._spawn()
+            said = ended(status)
+            while not await self._again(f"{said}; starting it again", deaths):
+                if self._stopping.is_set():
+                    return status
+                deaths, said = deaths + 1, "cannot be started"
+
+    async def _again(self, said: str, deaths: int) -> bool:
+        """Start it after a pause; False where it was told to stop meanwhile, or cannot be run just now."""
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
+        self._tell(f"{said} in {pause:g} s")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._stopping.wait()
+            return False
+        try:
+            await self._spawn()
+        except OSError as error:  # no descriptor or no memory left, say: that may pass
+            self._tell(f"cannot be started: {error}")
+            return False
+        return True
 
     async def _spawn(self) -> None:
         program = self.program

@@ -87,7 +87,7 @@ class System:
         self._listener = open_port(plan.host, plan.port)
         self.port = self._listener.getsockname()[1]
         if plan.broker is None:
-            self._data = embedded.DataDir(plan.data_dir)
+            self._data = await embedded.open_data_dir(plan.data_dir)
             port = self._data.port()
             self.broker = self.store = f"redis://{embedded.HOST}:{port}/0"
             self._valkey = Child(embedded.valkey(self._data, port), self.say)
@@ -209,6 +209,8 @@ async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> b
     loop = asyncio.get_running_loop()
     came: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(sig) is signal.SIG_IGN:  # under nohup
+            continue
         loop.add_signal_handler(sig, came.put_nowait, sig)
 
     async def start_and_use() -> None:

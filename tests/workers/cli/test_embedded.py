@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import signal
@@ -15,8 +16,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from workers.cli import embedded
-from workers.cli.embedded import DataDir, started, valkey
+from workers.cli.embedded import DataDir, LeftBehind, open_data_dir, started, valkey
 from workers.cli.exits import Failure
 from workers.cli.supervisor import Child
 
@@ -46,17 +46,18 @@ class TestDataDir:
         owner = subprocess.Popen([sys.executable, "-c", ""])
         owner.wait()
         (tmp_path / "lock").write_text(f"{owner.pid}\n")
-        with pytest.MonkeyPatch.context() as patch:
-            waits: list[float] = []
+        with pytest.raises(LeftBehind):
+            DataDir(tmp_path)
 
-            def sleep(seconds: float) -> None:
-                waits.append(seconds)
-                holder.kill()
-                holder.wait()
+        async def wait_for_it() -> None:
+            waiting = asyncio.create_task(open_data_dir(tmp_path))
+            await asyncio.sleep(0.1)
+            assert not waiting.done(), "and nothing else is held up"
+            holder.kill()
+            (await waiting).close()
 
-            patch.setattr(embedded.time, "sleep", sleep)
-            DataDir(tmp_path).close()
-        assert waits
+        asyncio.run(wait_for_it())
+        holder.wait()
 
     def test_that_cannot_be_made_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

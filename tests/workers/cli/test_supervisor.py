@@ -191,6 +191,22 @@ class TestRestart:
             "exited with status 3; starting it again in 0.004 s",
         ]
 
+    async def test_goes_on_where_a_child_cannot_be_started_just_now(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+        child = make("print('up')")
+        await child.start()
+        child.restart = True
+        executable = sys.executable
+        monkeypatch.setattr(supervisor.sys, "executable", "/no/such/file")
+        await said(child, "cannot be started; starting it again in 0.004 s")
+        assert any("No such file" in line for line in child.lines)
+        monkeypatch.setattr(supervisor.sys, "executable", executable)
+        count = list(child.lines).count("up")
+        await said(child, "up", count + 2)
+        assert await child.stop(5)
+
     async def test_is_given_up_at_once_when_told_to_stop_in_a_pause(
         self, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
