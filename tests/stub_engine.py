@@ -4,7 +4,8 @@ Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STE
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
 requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run
 on; unset: the whole request), STUB_STALLED (no request makes a token). A prompt that contains
-DEADLY kills the process in its first step, one that contains STALLED makes no token.
+DEADLY kills the process in its first step, one that contains STALLED makes no token; the text PANIC
+cannot be tokenised.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.request import Event, Request, TokenLogprobs
 
 VOCABULARY = 1000
 DEADLY, STALLED = 666, 667
+PANIC = "panic"
 WORDS = [f" w{i}" for i in range(VOCABULARY)]
 
 
@@ -77,8 +79,14 @@ class _Card:
         )
 
 
+class _Panic(BaseException):
+    """As a tokenizer's fault is, which is Rust: no Exception."""
+
+
 class _Tokenizer:
     def encode(self, text: str) -> list[int]:
+        if text == PANIC:
+            raise _Panic("a panic of the stub")
         return [1] * max(1, len(text) // 4)
 
 

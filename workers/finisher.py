@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH = 64
-#: Endings that are no final status: published again by Celery's retry; handed back.
-RETRY, BACK = "retry", "back"
+#: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter.
+RETRY, BACK, DEAD = "retry", "back", "dead"
 RETRY_S = 1.0
 #: Times that Celery's side of a task may fail, other than by a server that is away.
 MAX_FAILURES = 3
@@ -82,6 +82,11 @@ class Finisher(threading.Thread):
         """Not finished here: RELEASE, then BACK; whoever claims it next goes on from its next token."""
         self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True))
 
+    def bury(self, delivery: Delivery, reason: str) -> None:
+        """There is no record to finish: tell whoever waits for its result, then ACK; the message is kept."""
+        error = error_json("dead_lettered", f"The message cannot be used: {reason}")
+        self._queue.put(_Ending(delivery, DEAD, error, reason=reason))
+
     def stop(self) -> None:
         """Returns when everything that was said before is settled, or cannot be."""
         self._queue.put(None)
@@ -122,7 +127,7 @@ class Finisher(threading.Thread):
         if end.status == RETRY:  # no copy was sent, so there is no other try
             self._runtime.publisher.conclude(end.delivery, "failed", error_json("engine_error", end.error))
             return False
-        end.traced, end.reason = True, f"Celery's side of it failed: {exc!r}"
+        end.traced, end.reason = True, end.reason or f"Celery's side of it failed: {exc!r}"
         return True
 
     def _tell_celery(self, end: _Ending) -> None:
@@ -132,8 +137,8 @@ class Finisher(threading.Thread):
             return  # it has announced the revocation itself
         backend = self._runtime.app.backend
         if job is None:  # condemned: nobody may decode the message, but whoever waits for the result must hear
-            failure = self._failure(end)
-            backend.store_result(delivery.task_id, failure, states.FAILURE)
+            if backend.get_state(delivery.task_id) not in states.READY_STATES:  # of a copy, or told by Celery
+                backend.store_result(delivery.task_id, self._failure(end), states.FAILURE)
             return
         if end.status == "cancelled":
             request = job.request
@@ -153,7 +158,7 @@ class Finisher(threading.Thread):
         """What the task's body is to return or raise."""
         if end.status == RETRY:
             return Fault(end.error)
-        if end.status == "failed":
+        if end.status in ("failed", DEAD):
             return self._failure(end)
         delivery = end.delivery
         assert delivery.record is not None
@@ -183,6 +188,10 @@ class Finisher(threading.Thread):
     # ---- settle ---------------------------------------------------------------------------------------------------
 
     def _settle(self, ends: list[_Ending], stopping: bool) -> None:
+        for end in ends:
+            if end.status == DEAD:
+                self._runtime.done(end.delivery, end.reason)
+        ends = [end for end in ends if end.status != DEAD]
         calls = [
             release(end.delivery.task_id, end.delivery.uuid)
             if end.status in (RETRY, BACK)

@@ -14,10 +14,8 @@ import json
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from producers import keys
@@ -210,16 +208,25 @@ class Housekeeper(threading.Thread):
         return int(time.time() * 1000) + self._clock_offset_ms
 
     def watch_deadline(self, delivery: Delivery) -> None:
+        """Of a task that runs: it is ended when its deadline passes."""
         deadline = delivery.record.time("deadline") if delivery.record else None
         if deadline is not None:
-            delay = (deadline - self.server_ms()) / 1000
-            self.later(delay, partial(self._expire, weakref.ref(delivery)))
+            with self._changed:
+                delivery.deadline = time.monotonic() + (deadline - self.server_ms()) / 1000
+                self._changed.notify_all()
 
-    def _expire(self, reference: weakref.ref[Delivery]) -> None:
-        """By reference: a deadline may be days away, and the delivery holds all of its entries."""
-        delivery = reference()
-        if delivery is not None:
-            self._runtime.publisher.conclude(delivery, "failed", EXPIRED)
+    def _expire(self) -> float:
+        """End what is too late; when the next of what runs will be."""
+        now, nearest = time.monotonic(), float("inf")
+        for delivery in list(self._runtime.running.values()):
+            if delivery.deadline is None:
+                continue
+            if delivery.deadline <= now:
+                delivery.deadline = None
+                self._runtime.publisher.conclude(delivery, "failed", EXPIRED)
+            else:
+                nearest = min(nearest, delivery.deadline)
+        return nearest
 
     def _release_preempted(self) -> None:
         patience = self._runtime.settings.release_preempted
@@ -249,7 +256,7 @@ class Housekeeper(threading.Thread):
             # First of all: a worker that starts anew finds at once what its predecessor left.
             self._guarded(self._round)
             with self._changed:
-                next_due = min(self._due[0][0] if self._due else float("inf"), self._reap_at)
+                next_due = min(self._due[0][0] if self._due else float("inf"), self._reap_at, self._expire())
                 self._changed.wait(max(0.0, min(tick, next_due - time.monotonic())))
                 now = time.monotonic()
                 ready = []

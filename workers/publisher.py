@@ -106,7 +106,7 @@ class Publisher(threading.Thread):
         while self._news:
             item = self._news.popleft()
             if isinstance(item, Conclusion):
-                if not item.delivery.put_down:
+                if not item.delivery.ended:
                     ends.setdefault(item.delivery.uuid, item)
                 continue
             delivery = self._runtime.running.get(item.request_id)
@@ -246,7 +246,7 @@ class Publisher(threading.Thread):
                 if runtime.running.pop(end.delivery.uuid, None):
                     runtime.engine.abort(end.delivery.uuid)  # its other choices run on
                     runtime.finisher.retry(end.delivery, json.loads(end.error)["message"])
-            todo = [end for end in ends.values() if not end.delivery.put_down]
+            todo = [end for end in ends.values() if not (end.delivery.put_down or end.delivery.ended)]
             try:
                 answers = run_many(self._redis, [_finish_call(end) for end in todo])
             except LOST as exc:
@@ -261,6 +261,7 @@ class Publisher(threading.Thread):
                     logger.warning("Cannot finish task %s, trying again: %s", delivery.task_id, answer)
                     runtime.later(REFUSED_S, partial(self._conclude, end))
                 elif text(answer[0]) == "won":
+                    delivery.ended = True
                     if runtime.running.pop(delivery.uuid, None) and end.status != "completed":
                         runtime.engine.abort(delivery.uuid)
                     runtime.finisher.finish(delivery, text(answer[1]), end.error)

@@ -87,8 +87,7 @@ class Runtime:
             self.claimer.submit(delivery, arrival)
             return False
         if one.condemned:
-            self.put_down(delivery)
-            self.courier.ack(delivery.incarnation, delivery.uuid, "its workers died before they could run it")
+            self.finisher.bury(delivery, "its workers died before they could run it")
             return False
         return True
 
@@ -126,13 +125,13 @@ class Runtime:
         if requeue:
             self.give_back(delivery)
         else:
-            self.done(delivery, "rejected: unknown task, or arguments that cannot be decoded")
+            self.finisher.bury(delivery, "rejected: unknown task, or arguments that cannot be decoded")
 
     def refused(self, uuid: str, reason: str) -> None:
         """The message cannot be decoded: it is kept as a dead letter."""
         delivery = self.deliveries.get(uuid)
         if delivery is not None:
-            self.done(delivery, reason)
+            self.finisher.bury(delivery, reason)
 
     def celery_forgets(self, uuid: str) -> None:
         """The consumer's channel closed: what it had not yet handed to the pool goes back."""
@@ -187,6 +186,7 @@ class Runtime:
         """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
         if self.running.pop(delivery.uuid, None):
             self.engine.abort(delivery.uuid)
+        delivery.ended = True
         if delivery.record is None:
             self.give_back(delivery, delay)
         else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from producers import keys
-from tests.stub_engine import STALLED
+import pytest
+
+from producers import Client, TaskFailed, keys
+from tests.stub_engine import PANIC, STALLED
 from tests.workers.rig import Rig
 
 
@@ -21,3 +23,35 @@ def test_a_task_that_cannot_be_finished_holds_up_no_other(served: Rig) -> None:
     served.redis.hset(keys.task(stuck), "n", 1)
     served.until_settled([stuck])
     served.check([stuck], "cancelled")
+
+
+def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
+    served.redis.set(keys.task("of-another-type"), "no record")
+    app = served.sender()
+    sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, task_id="of-another-type")
+    others = served.fill(20)
+    served.until_settled(others)
+    served.check(others)
+    with pytest.raises(TaskFailed, match="its record cannot be used"):
+        sent.get(timeout=10)
+    assert "its record cannot be used" in served.dead()[-1]["reason"]
+
+
+def test_a_panic_of_the_tokenizer_fails_its_task_alone(served: Rig) -> None:
+    (task_id,) = served.fill(1, prompt=PANIC)
+    others = served.fill(5)
+    served.until_settled([task_id, *others])
+    served.check([task_id], "failed")
+    served.check(others)
+    assert "a panic of the stub" in served.record(task_id)["error"]
+
+
+def test_cancels_that_race_with_deadlines_are_no_cause_for_concern(served: Rig) -> None:
+    for _ in range(5):
+        with Client(served.url, served.store_url) as client:
+            ids = [client.submit(model="stub", prompt=[1], max_tokens=4000, timeout=0.2).id for _ in range(20)]
+        served.until(lambda ids=ids: any(served.status(task_id) == "failed" for task_id in ids))
+        for task_id in ids:
+            served.cancel(task_id)
+        served.until_settled(ids)
+    assert "is not ours any more" not in served.workers[0].log.read_text()

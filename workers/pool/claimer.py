@@ -24,7 +24,7 @@ from producers.events import Token
 from producers.protocol import Claimed, claim, is_last_chance, read_claim, release
 from producers.script import Call, run_many
 from producers.task import DEFAULTS, Task
-from workers.connect import LOST, connect
+from workers.connect import LOST, connect, is_passing
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
 from workers.pool.stream import read_stream
@@ -77,15 +77,18 @@ class Claimer(threading.Thread):
                 self._take(delivery, arrival, claimed)
             self._next_suspect()
 
-    def _claim(self, deliveries: list[Delivery]) -> list[Claimed]:
-        """Until the store answers. A repeated CLAIM by the same delivery repeats its answer."""
+    def _claim(self, deliveries: list[Delivery]) -> list[Claimed | Exception]:
+        """Until the store answers; an error is one task's own. A repeated CLAIM of a delivery repeats its answer."""
         while True:
             try:
                 answers = run_many(self._redis, [self._call(delivery) for delivery in deliveries])
                 for answer in answers:
-                    if isinstance(answer, Exception):
+                    if isinstance(answer, Exception) and is_passing(answer):
                         raise answer
-                return [read_claim(d.task_id, answer) for d, answer in zip(deliveries, answers, strict=True)]
+                return [
+                    answer if isinstance(answer, Exception) else read_claim(delivery.task_id, answer)
+                    for delivery, answer in zip(deliveries, answers, strict=True)
+                ]
             except LOST as exc:
                 if self._stopping:
                     return [Claimed("lost")] * len(deliveries)
@@ -102,8 +105,15 @@ class Claimer(threading.Thread):
             max_deaths=self._runtime.settings.max_deaths,
         )
 
-    def _take(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed, alone: bool = False) -> None:
-        runtime, record = self._runtime, claimed.record
+    def _take(
+        self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed | Exception, alone: bool = False
+    ) -> None:
+        runtime = self._runtime
+        if isinstance(claimed, Exception):
+            logger.error("Cannot claim task %s: %s", delivery.task_id, claimed)
+            runtime.finisher.bury(delivery, f"its record cannot be used: {claimed}")
+            return
+        record = claimed.record
         if claimed.answer == "lost":
             runtime.life_is_over(delivery.incarnation)
         elif claimed.answer == "done":
@@ -178,7 +188,7 @@ class Claimer(threading.Thread):
             logger.warning("Cannot start task %s, giving it back: %s", delivery.task_id, exc)
             runtime.let_go(delivery, runtime.settings.retry_after)
             return
-        except Exception as exc:
+        except BaseException as exc:  # a panic in the tokenizer, which is Rust, is no Exception
             logger.exception("Cannot start task %s", delivery.task_id)
             error = error_json("engine_error", f"The task could not be started: {exc!r}")
             runtime.publisher.conclude(delivery, "failed", error)

@@ -72,9 +72,13 @@ class Delivery:
     reasons: list[str | None] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    deadline: float | None = None
+    """When it has to end, by this machine's monotonic clock."""
     revoked: bool = False
     """Celery revoked it, and has told the result backend."""
     revoked_expired: bool = False
+    ended: bool = False
+    """Its end is written, or it is on its way back: whatever else would end it comes too late."""
     put_down: bool = False
     """Settled, released, or its incarnation is over: whatever comes for it now is too late."""
 
