@@ -85,11 +85,11 @@ def mean_loss(model: torch.nn.Module, windows: torch.Tensor) -> float:
 
 
 def test_all_are_there_and_small():
-    assert {"tiny", "tiny-draft"} <= set(NAMES) <= RECIPES.keys()
+    assert set(NAMES) == RECIPES.keys()
     sizes = {name: sum(path.stat().st_size for path in (MODELS / name).iterdir()) for name in NAMES}
     assert sizes["tiny"] <= 3_600_000
     assert sizes["tiny-draft"] <= 500_000
-    assert sizes.get("tiny-v2", 0) <= 4_000_000
+    assert sizes["tiny-v2"] <= 4_000_000
     assert sum(sizes.values()) <= 8_000_000
 
 
@@ -146,7 +146,7 @@ def test_held_out_perplexity_is_far_below_uniform_and_unigram(models, name, held
 def test_a_larger_or_longer_trained_model_is_clearly_better(models, held_out_windows):
     losses = {name: mean_loss(model, held_out_windows) for name, model in models.items()}
     assert losses["tiny"] < losses["tiny-draft"] - 0.4
-    assert losses.get("tiny-v2", 0.0) < losses["tiny"] - 0.05
+    assert losses["tiny-v2"] < losses["tiny"] - 0.1
 
 
 def test_perplexity_depends_on_the_order_of_the_tokens(model, held_out_windows):

@@ -75,7 +75,7 @@ RECIPES = {
             "first."
         ),
         shape=Shape(intermediate_size=480),
-        steps=3000,
+        steps=2600,
         muon_rate=0.012,
         adam_rate=0.012,
         warm_up=50,
