@@ -12,6 +12,7 @@ from engine.errors import EngineError, ModelError
 from engine.kv import KvGroup, KvSpace, window_blocks
 
 GIB = 1 << 30
+_CGROUP = Path("/sys/fs/cgroup")
 #: On a CPU the cache shares the machine with everything else.
 _CPU_PART, _CPU_MOST = 0.25, 4 * GIB
 #: On an accelerator it gets what the weights leave, less room for activations.
@@ -98,8 +99,11 @@ def _available_on_host() -> int:
         # Not Linux: half of what is built in.
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        # Cached pages of files, such as those of the checkpoint itself, go when memory is wanted.
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return available  # no cgroup v2, or "max"
-    return min(available, max(0, limit - used))
+    return min(available, max(0, limit - used + cached))
