@@ -26,7 +26,7 @@ from workers.incarnation import Incarnation
 from workers.pool.claimer import Claimer
 from workers.pool.delivery import Delivery, Job, forget
 from workers.pool.ledger import Ledger, Size
-from workers.pool.plain import plain_fields
+from workers.pool.plain import is_plain, plain_fields
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings
 from workers.transport.courier import Courier
@@ -82,7 +82,7 @@ class Runtime:
             self.deliveries[one.uuid] = delivery
         if one.condemned and headers["task"] == keys.TASK_NAME:
             delivery.owned = True
-            if "penstock" not in headers:
+            if is_plain(headers):
                 delivery.plain = plain_fields(self, headers, None)
             self.claimer.submit(delivery, arrival)
             return False
@@ -98,7 +98,7 @@ class Runtime:
             return None
         delivery.job = job
         delivery.owned = True
-        if "penstock" not in job.headers:
+        if is_plain(job.headers):
             delivery.plain = plain_fields(self, job.headers, job.headers)
         return delivery
 
@@ -148,7 +148,7 @@ class Runtime:
         delivery.revoked_expired = expired
         if not delivery.owned:  # before the pool had it: it has no job, and needs none
             delivery.owned = True
-            if "penstock" not in request.request_dict:
+            if is_plain(request.request_dict):
                 delivery.plain = plain_fields(self, request.request_dict, request.request_dict)
             self.claimer.submit(delivery)
         elif delivery.uuid in self.running:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from producers import Client, TaskFailed, keys
@@ -35,6 +37,22 @@ def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
     with pytest.raises(TaskFailed, match="its record cannot be used"):
         sent.get(timeout=10)
     assert "its record cannot be used" in served.dead()[-1]["reason"]
+
+
+@pytest.mark.parametrize("said", ["mine", {"n": 2}, {"v": 1, "n": "x", "tokens": 9}, {"v": 1, "n": True, "tokens": 9}])
+def test_a_sender_s_own_header_makes_it_no_client_s(served: Rig, said: Any) -> None:
+    """A client's message without a record is done with; a plain one makes its record."""
+    sent = served.sender().send_task(
+        keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 3}, headers={"penstock": said}
+    )
+    assert sent.get(timeout=10)["status"] == "completed"
+
+
+def test_who_waits_for_a_message_that_cannot_be_decoded_hears_of_it(served: Rig) -> None:
+    app = served.sender()
+    sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, serializer="pickle")
+    with pytest.raises(TaskFailed, match="cannot be used"):
+        sent.get(timeout=10)
 
 
 def test_a_panic_of_the_tokenizer_fails_its_task_alone(served: Rig) -> None:
