@@ -25,6 +25,8 @@ MAX_TTL_S: Final = 30 * 24 * 3600
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 #: Log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
+#: Log probabilities of a task's output, alternatives included: some fifty megabytes as text.
+MAX_LOGPROBS: Final = 1 << 20
 #: Output tokens that a task with best_of may give: one call publishes them, for some tenths of a second of the store.
 MAX_BEST_TOKENS: Final = 16_384
 #: What a task leaves open, unless the model's card has a default of its own.
@@ -257,6 +259,12 @@ class Task(BaseModel):
                 param="prompt_logprobs",
             )
         output = context - prompt if self.max_tokens is None else self.max_tokens
+        if self.logprobs is not None and (wanted := (self.logprobs + 1) * output * self.n) > MAX_LOGPROBS:
+            raise InvalidTask(
+                f"logprobs is {self.logprobs}: with n = {self.n} and up to {output} output tokens these are {wanted} "
+                f"log probabilities; at most {MAX_LOGPROBS} are given; lower max_tokens, n or logprobs",
+                param="logprobs",
+            )
         if self.width > self.n and self.n * output > MAX_BEST_TOKENS:
             raise InvalidTask(
                 f"best_of is {self.best_of}: {self.n} choices of up to {output} tokens are more than the "

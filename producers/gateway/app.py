@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Final
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -22,6 +23,9 @@ from producers.gateway.sse import Streams
 from producers.gateway.templates import Templates
 from producers.readers import RENEWALS, ReaderLeases
 
+#: Large results (`outcome.LARGE`) in memory at once; each may have some tens of megabytes.
+LARGE_RESULTS: Final = 4
+
 
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application, to be started once. Nothing connects before that.
@@ -37,7 +41,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         async with client:
             prompts, templates = Prompts(client.store), Templates(client.store)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
-            app.state.gateway = Gateway(settings, client, prompts, templates, readers, figures, streams)
+            large = asyncio.Semaphore(LARGE_RESULTS)
+            app.state.gateway = Gateway(settings, client, prompts, templates, readers, figures, streams, large)
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
             if settings.sweep:
                 sweeping = sweeper.run(client, readers_every_s=settings.reader_lease / RENEWALS)

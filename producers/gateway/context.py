@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -26,6 +27,8 @@ class Gateway:
     readers: ReaderLeases
     metrics: Metrics
     streams: Streams
+    large: asyncio.Semaphore
+    """Of large results, as many as may be in memory at once."""
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 from types import FrameType
+from typing import Final
 
 import uvicorn
+from fastapi import FastAPI
 
 from producers.gateway.app import create_app
+from producers.gateway.connection import limited
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
+
+#: Open files that are no caller's connection: to store and broker, and whatever else there is.
+OTHER_FILES: Final = 128
 
 
 class _Server(uvicorn.Server):
@@ -51,10 +58,22 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT. The socket is closed then. Raises what `create_app` does."""
     app = create_app(settings)
-    config = uvicorn.Config(
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by its connections: the kernel gives up whom we have given up
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.stall * 1000))
+    config = configured(app, settings)
+    server = _Server(config, app.state.streams, settings.drain)
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, _stopped)  # uvicorn raises a signal again when it is done; that would be our exit status
+    server.run([listener])
+
+
+def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
+    """How the application is served."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=limited(settings.receive, max(1, min(settings.connections, files - OTHER_FILES))),
         ws="none",
         lifespan="on",
         log_config=None,  # what Python's logging is set to holds for all of the process
@@ -65,10 +84,6 @@ def serve(settings: GatewaySettings, listener: socket.socket) -> None:
         # Streams are ended before that; this is for whatever else would not come to an end.
         timeout_graceful_shutdown=round(settings.drain) + 5,
     )
-    server = _Server(config, app.state.streams, settings.drain)
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, _stopped)  # uvicorn raises a signal again when it is done; that would be our exit status
-    server.run([listener])
 
 
 def _stopped(sig: int, frame: FrameType | None) -> None:

@@ -23,6 +23,10 @@ class GatewaySettings:
     """A stream with no news for this long is sent a comment, so that proxies and clients see that it lives."""
     stall: float = 60.0
     """A reader that takes nothing for this long is dropped; it may come back to its position."""
+    receive: float = 60.0
+    """A request that has not come in whole within this long is given up, and its connection closed."""
+    connections: int = 8192
+    """Connections open at once, or as many as the limit of open files leaves; others are told 503."""
     drain: float = 30.0
     """On SIGTERM, how long requests and streams that are open may go on."""
     reader_lease: float = LEASE_S

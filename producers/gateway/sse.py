@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from producers.errors import PenstockError
 from producers.events import Event, Logprobs, Prompt, Token
+from producers.gateway.connection import cut
 from producers.gateway.errors import Problem, body_of, problem_of
 from producers.steps import FAILURES
 
@@ -139,6 +140,7 @@ class LiveStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             logger.info("dropped a stream whose reader took nothing for %s s", self._stall)
+            cut(scope)
         finally:
             self._streams.leave(stop)
             leaving.cancel()

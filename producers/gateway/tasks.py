@@ -9,6 +9,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from producers.events import Event
+from producers.gateway import outcome
 from producers.gateway.body import read_task
 from producers.gateway.context import gateway_of
 from producers.gateway.errors import Problem
@@ -57,12 +58,15 @@ async def submit(request: Request, response: Response) -> TaskView:
     )
 
 
-@router.get("/{task_id}", response_model=TaskView, responses=NOT_FOUND)
-async def look(request: Request, task_id: str) -> TaskView:
+@router.get("/{task_id}", response_model=TaskView, responses={**NOT_FOUND, 503: {"model": ErrorView}})
+async def look(request: Request, task_id: str) -> Response:
     """A task's state; with its outputs once it is final."""
-    handle = gateway_of(request).client.get(task_id)
+    gateway = gateway_of(request)
+    handle = gateway.client.get(task_id)
     record = await handle.status()
-    return TaskView.of(record, await handle.result(raise_for_status=False) if record.final else None)
+    if record.final:
+        return await outcome.answer(gateway, handle, record)
+    return Response(TaskView.of(record).model_dump_json(), media_type="application/json")
 
 
 @router.get(

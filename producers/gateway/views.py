@@ -7,9 +7,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field
 
-from producers.gateway.sse import logprobs_view, prompt_view
 from producers.record import Record
-from producers.result import Choice, Result
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
 
@@ -43,19 +41,6 @@ class ChoiceView(BaseModel):
     finish_reason: str | None = Field(description="stop, length, or null where the task ended before the output did")
     logprobs: list[TokenLogprobs | None] | None = Field(None, description="one entry a token, where asked for")
 
-    @classmethod
-    def of(cls, choice: Choice) -> Self:
-        logprobs = None
-        if choice.logprobs is not None:
-            logprobs = [None if one is None else TokenLogprobs(**logprobs_view(one)) for one in choice.logprobs]
-        return cls(
-            index=choice.index,
-            text=choice.text,
-            token_ids=list(choice.token_ids),
-            finish_reason=choice.finish_reason,
-            logprobs=logprobs,
-        )
-
 
 class TaskView(BaseModel):
     """A task. `choices`, `usage` and `error` are there once it is final; then also `prompt_logprobs`, one entry a token
@@ -79,8 +64,8 @@ class TaskView(BaseModel):
     prompt_logprobs: list[PromptToken] | None = None
 
     @classmethod
-    def of(cls, record: Record, result: Result | None = None) -> Self:
-        """A record, and the outputs that belong to it."""
+    def of(cls, record: Record) -> Self:
+        """What a record says; the outputs of a final one are added to its JSON (`outcome`)."""
 
         def at(name: str) -> float | None:
             time = record.time(name)
@@ -100,8 +85,6 @@ class TaskView(BaseModel):
             metadata=_metadata(record),
             usage=record.json("usage"),
             error=record.json("error"),
-            choices=None if result is None else [ChoiceView.of(choice) for choice in result.choices],
-            prompt_logprobs=_prompt(result),
         )
 
 
@@ -112,12 +95,6 @@ def _metadata(record: Record) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         return {}
     return metadata
-
-
-def _prompt(result: Result | None) -> list[PromptToken] | None:
-    if result is None or result.prompt_token_ids is None or result.prompt_logprobs is None:
-        return None
-    return [PromptToken(**one) for one in prompt_view(result.prompt_token_ids, result.prompt_logprobs)]
 
 
 class Cancelled(BaseModel):

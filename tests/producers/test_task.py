@@ -224,6 +224,10 @@ def test_what_would_be_stored_at_once_is_bounded() -> None:
     with pytest.raises(InvalidTask, match=r"262164 log probabilities; at most 262144") as refused:
         Task(model="tiny", prompt=[1] * 12_484, prompt_logprobs=20).check(wide)
     assert refused.value.param == "prompt_logprobs"
+    Task(model="tiny", prompt=[1], n=64, max_tokens=780, logprobs=20).check(wide)
+    with pytest.raises(InvalidTask, match=r"n = 64 and up to 781 output tokens these are 1049664 log") as refused:
+        Task(model="tiny", prompt=[1], n=64, max_tokens=781, logprobs=20).check(wide)
+    assert refused.value.param == "logprobs"
     Task(model="tiny", prompt=[1], n=4, best_of=5, max_tokens=4096).check(wide)
     Task(model="tiny", prompt=[1], n=64, best_of=64).check(wide)
     for fields in ({"max_tokens": 4097, "n": 4}, {"n": 1}):

@@ -21,7 +21,7 @@ from redis import Redis
 from engine.text import ModelCard
 from producers import keys
 from producers.gateway import GatewaySettings, create_app
-from producers.gateway.server import listen
+from producers.gateway.server import configured, listen
 from tests.producers.fake_worker import FakeWorker
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
@@ -37,7 +37,7 @@ class Door:
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.app: FastAPI = create_app(settings)
-        self._server = uvicorn.Server(uvicorn.Config(self.app, http="httptools", log_level="warning", access_log=False))
+        self._server = uvicorn.Server(configured(self.app, settings))
         self._thread = threading.Thread(target=lambda: uvloop.run(self._serve(listener)), daemon=True)
         self._thread.start()
         until(lambda: self._server.started)

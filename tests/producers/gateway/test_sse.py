@@ -288,6 +288,9 @@ class TestReader:
                 worker.append(task_id, index, ["x" * 4000])
             until(lambda: subscribers(valkey, task_id) == 0)
             until(lambda: len(door.app.state.streams) == 0)
+            # At once, and with what it was sent: a socket that is only closed waits for its reader.
+            with pytest.raises(ConnectionResetError):
+                until(lambda: not stalled.recv(1 << 20))
 
     def test_is_let_go_when_the_gateway_stops_and_resumes_elsewhere(
         self, open_door: Callable[..., Door], model: str, worker: FakeWorker

@@ -13,6 +13,7 @@ from redis import Redis
 
 from engine.text import Tokenizer
 from producers import keys
+from producers.gateway import app, outcome
 from producers.record import Record
 from producers.task import Task
 from tests.producers.fake_worker import FakeWorker
@@ -267,6 +268,46 @@ class TestLook:
             {"logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.25}]},
             {"logprob": -1.0, "top": []},
         ]
+
+    def test_a_token_without_logprobs_among_others_has_null(
+        self, http: httpx.Client, submit: Submit, worker: FakeWorker
+    ) -> None:
+        task_id = submit(logprobs=1, n=2)
+        worker.claim(task_id)
+        worker.append(task_id, 0, ["\u2028", '"', "c", "d"], logprobs=[None, None, (-0.5, ()), None])
+        worker.append(task_id, 0, ["x"], choice=1)
+        worker.finish(task_id, [4, 1], reasons=["stop", "length"])
+        first, second = http.get(f"/v1/tasks/{task_id}").json()["choices"]
+        assert first["logprobs"] == [None, None, {"logprob": -0.5, "top": []}, None]
+        assert (first["text"], first["token_ids"]) == ('\u2028"cd', [0, 1, 2, 3])
+        assert (second["index"], second["text"], second["logprobs"]) == (1, "x", None)
+
+    def test_few_large_results_are_in_memory_at_once(
+        self, open_door: Callable[..., Door], model: str, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(outcome, "LARGE", 1000)
+        monkeypatch.setattr(app, "LARGE_RESULTS", 1)
+        door = open_door(patience=0.2, stall=1)
+        with httpx.Client(base_url=door.url, timeout=20) as http, socket.socket() as stalled:
+            small, large = (
+                http.post("/v1/tasks", json={"model": model, "prompt": [5], "logprobs": 20}).json()["id"] for _ in "ab"
+            )
+            worker.serve(small)
+            worker.claim(large)
+            many = [(-0.5, tuple((token, -0.123456789) for token in range(20)))] * 500
+            for start in range(0, 10_000, 500):
+                worker.append(large, start, ["x"] * 500, logprobs=many)
+            worker.finish(large, [10_000])
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.connect(("127.0.0.1", door.port))
+            stalled.sendall(f"GET /v1/tasks/{large} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert stalled.recv(12) == b"HTTP/1.1 200"
+            answer = http.get(f"/v1/tasks/{large}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_large_results")
+            assert http.get(f"/v1/tasks/{small}").status_code == 200
+            with pytest.raises(ConnectionResetError):  # who takes nothing is cut off, and makes room
+                until(lambda: not stalled.send(b" "))
+            assert len(until(lambda: http.get(f"/v1/tasks/{large}").json().get("choices"))[0]["logprobs"]) == 10_000
 
     def test_a_prompts_logprobs_come_where_they_were_asked_for(
         self, http: httpx.Client, submit: Submit, worker: FakeWorker

@@ -1,0 +1,122 @@
+"""A connection that cannot be held open for nothing: a uvicorn protocol with limits.
+
+- A request has to come in whole within a time, its first byte included.
+- Of more connections than are taken, each new one is told 503 and closed.
+- A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from producers.gateway.errors import RETRY_AFTER, Problem, body_of
+
+#: The ASGI extension by which a response finds its connection's `cut`.
+CUT: Final = "penstock.cut"
+#: Closes at once, and what was not taken yet is thrown away.
+_NOW: Final = struct.pack("ii", 1, 0)
+
+
+def cut(scope: Scope) -> None:
+    """End the connection of a request now; nothing where the server offers no such thing."""
+    end: Callable[[], None] | None = (scope.get("extensions") or {}).get(CUT)
+    if end is not None:
+        end()
+
+
+class Connection(HttpToolsProtocol):
+    """`receive`: seconds that a request may take to come in. `most`: connections that are open at once."""
+
+    receive: ClassVar[float]
+    most: ClassVar[int]
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        if len(self.connections) >= self.most:
+            transport.write(_raw(_full(self.most)))
+            transport.close()
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extended: dict[str, Any] = dict(self.scope)
+        extended["extensions"] = {CUT: self._cut}
+        self.scope.update(extended)  # type: ignore[typeddict-item]  # an extension of ours
+        self._wait()
+
+    def on_message_complete(self) -> None:
+        self._came()
+        super().on_message_complete()
+
+    def _wait(self) -> None:
+        self._came()
+        self._late = self.loop.call_later(self.receive, self._is_late)
+
+    def _came(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _is_late(self) -> None:
+        if self.flow.read_paused:  # it waits for us: an earlier request of this connection is not answered yet
+            self._wait()
+        elif not self.transport.is_closing():
+            cycle: RequestResponseCycle | None = self.cycle
+            if cycle is None or cycle.response_complete:
+                self.transport.write(_raw(_slow(self.receive)))
+            self.transport.close()
+
+    def _cut(self) -> None:
+        fileno = self.transport.get_extra_info("socket").fileno()
+        if fileno >= 0:
+            with socket.socket(fileno=os.dup(fileno)) as same:  # uvloop's own gives no access to options
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
+        self.transport.abort()
+
+
+def limited(receive: float, most: int) -> type[Connection]:
+    """The protocol with these limits, for uvicorn's `http`."""
+    return type("Limited", (Connection,), {"receive": receive, "most": most})
+
+
+def _full(most: int) -> Problem:
+    return Problem(
+        503,
+        f"This gateway has {most} connections open, which is all that it takes; try again in a moment.",
+        code="too_many_connections",
+        headers=RETRY_AFTER,
+    )
+
+
+def _slow(seconds: float) -> Problem:
+    return Problem(408, f"The request did not come in within {seconds:g} s.", code="request_timeout")
+
+
+def _raw(problem: Problem) -> bytes:
+    """A response for a connection that has no request."""
+    body = json.dumps(body_of(problem)).encode()
+    names = {503: "Service Unavailable", 408: "Request Timeout"}
+    headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
+    lines = [
+        f"HTTP/1.1 {problem.status} {names[problem.status]}",
+        *(f"{k}: {v}" for k, v in (headers | problem.headers).items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body

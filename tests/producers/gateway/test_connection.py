@@ -1,0 +1,70 @@
+"""What a connection may not do: stay open for nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.producers.gateway.conftest import Door, until
+
+Open = Callable[..., Door]
+
+
+def answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    """The response to be read before the connection ends: status, error."""
+    received = b""
+    while part := connection.recv(1 << 16):
+        received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n", b"GET /livez HTTP/1.1\r\n\r\nGET"])
+def test_a_request_that_does_not_come_in_is_given_up(open_door: Open, sent: bytes) -> None:
+    door = open_door(receive=0.2)
+    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+        connection.sendall(sent)
+        if sent.endswith(b"GET"):  # the first of the two was whole
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        status, error = answer(connection)
+        assert (status, error["code"]) == (408, "request_timeout")
+
+
+def test_a_body_that_does_not_come_in_ends_its_connection(open_door: Open) -> None:
+    door = open_door(receive=0.2)
+    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+        connection.sendall(
+            b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
+        assert connection.recv(1 << 16) == b""
+
+
+def test_a_whole_request_is_waited_for_no_more(open_door: Open, model: str) -> None:
+    """Its answer may take as long as it likes."""
+    door = open_door(receive=0.2, heartbeat=0.5)
+    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+        body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1, "stream": True})
+        request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{request}Content-Type: application/json\r\n\r\n{body}".encode())
+        received = b""
+        while b"still here" not in received:
+            part = connection.recv(1 << 16)
+            assert part, received
+            received += part
+
+
+def test_more_connections_than_are_taken_are_told_so(open_door: Open) -> None:
+    door = open_door(connections=2)
+    address = ("127.0.0.1", door.port)
+    with socket.create_connection(address, timeout=20) as first, socket.create_connection(address, timeout=20):
+        first.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert first.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        with socket.create_connection(address, timeout=20) as third:
+            status, error = answer(third)
+            assert (status, error["code"], error["type"]) == (503, "too_many_connections", "server_error")
+    assert until(lambda: httpx.get(f"{door.url}/livez").is_success)
