@@ -133,6 +133,10 @@ class Runtime:
         if delivery is not None:
             self.finisher.bury(delivery, reason)
 
+    def unreadable(self, incarnation: Incarnation, uuid: str, task_id: str, reason: str) -> None:
+        """No more than its id can be read: it is kept as a dead letter."""
+        self.finisher.bury(Delivery(uuid, task_id, incarnation), reason)
+
     def celery_forgets(self, uuid: str) -> None:
         """The consumer's channel closed: what it had not yet handed to the pool goes back."""
         delivery = self.deliveries.get(uuid)

@@ -70,7 +70,7 @@ class Broker:
             self.delayed.remove(late)
         room, out, mine = Room(seqs[:], tokens[:]), [], self.inflight.setdefault(inc, {})
         skipped: set[str] = set()
-        looked = False
+        looked, dead = False, len(self.dead)
         for uuid in uuids:
             if uuid not in mine:
                 if not looked:
@@ -91,7 +91,7 @@ class Broker:
             d = mine[uuid]
             n = self.reaped.get(d.message.id, 0)
             out.append((uuid, d.list, d.message.raw, "condemned" if n >= self.limit else str(n)))
-        return out
+        return out + [("", name, raw, reason) for reason, name, raw in self.dead[dead:]]
 
     def _choose(self, mine: dict[str, Delivery], room: Room, skipped: set[str]) -> str | None:
         """The list to take from: the best rank, then tier, then the order of the lists, among those not held up."""

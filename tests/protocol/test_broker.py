@@ -232,6 +232,7 @@ class BrokerMachine(RuleBasedStateMachine):
             ]
             assert fetched is not None
             assert [f.condemned for f in fetched] == [said == "condemned" for *_, said in expected]
+            assert [f.buried for f in fetched] == ["" if uuid else said for uuid, *_, said in expected]
 
         self.do(step)
 

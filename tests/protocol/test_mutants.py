@@ -59,6 +59,7 @@ BROKER = {
     "FETCH gives suspects together": ("fetch", "suspect(heads[best].id) and holds_suspect()", "false"),
     "FETCH condemns too late": ("fetch", "n >= limit and 'condemned'", "n > limit and 'condemned'"),
     "FETCH drops poison": ("fetch", "redis.call('RPUSH', dead,", "redis.call('RPUSH', dead .. ':lost',"),
+    "FETCH buries without a word": ("fetch", "for _, told in ipairs(buried) do", "for _, told in ipairs({}) do"),
     "ACK keeps no dead letter": ("ack", "ARGV[2] ~= ''", "false"),
     "ACK forgets no return": ("ack", "redis.call('HDEL', KEYS[2], e[3])", ""),
     "BACK returns what is not there": ("back", "if not packed then\n  return 0\nend", ""),

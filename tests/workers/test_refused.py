@@ -48,11 +48,13 @@ def test_a_sender_s_own_header_makes_it_no_client_s(served: Rig, said: Any) -> N
     assert sent.get(timeout=10)["status"] == "completed"
 
 
-def test_who_waits_for_a_message_that_cannot_be_decoded_hears_of_it(served: Rig) -> None:
-    app = served.sender()
-    sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, serializer="pickle")
+@pytest.mark.parametrize("how", [{"serializer": "pickle"}, {"shadow": "\ud800"}])
+def test_who_waits_for_a_message_that_cannot_be_decoded_hears_of_it(served: Rig, how: dict[str, str]) -> None:
+    """By Celery, or by the broker's script, whose decoder takes no half of a pair of surrogates."""
+    sent = served.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, **how)
     with pytest.raises(TaskFailed, match="cannot be used"):
         sent.get(timeout=10)
+    assert sent.id in served.dead()[-1]["message"]
 
 
 def test_a_panic_of_the_tokenizer_fails_its_task_alone(served: Rig) -> None:

@@ -31,12 +31,16 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """One delivery as the broker gave it. `list_name` is the list it came from, `raw` the message (JSON)."""
+    """One delivery as the broker gave it. `list_name` is the list it came from, `raw` the message (JSON).
+
+    With a reason for which it was `buried`, it is none: the broker has made it a dead letter.
+    """
 
     uuid: str
     list_name: str
     raw: bytes
     condemned: bool
+    buried: str = ""
 
 
 def fetch(
@@ -80,10 +84,13 @@ def read_fetch(answer: Sequence[Any]) -> list[Fetched] | None:
     """None where the incarnation's lease is gone."""
     if len(answer) == 1:
         return None
-    return [
-        Fetched(text(answer[i]), text(answer[i + 1]), answer[i + 2], text(answer[i + 3]) == "condemned")
-        for i in range(0, len(answer), 4)
-    ]
+    found = []
+    for uuid, list_name, raw, said in zip(
+        answer[::4], answer[1::4], answer[2::4], map(text, answer[3::4]), strict=True
+    ):
+        condemned, buried = said == "condemned", "" if uuid else said
+        found.append(Fetched(text(uuid), text(list_name), raw, condemned, buried))
+    return found
 
 
 def ack(incarnation: str, uuid: str, reason: str = "") -> Call:

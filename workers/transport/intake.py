@@ -61,6 +61,9 @@ class Holder(Protocol):
     def refused(self, uuid: str, reason: str) -> None:
         """It cannot be decoded: dead-letter it."""
 
+    def unreadable(self, incarnation: Incarnation, uuid: str, task_id: str, reason: str) -> None:
+        """No more than its id can be read: dead-letter it."""
+
     def celery_forgets(self, uuid: str) -> None:
         """It was not handed over: give it back."""
 
@@ -161,7 +164,8 @@ class Intake(threading.Thread):
             if fetched is None:
                 self._holder.life_is_over(life)
             elif fetched:
-                names = names[len(fetched) :] + _fresh(len(fetched))
+                given = sum(not one.buried for one in fetched)
+                names = names[given:] + _fresh(given)
                 for one in fetched:
                     self._take(life, one)
             else:
@@ -180,11 +184,14 @@ class Intake(threading.Thread):
         )
 
     def _take(self, life: Incarnation, one: broker.Fetched) -> None:
+        if one.buried:
+            self._bury(life, one, one.buried)
+            return
         queue, rank = self._by_list[one.list_name]
         try:
             payload = json.loads(one.raw)
         except (ValueError, RecursionError) as exc:
-            self._courier.ack(life, one.uuid, f"not JSON in UTF-8: {exc}")
+            self._bury(life, one, f"not JSON in UTF-8: {exc}")
             return
         delay = 0.0 if one.condemned else _seconds_until(payload["headers"].get("eta"))
         if delay > 0:  # waited out in the broker: here it would take room, and nobody else could have it
@@ -194,6 +201,14 @@ class Intake(threading.Thread):
         arrival = Arrival(life, one, payload, queue)
         if self._holder.arrived(arrival, self._size(payload["headers"], rank)):
             self.pass_on(arrival)
+
+    def _bury(self, life: Incarnation, one: broker.Fetched, reason: str) -> None:
+        """A dead letter, or it becomes one; where at least its id can be read, whoever waits for it hears of it."""
+        task_id = _id_of(one.raw)
+        if task_id is None:
+            self._courier.ack(life, one.uuid, reason)
+        else:
+            self._holder.unreadable(life, one.uuid, task_id, reason)
 
     def pass_on(self, arrival: Arrival) -> None:
         """Queue it for the event loop."""
@@ -229,6 +244,15 @@ def _seconds_until(eta: Any) -> float:
     if due.tzinfo is None:
         due = due.replace(tzinfo=UTC)
     return (due - datetime.now(UTC)).total_seconds()
+
+
+def _id_of(raw: bytes) -> str | None:
+    """The task's id, in a message that can hardly be read."""
+    try:
+        task_id = json.loads(raw.decode(errors="replace"))["headers"]["id"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return task_id if isinstance(task_id, str) and task_id else None
 
 
 def _fresh(count: int) -> list[str]:

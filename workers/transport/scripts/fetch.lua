@@ -10,6 +10,7 @@
 --       sequence credit * 4 tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
 -- Answers: {lost}; else for each message: uuid, list, message, redeliveries. At N of them it says `condemned`: its
 -- workers died of it before they could claim, so that it must be claimed by its id before anyone decodes it.
+-- Last, for each message that was dead-lettered: nothing, list, message, reason.
 local lease, inflight, delayed, dead, reaped, unserved = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local nlists = #KEYS - 6
 if redis.call('EXISTS', lease) == 0 then
@@ -23,7 +24,7 @@ local seqs, tokens = {}, {}
 for k = 0, 3 do
   seqs[k], tokens[k] = tonumber(ARGV[6 + k]), tonumber(ARGV[10 + k])
 end
-local out = {}
+local out, buried = {}, {}
 
 -- a size from a header: sane, or the default (cjson lets NaN through, which compares with nothing)
 local function bounded(value, default, cap)
@@ -110,6 +111,7 @@ local function head(k)
     end
     redis.call('RPOP', list)
     redis.call('RPUSH', dead, cjson.encode({ reason = reason, list = list, at = now, message = raw }))
+    buried[#buried + 1] = { '', list, raw, reason }
   end
 end
 
@@ -156,6 +158,11 @@ for u = 14 + nlists, #ARGV do
     redis.call('HSET', inflight, uuid, cmsgpack.pack(entry))
     give(uuid, h.list, h.raw, h.id, h.tier, h.seqs, h.tokens)
     heads[best] = head(best)
+  end
+end
+for _, told in ipairs(buried) do
+  for k = 1, 4 do
+    out[#out + 1] = told[k]
   end
 end
 return out
