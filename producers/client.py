@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 from producers import keys, operations
 from producers.aio import AsyncClient
 from producers.connect import connect, is_redis, kombu_url
+from producers.errors import PenstockError
 from producers.events import Event
+from producers.hub import CLOSED
 from producers.message import Message
 from producers.portal import Expired, Portal
 from producers.record import Record
@@ -40,6 +42,7 @@ class Client:
         self._store = connect(self._store_url)
         self._directory = Directory()
         self._lock = threading.Lock()
+        self._closed = False
         #: The last one is in use. One from before a fork is kept and left alone: it shares the parent's epoll.
         self._reading: list[tuple[Portal, AsyncClient]] = []
 
@@ -61,12 +64,14 @@ class Client:
         return self.run(operations.models(self._patience))
 
     def run(self, steps: Steps[T]) -> T:
-        """Perform steps (`producers.steps`) on this client's connections."""
+        """Perform steps (`producers.steps`) on this client's connections. Raises PenstockError once closed."""
+        self._check_open()
         return drive(steps, self._perform)
 
     def reading(self) -> tuple[Portal, AsyncClient]:
         """The thread that reads streams, and the client on it: made when first asked for, and anew after a fork."""
         with self._lock:
+            self._check_open()
             if not self._reading or not self._reading[-1][0].usable:
                 self._reading.append((Portal(), AsyncClient(self._store_url, patience=self._patience)))
             return self._reading[-1]
@@ -74,6 +79,7 @@ class Client:
     def close(self) -> None:
         """Close all connections; streams being read end with an error."""
         with self._lock:
+            self._closed = True
             for portal, client in self._reading:
                 if portal.usable:
                     portal.call(client.aclose())
@@ -89,6 +95,10 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PenstockError(CLOSED)
 
     def _perform(self, step: Step) -> Any:
         if isinstance(step, Pause):

@@ -19,6 +19,8 @@ from producers.hub import Hub, Subscription
 from producers.operations import not_found
 from producers.steps import Read, Steps, persistently
 
+#: Positions are 64-bit in the store, and an entry's id is one more.
+MAX_POSITION: Final = (1 << 63) - 2
 #: Stream entries read at a time.
 CHUNK: Final = 1000
 #: After this long without a word (s) the stream is read, whatever pub/sub says.
@@ -36,8 +38,8 @@ class Cursor:
     __slots__ = ("behind", "ended", "position", "task_id")
 
     def __init__(self, task_id: str, start: int) -> None:
-        if start < 0:
-            raise ValueError(f"a stream starts at position 0, not {start}")
+        if type(start) is not int or not 0 <= start <= MAX_POSITION:
+            raise ValueError(f"a stream starts at a position from 0 to {MAX_POSITION}, not {start!r}")
         self.task_id = task_id
         self.position = start
         self.behind = True

@@ -18,7 +18,7 @@ from producers.connect import SILENT_S
 from producers.errors import InvalidTask, SubmitFailed, TaskExists, UnknownModel
 from producers.message import Message
 from producers.script import text
-from producers.steps import FAILURES, Read, Send, Steps, persistently
+from producers.steps import FAILURES, Read, Send, Steps, lost, persistently
 from producers.task import Task, shown
 
 log = logging.getLogger(__name__)
@@ -78,14 +78,15 @@ class Directory:
 
 def submit(directory: Directory, task: Task, task_id: str | None, patience_s: float) -> Steps[str]:
     """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, SubmitFailed."""
-    if task_id is not None and not TASK_ID.fullmatch(task_id):
+    if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
             f"task_id is {shown(task_id)}; it must have 1 to 128 of the characters A-Z a-z 0-9 _ . : -", param="task_id"
         )
     try:
         known = yield from directory.find(task.model, patience_s)
     except FAILURES as error:
-        raise SubmitFailed(f"The store did not answer, nothing was queued: {error}") from error
+        what = "did not answer" if lost(error) else "refused"
+        raise SubmitFailed(f"The store {what}, nothing was queued: {error}") from error
     task = task.resolved(known.card)
     task_id = task_id or str(uuid.uuid4())
     fields = record_fields(task, known)
@@ -131,6 +132,8 @@ def _admit(
     try:
         answer = text((yield from persistently(call, patience_s)))
     except FAILURES as error:
+        if not lost(error):
+            raise SubmitFailed(f"The store refused task {task_id}, nothing was queued: {error}") from error
         raise SubmitFailed(
             f"The store did not confirm task {task_id} ({error}); if it was recorded, the sweeper will send it"
         ) from error

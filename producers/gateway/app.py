@@ -64,6 +64,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         # Those pages load their scripts from elsewhere; /openapi.json is there for tools.
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # what is not there is said in our words, not by a redirect without any
     )
     app.state.streams = streams
     app.add_middleware(Edge, metrics=figures)

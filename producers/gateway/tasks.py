@@ -15,13 +15,12 @@ from producers.gateway.context import gateway_of
 from producers.gateway.errors import Problem
 from producers.gateway.sse import EventStream
 from producers.gateway.views import Cancelled, ErrorView, TaskView
+from producers.reader import MAX_POSITION
 from producers.task import Task
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
 NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {404: {"model": ErrorView}}
-#: Positions are 64-bit in the store.
-MAX_POSITION: Final = (1 << 63) - 2
 
 
 @router.post(

@@ -219,6 +219,24 @@ def eventually(holds: Callable[[], bool]) -> None:
     pytest.fail("it did not come true in 10 s")
 
 
+def test_a_closed_client_does_nothing_more(valkey_url: str, model: str) -> None:
+    client = Client(valkey_url)
+    handle = client.submit(model=model, prompt="x")
+    client.close()
+    client.close()
+    threads = threading.active_count()
+    for use in (handle.status, lambda: next(handle.stream()), lambda: client.submit(model=model, prompt="x")):
+        with pytest.raises(PenstockError, match="closed"):
+            use()
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("start", [-1, 1.5, 2**64, True])
+def test_a_position_that_is_none_is_refused(client: Face, start: Any) -> None:
+    with pytest.raises(ValueError, match="a position from 0 to"):
+        list(client.get("any").stream(start))
+
+
 def test_threads_share_a_client(valkey_url: str, model: str, worker: FakeWorker) -> None:
     with Client(valkey_url) as client:
         texts: dict[str, str] = {}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -195,6 +196,26 @@ def test_no_store_at_all_is_said(make_client: Any) -> None:
     client = make_client("redis://127.0.0.1:1/0", patience=0.1)
     with pytest.raises(SubmitFailed, match="nothing was queued"):
         client.submit(model="tiny", prompt="x")
+
+
+@pytest.fixture
+def full(valkey: Redis) -> Iterator[None]:
+    """A store with no memory left: it answers, and refuses what would write."""
+    valkey.config_set("maxmemory", 1)
+    yield
+    valkey.config_set("maxmemory", 0)
+
+
+def test_a_store_that_refuses_is_not_said_to_be_away(client: Face, valkey: Redis, model: str, full: None) -> None:
+    with pytest.raises(SubmitFailed, match=r"The store refused task abc, nothing was queued: .*maxmemory"):
+        client.submit(model=model, prompt="x", task_id="abc")
+    with pytest.raises(TaskNotFound):
+        client.get("abc").status()
+
+
+def test_an_id_that_is_no_text_is_refused(client: Face, model: str) -> None:
+    with pytest.raises(InvalidTask, match="task_id is 5"):
+        client.submit(model=model, prompt="x", task_id=5)
 
 
 def test_wrong_credentials_are_not_tried_again(

@@ -46,13 +46,13 @@ class Gateway:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(url)
         except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise Failure(f"{url!r} is no URL of a gateway; it looks like http://127.0.0.1:8000")
+            raise Failure(f"{url!r} is no URL of a gateway; it looks like http://127.0.0.1:8000") from None
         self.url = parts.geturl().rstrip("/")
         self._tls = parts.scheme == "https"
         self._host = parts.hostname

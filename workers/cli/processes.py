@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -98,6 +99,8 @@ def gateway(
         from producers.gateway import GatewaySettings, serve
     _log(log_level)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
+    if not math.isfinite(drain):
+        raise typer.BadParameter(f"{drain} is no number of seconds", param_hint="--drain")
     settings = GatewaySettings(broker, store or broker, host, port, drain=drain, reader_lease=reader_lease)
     with _bad_urls():
         serve(settings, listener)

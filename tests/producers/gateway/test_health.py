@@ -23,6 +23,18 @@ def test_a_gateway_with_store_and_broker_is_alive_and_ready(http: httpx.Client) 
     assert (answer.status_code, answer.json()) == (200, {"status": "ready", "checks": {"store": "ok", "broker": "ok"}})
 
 
+def test_a_store_that_refuses_is_not_said_to_be_away(http: httpx.Client, valkey: Redis, model: str) -> None:
+    valkey.config_set("maxmemory", 1)
+    try:
+        for path, body in (("/v1/tasks", {"model": model, "prompt": "x"}), ("/v1/completions", {"model": model})):
+            answer = http.post(path, json={"prompt": "x", **body})
+            assert answer.status_code == 503
+            assert "refuse" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"] == "1"
+    finally:
+        valkey.config_set("maxmemory", 0)
+
+
 @pytest.mark.parametrize("away", [{"store"}, {"broker"}, {"store", "broker"}])
 def test_a_gateway_without_one_is_alive_not_ready_and_says_which(
     open_door: Callable[..., Door], away: set[str]

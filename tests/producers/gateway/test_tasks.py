@@ -352,6 +352,10 @@ class TestLook:
         answer = http.get("/v1/tasks/plain-1")
         assert (answer.status_code, answer.json()["metadata"]) == (200, {})
 
+    def test_no_id_is_404(self, http: httpx.Client) -> None:
+        answer = http.get("/v1/tasks/")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
     @pytest.mark.parametrize("path", ["/v1/tasks/nobody", "/v1/tasks/nobody/events", "/v1/tasks/%00%ff"])
     def test_an_unknown_id_is_404(self, http: httpx.Client, path: str) -> None:
         answer = http.get(path)

@@ -144,7 +144,9 @@ class TestAnswers:
 
 
 class TestUrl:
-    @pytest.mark.parametrize("url", ["", "http://", "ftp://host", "http://host:port", "http://host:99999", "redis://h"])
+    @pytest.mark.parametrize(
+        "url", ["", "http://", "ftp://host", "http://host:port", "http://host:99999", "redis://h", "http://[::1"]
+    )
     def test_that_is_none_is_refused(self, url: str) -> None:
         with pytest.raises(Failure, match="is no URL of a gateway") as failure:
             Gateway(url)

@@ -50,3 +50,10 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = WorkerSettings(URL, URL, "tiny", "w")
     assert dataclasses.replace(told(monkeypatch), name="w") == usual
+
+
+@pytest.mark.parametrize("drain", ["inf", "nan"])
+def test_a_drain_that_is_no_number_of_seconds_is_misuse(drain: str) -> None:
+    result = CliRunner().invoke(app, ["gateway", "--broker", URL, "--drain", drain])
+    assert result.exit_code == 2
+    assert "--drain" in result.output
