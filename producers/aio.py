@@ -12,8 +12,9 @@ from redis.asyncio import Redis
 
 from producers import operations
 from producers.connect import SILENT_S, connect_async
+from producers.errors import PenstockError
 from producers.events import Event
-from producers.hub import Hub
+from producers.hub import CLOSED, Hub
 from producers.message import Message
 from producers.reader import Reader
 from producers.record import Record
@@ -39,6 +40,7 @@ class AsyncClient:
         self.broker: Redis = connect_async(broker) if store and store != broker else self.store
         self._directory = Directory()
         self._hub = Hub(self.store)
+        self._closed = False
 
     async def submit(self, task: Task | None = None, /, *, task_id: str | None = None, **fields: Any) -> AsyncHandle:
         """Queue a task, given as a Task or as its fields.
@@ -77,7 +79,9 @@ class AsyncClient:
         return Reader(self.run, self._hub, task_id, start)
 
     async def run(self, steps: Steps[T]) -> T:
-        """Perform steps (`producers.steps`) on this client's connections."""
+        """Perform steps (`producers.steps`) on this client's connections. Raises PenstockError once it is closed."""
+        if self._closed:
+            raise PenstockError(CLOSED)
         return await adrive(steps, self._perform)
 
     async def send(self, message: Message) -> None:
@@ -86,6 +90,7 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Close all connections; streams being read end with an error."""
+        self._closed = True
         await self._hub.aclose()
         await self.store.aclose()
         await self.broker.aclose()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import Client, End, PenstockError, Prompt, TaskFailed, TaskNotFound, Token, keys
+from producers import AsyncClient, Client, End, PenstockError, Prompt, TaskFailed, TaskNotFound, Token, keys
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
@@ -231,6 +231,16 @@ def test_a_closed_client_does_nothing_more(valkey_url: str, model: str) -> None:
     assert threading.active_count() == threads
 
 
+async def test_a_closed_asyncio_client_does_nothing_more(valkey_url: str, model: str) -> None:
+    client = AsyncClient(valkey_url)
+    handle = await client.submit(model=model, prompt="x")
+    await client.aclose()
+    await client.aclose()
+    for use in (handle.status(), anext(handle.stream()), client.submit(model=model, prompt="x"), client.models()):
+        with pytest.raises(PenstockError, match="closed"):
+            await use
+
+
 @pytest.mark.parametrize("start", [-1, 1.5, 2**64, True])
 def test_a_position_that_is_none_is_refused(client: Face, start: Any) -> None:
     with pytest.raises(ValueError, match="a position from 0 to"):
@@ -263,7 +273,7 @@ def test_a_client_that_was_reading_survives_a_fork_in_parent_and_child(valkey_ur
     code = """
 import json, os, sys, threading
 from redis import Redis
-from producers import Client, keys
+from producers import AsyncClient, Client, keys
 from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 

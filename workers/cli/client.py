@@ -157,7 +157,7 @@ def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _path(task_id: str, rest: str = "") -> str:
-    return f"/v1/tasks/{quote(task_id, safe='')}{rest}"
+    return f"/v1/tasks/{quote(task_id, safe='', errors='surrogateescape')}{rest}"
 
 
 def _error(response: HTTPResponse) -> dict[str, Any]:

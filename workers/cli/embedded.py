@@ -69,7 +69,10 @@ class DataDir:
                     probe.bind((HOST, port))
                 except (OSError, OverflowError):
                     continue
-                file.write_text(f"{port}\n")
+                try:
+                    file.write_text(f"{port}\n")
+                except OSError as error:
+                    raise Failure(f"cannot write {file}: {error.strerror}") from error
                 return port
         raise Failure(f"no port is free on {HOST}")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any, Final
 
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from producers import keys
@@ -14,11 +16,14 @@ from producers.events import End
 from producers.gateway.context import Gateway
 from producers.gateway.errors import body_of, problem_of
 from producers.gateway.foreground import Foreground, stopping
+from producers.gateway.openai.outputs import Output
 from producers.gateway.sse import LiveStream
 from producers.submission import Known
 
 #: Ends a stream that is complete.
 DONE: Final = b"data: [DONE]\n\n"
+#: Answers with more tokens are made in a thread.
+INLINE_TOKENS: Final = 2000
 #: Reasons that OpenAI knows too; a choice of a task that failed has none of them.
 REASONS: Final = ("stop", "length")
 
@@ -39,6 +44,18 @@ def fingerprint(known: Known) -> str | None:
     card = known.card
     prefix = keys.pool_queue(card["name"], card["version"], "")
     return f"fp_{known.queue.removeprefix(prefix)}" if known.queue.startswith(prefix) else None
+
+
+async def whole_answer(outputs: Iterable[Output], make: Callable[[], dict[str, Any]]) -> Response:
+    """What `make` makes of the outputs, as JSON; put together off the event loop where there is much of it, because
+    others are served meanwhile."""
+
+    def answer() -> Response:
+        return JSONResponse(make())
+
+    if sum(len(output.tokens) for output in outputs) <= INLINE_TOKENS:
+        return answer()
+    return await asyncio.to_thread(answer)
 
 
 def usage_of(ends: Iterable[End]) -> dict[str, Any]:

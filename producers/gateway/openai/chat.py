@@ -18,7 +18,7 @@ from producers.gateway.body import read_object
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.errors import Problem
 from producers.gateway.foreground import Foreground, answered
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, usage_of
+from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, usage_of, whole_answer
 from producers.gateway.openai.logprobs import chat_logprobs
 from producers.gateway.openai.messages import read_messages
 from producers.gateway.openai.outputs import Output, news, whole
@@ -84,8 +84,12 @@ async def create(request: Request) -> Response:
         done = await answered(request, gateway, lambda: whole(foreground.events(), 1, chat.n))
     finally:
         await foreground.close()
-    choices = [_choice(index, output, chat, tokenizer) for index, output in done.outputs.items()]
-    return JSONResponse(first | {"choices": choices, "usage": usage_of(done.ends.values())})
+
+    def answer() -> dict[str, Any]:
+        choices = [_choice(index, output, chat, tokenizer) for index, output in done.outputs.items()]
+        return first | {"choices": choices, "usage": usage_of(done.ends.values())}
+
+    return await whole_answer(done.outputs.values(), answer)
 
 
 def _read(body: Mapping[str, Any]) -> _Chat:

@@ -19,7 +19,7 @@ from producers.gateway.body import read_object
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.errors import Problem
 from producers.gateway.foreground import Foreground, answered
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, usage_of
+from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, usage_of, whole_answer
 from producers.gateway.openai.logprobs import CompletionLogprobs
 from producers.gateway.openai.outputs import Output, news, whole
 from producers.gateway.openai.parameters import Asked, flag, read, request_body
@@ -95,11 +95,15 @@ async def create(request: Request) -> Response:
         done = await answered(request, gateway, lambda: whole(foreground.events(), len(tasks), asked.n))
     finally:
         await foreground.close()
-    choices = [
-        writers[index].choice(index, output, done.prompts.get(index // asked.n, ()))
-        for index, output in done.outputs.items()
-    ]
-    return JSONResponse(first | {"choices": choices, "usage": usage_of(done.ends.values())})
+
+    def answer() -> dict[str, Any]:
+        choices = [
+            writers[index].choice(index, output, done.prompts.get(index // asked.n, ()))
+            for index, output in done.outputs.items()
+        ]
+        return first | {"choices": choices, "usage": usage_of(done.ends.values())}
+
+    return await whole_answer(done.outputs.values(), answer)
 
 
 def _read(body: Mapping[str, Any]) -> _Completion:

@@ -128,6 +128,11 @@ class TestAnswers:
         with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Unreachable, match="timed out"):
             Gateway(f"http://127.0.0.1:{silent.getsockname()[1]}").task("t")
 
+    def test_an_id_that_is_no_text_is_asked_for_all_the_same(self, scripted: Scripted) -> None:
+        scripted.answers = [send(404, b'{"error": {"message": "no such task", "code": "x", "param": null}}')]
+        with pytest.raises(Refused, match="no such task"):
+            Gateway(scripted.url).task("\udcff")
+
     def test_nothing_listening_is_an_unreachable_gateway(self) -> None:
         gateway = Gateway("http://127.0.0.1:1")
         assert not gateway.ready()

@@ -73,6 +73,11 @@ class TestDataDir:
             assert other != port
             assert data.port() == other
 
+    def test_a_port_that_cannot_be_remembered_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "port").mkdir()
+        with DataDir(tmp_path) as data, pytest.raises(Failure, match="cannot write"):
+            data.port()
+
     @pytest.mark.parametrize("written", ["", "x", "-5", "99999999"])
     def test_finds_a_port_whatever_the_file_says(self, tmp_path: Path, written: str) -> None:
         (tmp_path / "port").write_text(written)

@@ -24,7 +24,11 @@ def prompt_of(messages: list[dict[str, Any]], **options: Any) -> list[int]:
     return TOKENIZER.encode(TEMPLATE.render(messages, **options), add_special_tokens=False)
 
 
-def test_the_answer_has_openais_shape(chat: Ask, answering: Answering) -> None:
+@pytest.mark.parametrize("inline", [True, False], ids=["small", "large"])
+def test_the_answer_has_openais_shape(
+    chat: Ask, answering: Answering, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.gateway.openai.answer.INLINE_TOKENS", 1000 if inline else 0)
     answer = chat().json()
     (record,) = answering.records
     assert abs(answer.pop("created") - time.time()) < 60
