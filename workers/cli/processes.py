@@ -98,9 +98,10 @@ def gateway(
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     _log(log_level)
+    for option, seconds in (("--drain", drain), ("--reader-lease", reader_lease)):
+        if not math.isfinite(seconds):
+            raise typer.BadParameter(f"{seconds} is no number of seconds", param_hint=option)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
-    if not math.isfinite(drain):
-        raise typer.BadParameter(f"{drain} is no number of seconds", param_hint="--drain")
     settings = GatewaySettings(broker, store or broker, host, port, drain=drain, reader_lease=reader_lease)
     with _bad_urls():
         serve(settings, listener)

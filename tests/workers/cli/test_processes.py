@@ -52,8 +52,9 @@ def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.Monkey
     assert dataclasses.replace(told(monkeypatch), name="w") == usual
 
 
-@pytest.mark.parametrize("drain", ["inf", "nan"])
-def test_a_drain_that_is_no_number_of_seconds_is_misuse(drain: str) -> None:
-    result = CliRunner().invoke(app, ["gateway", "--broker", URL, "--drain", drain])
+@pytest.mark.parametrize("option", ["--drain", "--reader-lease"])
+@pytest.mark.parametrize("seconds", ["inf", "nan"])
+def test_what_is_no_number_of_seconds_is_misuse(option: str, seconds: str) -> None:
+    result = CliRunner().invoke(app, ["gateway", "--broker", URL, option, seconds])
     assert result.exit_code == 2
-    assert "--drain" in result.output
+    assert option in result.output
