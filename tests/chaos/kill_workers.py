@@ -24,6 +24,7 @@ from redis import Redis
 
 from producers import End
 from producers.events import decode, stream_position
+from producers.protocol import MAX_DEATHS
 from tests.chaos.fleet import ENGINES, Fleet, Kill
 from tests.chaos.load import Followed, Load
 from tests.chaos.streams import Stored
@@ -32,8 +33,6 @@ from tests.processes import running_valkey
 
 #: A stream that the killed worker was making must go on so soon after the lease's end (s).
 MARGIN_S = 2.0
-#: Here workers die through no fault of the tasks'.
-OUT_OF_REACH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Plan:
     workers: int = 2
     open_tasks: int = 16
     longest: int = 400
-    max_deaths: int = OUT_OF_REACH
+    max_deaths: int = MAX_DEATHS
 
 
 @dataclass(slots=True)
@@ -120,7 +119,7 @@ class Findings:
 
 def run(plan: Plan, *, compared: bool = True) -> Findings:
     findings = Findings(plan)
-    settings = ENGINES[plan.engine] | {"lease": plan.lease, "max_deaths": plan.max_deaths, "max_redeliveries": 1000}
+    settings = ENGINES[plan.engine] | {"lease": plan.lease, "max_deaths": plan.max_deaths}
     with running_valkey() as server:
         url = f"redis://127.0.0.1:{server.port}/0"
         fleet = Fleet(url, **settings)
@@ -213,7 +212,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", choices=ENGINES, default="bundled")
     parser.add_argument("--lease", type=float, default=10.0, help="seconds (default: 10)")
-    parser.add_argument("--max-deaths", type=int, default=OUT_OF_REACH, help="of one task (default: out of reach)")
+    parser.add_argument("--max-deaths", type=int, default=MAX_DEATHS, help="as workers are told (default: theirs)")
     args = parser.parse_args()
     plan = Plan(kills=args.kills, seed=args.seed, engine=args.engine, lease=args.lease, max_deaths=args.max_deaths)
     findings = run(plan)

@@ -9,7 +9,7 @@ from tests.chaos.kill_workers import Plan, run
 
 @pytest.mark.slow
 def test_streams_survive_workers_killed_at_random() -> None:
-    plan = Plan(kills=3, seed=1, engine="stub", lease=2.0, pause=(0.5, 1.5), longest=150)
+    plan = Plan(kills=3, seed=1, engine="stub", lease=2.0, pause=(0.5, 1.5), longest=150, max_deaths=10)
     findings = run(plan)
     assert not findings.faults, findings.summary()
     assert findings.tasks > 0
