@@ -258,13 +258,15 @@ class Task(BaseModel):
                 f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
                 param="prompt_logprobs",
             )
-        output = context - prompt if self.max_tokens is None else self.max_tokens
+        # Without max_tokens, `resolved` sets as many as may be.
+        output = self.min_tokens if self.max_tokens is None else self.max_tokens
         if self.logprobs is not None and (wanted := (self.logprobs + 1) * output * self.n) > MAX_LOGPROBS:
             raise InvalidTask(
                 f"logprobs is {self.logprobs}: with n = {self.n} and up to {output} output tokens these are {wanted} "
                 f"log probabilities; at most {MAX_LOGPROBS} are given; lower max_tokens, n or logprobs",
                 param="logprobs",
             )
+        output = context - prompt if self.max_tokens is None else self.max_tokens
         if self.width > self.n and self.n * output > MAX_BEST_TOKENS:
             raise InvalidTask(
                 f"best_of is {self.best_of}: {self.n} choices of up to {output} tokens are more than the "
@@ -279,6 +281,10 @@ class Task(BaseModel):
         filled = {name: usual[name] for name in DEFAULTS if getattr(self, name) is None}
         if self.seed is None:
             filled["seed"] = secrets.randbits(63)
+        if self.max_tokens is None and self.logprobs is not None:
+            most = MAX_LOGPROBS // ((self.logprobs + 1) * self.n)
+            if most < int(card["context_length"]) - (self.prompt_tokens or 1):
+                filled["max_tokens"] = max(1, most)
         return self.model_copy(update=filled)
 
 

@@ -56,6 +56,7 @@ class ConfinedTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: Any,

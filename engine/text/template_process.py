@@ -42,6 +42,8 @@ def main() -> NoReturn:
             answer = {"model": str(error)}
         except RequestError as error:
             answer = {"request": str(error), "code": error.code}
+        except RecursionError:
+            answer = {"request": "the messages or the template's variables are nested too deep", "code": "too_deep"}
         except MemoryError:
             answer = {"stopped": f"it took more than {memory >> 20} MiB of memory"}
         frame = json.dumps(answer).encode()
@@ -52,7 +54,7 @@ def main() -> NoReturn:
 
 def _render(template: ChatTemplate, asked: dict[str, Any], output: int) -> dict[str, str]:
     variables = asked.pop("variables")
-    text = template.render(**asked, **variables)
+    text = template.render(asked.pop("messages"), **asked, **variables)
     size = len(text.encode(errors="replace"))
     if size > output:
         return {"stopped": f"it made {size} bytes of text; at most {output} are taken"}

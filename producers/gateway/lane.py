@@ -12,6 +12,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class LaneClosed(Exception):
+    """It takes no more work."""
+
+
 class Lane:
     """Runs work in turn on daemon threads: work that never ends must not keep the process from ending.
 
@@ -22,6 +26,7 @@ class Lane:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._work: set[Future[Any]] = set()
         self._threads = threads
+        self._closed = False
         for _ in range(threads):
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -30,7 +35,9 @@ class Lane:
         return len(self._work)
 
     async def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """What `work` returns or raises. Raises TimeoutError after so long; what runs then runs on."""
+        """What `work` returns or raises. Raises TimeoutError after so long, though what runs runs on; LaneClosed."""
+        if self._closed:
+            raise LaneClosed
         future: Future[T] = Future()
         self._work.add(future)
         future.add_done_callback(self._work.discard)
@@ -41,6 +48,7 @@ class Lane:
 
     def close(self, last: Callable[[], Any] | None = None) -> None:
         """End the threads once all that was asked for before is done, and then `last`. Does not wait."""
+        self._closed = True
         if last is not None:
             self._queue.put((Future(), last))
         for _ in range(self._threads):

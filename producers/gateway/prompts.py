@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from producers.errors import InvalidTask
 from producers.gateway.blobs import TOKENIZER, broken, read_blobs
 from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
-from producers.gateway.lane import Lane
+from producers.gateway.lane import Lane, LaneClosed
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,11 @@ class Prompts:
 
         Raises InvalidTask, Problem where the model's tokenizer is not to be had or too many wait for it.
         """
-        encoder = await self._encoder(card)
-        ids = await encoder.encode(text, special)
+        while True:
+            encoder = await self._encoder(card)
+            with suppress(LaneClosed):  # others wanted its place meanwhile
+                ids = await encoder.encode(text, special)
+                break
         if not ids:
             raise InvalidTask("prompt has no token: the model's tokenizer drops all of it", param="prompt")
         return tuple(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from producers.errors import InvalidTask
 from producers.gateway.blobs import TEMPLATE, broken, read_blobs
 from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
-from producers.gateway.lane import Lane
+from producers.gateway.lane import Lane, LaneClosed
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +34,18 @@ class Templates:
         self._store = store
         self._kept: Kept[tuple[str, ...], _Renderer] = Kept(KEPT, _Renderer.close)
 
-    async def render(self, card: Mapping[str, Any], messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    async def render(self, card: Mapping[str, Any], messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
         """Messages as one text, see `ChatTemplate.render`.
 
         Raises InvalidTask where the template does not take the messages or is stopped over them, Problem where it
         cannot be used or too many wait for it.
         """
         key = tuple(card["files"].get(name, "") for name in TEMPLATE)
-        renderer = await self._kept.get(key, lambda: self._load(card))
         try:
-            return await renderer.render(messages, **options)
+            while True:
+                renderer = await self._kept.get(key, lambda: self._load(card))
+                with suppress(LaneClosed):  # others wanted its place meanwhile
+                    return await renderer.render(messages, **options)
         except RequestError as error:
             raise InvalidTask(str(error), param=error.param, code=error.code) from error
         except ModelError as error:
@@ -70,7 +73,7 @@ class _Renderer:
         self._template = ConfinedTemplate(source)
         self._lane = Lane("penstock-template")
 
-    async def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    async def render(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
         if self._lane.waiting >= WAITING:
             raise Problem(
                 429,

@@ -71,13 +71,17 @@ def listed(
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+def _shown(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".")
+
+
 def show(model: Model, as_json: Json = False) -> None:
     """Show a model's shape, size, context, chat template and files. One on a hub is pulled first."""
     folder, found = _card(model)
     from engine.text.config import Config, read_config
 
     config = Config.of_model(read_config(folder))
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if _shown(path)}
     shape = {name: config.get(name) for name in SHAPE if name in config}
     stored = config.get("dtype") or config.get("torch_dtype")
     if as_json:

@@ -220,6 +220,8 @@ def _refusals(model: HubModel) -> Iterator[None]:
         raise Refused(
             f"{endpoint} has no model {model.repo!r}, or it is private: check the spelling, or set HF_TOKEN"
         ) from error
+    except errors.HFValidationError as error:
+        raise Refused(f"{model.repo!r} is no name of a repository: {error}") from error
     except errors.RevisionNotFoundError as error:
         raise Refused(f"{model.repo} has no branch, tag or commit {model.revision!r}") from error
     except errors.HfHubHTTPError as error:

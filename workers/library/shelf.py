@@ -22,6 +22,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
+from engine.errors import ModelError
+from engine.text.folder import file_in
 from workers.errors import Refused
 
 MANIFEST: Final = "manifest.json"
@@ -129,8 +131,10 @@ class Shelf:
         room.
         """
         names = {path.name for path in folder.iterdir() if path.is_file()}
-        index = (folder / INDEX).read_bytes() if INDEX in names else None
+        index = _own(folder, INDEX).read_bytes() if INDEX in names else None
         files = needed(str(folder), names, index)
+        for file in files:
+            _own(folder, file)
         digests = {file: sha256_of(folder / file) for file in files}
         for file, digest in _manifest(folder).items():
             if digests.get(file, digest) != digest:
@@ -147,6 +151,15 @@ class Shelf:
             finally:
                 shutil.rmtree(place, ignore_errors=True)
                 place.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _own(folder: Path, name: str) -> Path:
+    """A file of the folder. What it links to elsewhere would become part of the model, for all its callers to see."""
+    try:
+        path = file_in(folder, name)
+    except ModelError as error:
+        raise Refused(str(error)) from error
+    return folder / name if path is None else path
 
 
 def needed(whose: str, names: set[str], index: bytes | None) -> list[str]:

@@ -16,7 +16,6 @@ from producers.events import End
 from producers.gateway.context import Gateway
 from producers.gateway.errors import body_of, problem_of
 from producers.gateway.foreground import Foreground, stopping
-from producers.gateway.openai.outputs import Output
 from producers.gateway.sse import LiveStream
 from producers.submission import Known
 
@@ -46,14 +45,14 @@ def fingerprint(known: Known) -> str | None:
     return f"fp_{known.queue.removeprefix(prefix)}" if known.queue.startswith(prefix) else None
 
 
-async def whole_answer(outputs: Iterable[Output], make: Callable[[], dict[str, Any]]) -> Response:
-    """What `make` makes of the outputs, as JSON; put together off the event loop where there is much of it, because
-    others are served meanwhile."""
+async def whole_answer(tokens: int, make: Callable[[], dict[str, Any]]) -> Response:
+    """What `make` makes, of so many tokens, as JSON; put together off the event loop where there are many of them,
+    because others are served meanwhile."""
 
     def answer() -> Response:
         return JSONResponse(make())
 
-    if sum(len(output.tokens) for output in outputs) <= INLINE_TOKENS:
+    if tokens <= INLINE_TOKENS:
         return answer()
     return await asyncio.to_thread(answer)
 

@@ -89,7 +89,7 @@ async def create(request: Request) -> Response:
         choices = [_choice(index, output, chat, tokenizer) for index, output in done.outputs.items()]
         return first | {"choices": choices, "usage": usage_of(done.ends.values())}
 
-    return await whole_answer(done.outputs.values(), answer)
+    return await whole_answer(done.tokens, answer)
 
 
 def _read(body: Mapping[str, Any]) -> _Chat:

@@ -24,7 +24,7 @@ from producers.gateway.openai.logprobs import CompletionLogprobs
 from producers.gateway.openai.outputs import Output, news, whole
 from producers.gateway.openai.parameters import Asked, flag, read, request_body
 from producers.gateway.views import ErrorView
-from producers.task import Task
+from producers.task import MAX_LOGPROBS, Task, shown
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -80,6 +80,7 @@ async def create(request: Request) -> Response:
     tasks = [_task(asked, at, prompt) for at, prompt in enumerate(asked.prompts)]
     known = await gateway.client.known(asked.asked.model)
     tasks = await asyncio.gather(*(_encoded(gateway, known.card, asked, at, task) for at, task in enumerate(tasks)))
+    _check_size(asked, tasks)
     tokenizer = await gateway.prompts.tokenizer(known.card) if asked.echo or asked.logprobs else None
     foreground = Foreground(gateway, tasks)
     with asked.asked.in_its_words():
@@ -103,7 +104,8 @@ async def create(request: Request) -> Response:
         ]
         return first | {"choices": choices, "usage": usage_of(done.ends.values())}
 
-    return await whole_answer(done.outputs.values(), answer)
+    echoed = sum(len(task.prompt) for task in tasks) * asked.n if asked.echo else 0
+    return await whole_answer(done.tokens + echoed, answer)
 
 
 def _read(body: Mapping[str, Any]) -> _Completion:
@@ -112,7 +114,7 @@ def _read(body: Mapping[str, Any]) -> _Completion:
     if asked.stream and best_of is not None and best_of != n:
         raise Problem(
             400,
-            f"best_of is {best_of} and n is {n}: the best are known at the end only, so they cannot be streamed",
+            f"best_of is {shown(best_of)} and n is {shown(n)}: the best are known at the end only, and not streamed",
             code="invalid_value",
             param="best_of",
         )
@@ -155,6 +157,22 @@ async def _encoded(gateway: Gateway, card: Mapping[str, Any], asked: _Completion
             task = task.model_copy(update={"max_tokens": min(MAX_TOKENS, room)})
         task.check(card)
     return task
+
+
+def _check_size(asked: _Completion, tasks: Sequence[Task]) -> None:
+    """What one answer tells is bounded: all its prompts' tasks are small enough, and yet there may be many."""
+    if not asked.logprobs:
+        return
+    tokens = sum((len(task.prompt) if asked.echo else 0) + (task.max_tokens or 0) for task in tasks) * asked.n
+    wanted = tokens * (1 + int(asked.asked.fields["logprobs"]))
+    if wanted > MAX_LOGPROBS:
+        raise Problem(
+            400,
+            f"logprobs is {asked.asked.fields['logprobs']}: over all prompts and choices these are {wanted} log "
+            f"probabilities; at most {MAX_LOGPROBS} are given in one answer; send fewer prompts, or lower the others",
+            code="invalid_value",
+            param="logprobs",
+        )
 
 
 class _Writer:

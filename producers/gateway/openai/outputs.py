@@ -29,6 +29,11 @@ class News:
     prompts: dict[int, list[Prompt]] = field(default_factory=dict)
     ends: dict[int, End] = field(default_factory=dict)
 
+    @property
+    def tokens(self) -> int:
+        """How many there are in all outputs."""
+        return sum(len(output.tokens) for output in self.outputs.values())
+
     def take(self, batch: Sequence[tuple[int, Event]], n: int) -> None:
         """Add a batch of events, each with its task's number; `n` choices a task."""
         for number, event in batch:

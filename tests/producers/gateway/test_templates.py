@@ -102,3 +102,35 @@ def test_where_too_many_wait_already_the_next_is_told_to_come_back(
     answer = ask(http, publish("x"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "template_busy")
     assert answer.headers["retry-after"] == "1"
+
+
+def test_more_models_at_once_than_are_kept_are_all_answered(http: httpx.Client, publish: Publish) -> None:
+    """One that is dropped before its first caller has come to it is loaded again."""
+    names = [publish(f"{{{{ raise_exception('template {k}') }}}}", f"model-{k}") for k in range(templates.KEPT + 3)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: ask(http, name), names))
+    for k, answer in enumerate(answers):
+        assert f"template {k}" in answer.json()["error"]["message"]
+
+
+def test_variables_may_have_any_name(http: httpx.Client, publish: Publish) -> None:
+    model = publish("{{ raise_exception([self_ is defined, card, model, asked] | string) }}")
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template_kwargs": {"self": 0, "card": 1, "model": 2, "asked": 3},
+    }
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "[False, 1, 2, 3]" in answer.json()["error"]["message"]
+
+
+def test_variables_nested_too_deep_are_refused(http: httpx.Client, publish: Publish) -> None:
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    body = {"model": publish("{{ 'x' }}"), "messages": [], "chat_template_kwargs": {"x": deep}}
+    body["messages"] = [{"role": "user", "content": "x"}]
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "nested too deep" in answer.json()["error"]["message"]

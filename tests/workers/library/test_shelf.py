@@ -109,6 +109,15 @@ class TestVersions:
         (shelf.root / "m" / "0123456789ab").mkdir()
         assert shelf.all() == []
 
+    def test_take_in_nothing_from_outside_of_a_folder(self, shelf: Shelf, own: Path, tmp_path: Path) -> None:
+        secret = tmp_path / "secret.json"
+        secret.write_text('{"key": "value"}')
+        (own / "tokenizer_config.json").unlink()
+        (own / "tokenizer_config.json").symlink_to(secret)
+        with pytest.raises(Refused, match="outside"):
+            shelf.copy("m", own)
+        assert shelf.all() == []
+
     def test_are_none_where_there_is_no_folder(self, shelf: Shelf) -> None:
         assert shelf.all() == []
         assert shelf.find("m") is None

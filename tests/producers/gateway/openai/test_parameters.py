@@ -223,7 +223,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"best_of": 65}, "best_of", "invalid_value", "n to 64"),
     ({"n": 3, "best_of": 2}, "best_of", "invalid_value", "less than n"),
     ({"best_of": "2"}, "best_of", "invalid_type", "n to 64"),
-    ({"stream": True, "n": 1, "best_of": 2}, "best_of", "invalid_value", "cannot be streamed"),
+    ({"stream": True, "n": 1, "best_of": 2}, "best_of", "invalid_value", "not streamed"),
     ({"messages": MESSAGES}, "messages", "unknown_parameter", "'messages'"),
 ]
 
@@ -268,9 +268,21 @@ class TestBodies:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
     def test_numbers_that_are_none_are_refused(self, http: httpx.Client, model: str, path: str) -> None:
-        body = f'{{"model": "{model}", "prompt": "x", "messages": [], "temperature": NaN}}'
+        asked = '"messages": [{"role": "user", "content": "x"}]' if "chat" in path else '"prompt": "x"'
+        body = f'{{"model": "{model}", {asked}, "temperature": NaN}}'
         answer = http.post(path, content=body.encode(), headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
+
+    def test_a_whole_answer_is_bounded(self, http: httpx.Client, model: str, path: str) -> None:
+        if "chat" in path:
+            asked: dict[str, Any] = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "n": 64}
+            asked["chat_template_kwargs"] = {"self": 1, "card": 1, "messages_": []}
+            asked["max_completion_tokens"] = 1000
+        else:
+            asked = {"prompt": [[1, 2, 3]] * 200, "logprobs": 20, "n": 4, "max_tokens": 100}
+        answer = http.post(path, json={"model": model, **asked})
         assert answer.status_code == 400
+        assert "log probabilities; at most" in answer.json()["error"]["message"]
 
     def test_an_unknown_model_is_404_as_openais(self, http: httpx.Client, model: str, path: str) -> None:
         fields: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
