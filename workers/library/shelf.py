@@ -22,8 +22,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-from engine.errors import ModelError
-from engine.text.folder import file_in
 from workers.errors import Refused
 
 MANIFEST: Final = "manifest.json"
@@ -155,6 +153,9 @@ class Shelf:
 
 def _own(folder: Path, name: str) -> Path:
     """A file of the folder. What it links to elsewhere would become part of the model, for all its callers to see."""
+    from engine.errors import ModelError
+    from engine.text.folder import file_in
+
     try:
         path = file_in(folder, name)
     except ModelError as error:
