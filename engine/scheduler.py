@@ -104,7 +104,7 @@ class Scheduler:
         Returns the events (token_ids=[]) of choices whose `resume` shows that they had already finished; they
         must be delivered like those of `update`. Usually empty.
         """
-        self.check(request)
+        self._limits.check(request)
         if request.id in self._groups:
             raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
         params = request.params

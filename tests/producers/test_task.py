@@ -251,6 +251,10 @@ def test_the_worker_is_told_everything() -> None:
     assert Task(model="tiny", prompt="x").resolved(CARD | {"defaults": own}).model_dump().items() >= own.items()
     assert task.seed is not None
     assert Task(model="tiny", prompt="x", seed=5, temperature=0).resolved(CARD).seed == 5
+    long = CARD | {"context_length": 1 << 20}
+    assert Task(model="tiny", prompt="x", logprobs=20, n=4).resolved(long).max_tokens == (1 << 20) // 84
+    assert Task(model="tiny", prompt="x", logprobs=20).resolved(CARD).max_tokens is None
+    assert Task(model="tiny", prompt="x", n=4).resolved(long).max_tokens is None
     assert Task(model="tiny", prompt="x", temperature=0).resolved(CARD).temperature == 0
     seeds = {Task(model="tiny", prompt="x").resolved(CARD).seed for _ in range(20)}
     assert len(seeds) == 20
