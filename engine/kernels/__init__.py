@@ -12,13 +12,23 @@ import torch
 
 from engine.kernels.cpu import Cpu, computes_natively
 from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
+from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import PreparedLinear, Reference
 from engine.kernels.sdpa import Sdpa
 
 #: The interface: every set is a Reference.
 Kernels = Reference
 
-__all__ = ["AttentionBatch", "AttentionGroup", "Kernels", "PreparedLinear", "select", "visibility"]
+__all__ = [
+    "Attended",
+    "AttentionBatch",
+    "AttentionGroup",
+    "Kernels",
+    "PreparedLinear",
+    "RaggedBatch",
+    "select",
+    "visibility",
+]
 
 
 def select(device: torch.device, dtype: torch.dtype) -> Kernels:

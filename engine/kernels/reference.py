@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.groups import AttentionBatch
+from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
 
 #: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
 PreparedLinear = Callable[[Tensor], Tensor]
@@ -23,6 +23,8 @@ class Reference:
     name = "reference"
     #: Sequences share a padded attention batch while the longest context is at most ratio * shortest + tokens.
     padding = (1.0, 0)
+    #: Which batch the set reads: RaggedBatch, or AttentionBatch. Every set takes the other one too, but slowly.
+    ragged = False
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
@@ -79,30 +81,34 @@ class Reference:
         flat[0].index_copy_(0, slots, key)
         flat[1].index_copy_(0, slots, value)
 
+    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Attended) -> Tensor:
+        """Turn queries and keys as `rope` does and put keys and values into `cache` at the slots of `batch`.
+
+        `heads` [tokens, query heads + 2 * kv_heads, head_dim] has queries, then keys, then values; the cache tells how
+        many are keys. Returns the turned queries [tokens, query heads, head_dim], whose heads lie one after another but
+        whose tokens may lie further apart. `heads` may be overwritten.
+        """
+        kv_heads = cache.shape[3]
+        rotated, values = self.rope(heads[:, :-kv_heads], cos, sin), heads[:, -kv_heads:]
+        write = write_ragged if isinstance(batch, RaggedBatch) else self.write_kv
+        write(rotated[:, -kv_heads:], values, cache, batch.slots)
+        return rotated[:, :-kv_heads]
+
     def paged_attention(
-        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, softcap: float | None = None
+        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
     ) -> Tensor:
         """Causal attention of `query` [tokens, heads, head_dim] over what `write_kv` put into `cache`.
 
         Query head h reads KV head h // (heads / kv_heads). Scores are multiplied by `scale`; with `softcap` they
         then become softcap * tanh(score / softcap). Returns [tokens, heads, head_dim].
         """
+        if isinstance(batch, RaggedBatch):
+            return ragged_attention(query, cache, batch, scale, softcap)
         out = torch.empty_like(query)
-        share = query.shape[1] // cache.shape[3]
         for group in batch.groups:
             for i, kv_len in enumerate(group.kv_lens):
                 row = group.row + i * group.query_len
                 rows = slice(row, row + group.query_len)
-                keys, values = cache[:, group.block_tables[i]].flatten(1, 2)[:, :kv_len].float()
-                q = query[rows].float()
-                scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(share, 1)) * scale
-                if softcap is not None:
-                    scores = (scores / softcap).tanh() * softcap
-                query_at = torch.arange(kv_len - group.query_len, kv_len, device=query.device)[:, None]
-                key_at = torch.arange(kv_len, device=query.device)[None]
-                hidden = key_at > query_at
-                if batch.window is not None:
-                    hidden |= key_at <= query_at - batch.window
-                weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-                out[rows] = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(share, 1)).to(out.dtype)
+                keys, values = cache[:, group.block_tables[i]].flatten(1, 2)[:, :kv_len]
+                out[rows] = causal(query[rows], keys, values, scale, softcap, batch.window)
         return out

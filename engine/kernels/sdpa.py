@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.groups import AttentionBatch, AttentionGroup
+from engine.kernels.groups import AttentionGroup
+from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import Reference
 
 
@@ -29,8 +30,10 @@ class Sdpa(Reference):
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def paged_attention(
-        self, query: Tensor, cache: Tensor, batch: AttentionBatch, scale: float, softcap: float | None = None
+        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
     ) -> Tensor:
+        if isinstance(batch, RaggedBatch):
+            return super().paged_attention(query, cache, batch, scale, softcap)
         heads, head_dim = query.shape[1:]
         kv_heads = cache.shape[3]
         out = torch.empty_like(query)

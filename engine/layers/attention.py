@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionBatch, Kernels
+from engine.kernels import Attended, Kernels
 from engine.layers.linear import Linear
 from engine.layers.norm import RmsNorm
 
@@ -45,19 +45,16 @@ class Attention:
         self._qkv.pack()
         self._output.pack()
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
         """`x` [tokens, width]; `rotation` from Rope; `cache` this layer's [2, blocks, block, kv_heads, head_dim]."""
         shape, kernels = self._shape, self._kernels
-        heads = self._qkv(x).view(len(x), -1, shape.head_dim)
-        turning, values = heads[:, : shape.heads + shape.kv_heads], heads[:, shape.heads + shape.kv_heads :]
-        # Queries and keys turn by the same angles: one operation for both.
-        rotated = kernels.rope(self._prepared(turning), *rotation)
-        kernels.write_kv(rotated[:, shape.heads :], values, cache, batch.slots)
-        out = kernels.paged_attention(rotated[:, : shape.heads], cache, batch, shape.scale, shape.softcap)
+        heads = self._prepared(self._qkv(x).view(len(x), -1, shape.head_dim))
+        query = kernels.rope_and_write(heads, *rotation, cache, batch)
+        out = kernels.paged_attention(query, cache, batch, shape.scale, shape.softcap)
         return self._output(out.reshape(len(x), -1))
 
     def _prepared(self, heads: Tensor) -> Tensor:
-        """Queries, then keys, [tokens, heads + kv_heads, head_dim], as they are to be turned."""
+        """Queries, keys and values, [tokens, heads + 2 * kv_heads, head_dim], as queries and keys are to be turned."""
         return heads
 
 
@@ -84,5 +81,7 @@ class NormedAttention(Attention):
         self._key_norm.pack()
 
     def _prepared(self, heads: Tensor) -> Tensor:
-        queries = self._shape.heads
-        return torch.cat((self._query_norm(heads[:, :queries]), self._key_norm(heads[:, queries:])), 1)
+        queries, values = self._shape.heads, heads.shape[1] - self._shape.kv_heads
+        return torch.cat(
+            (self._query_norm(heads[:, :queries]), self._key_norm(heads[:, queries:values]), heads[:, values:]), 1
+        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionBatch, Kernels
+from engine.kernels import Attended, Kernels
 from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear, NormedAttention, RmsNorm, Rope
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
@@ -69,7 +69,7 @@ class DecoderLayer:
         for norm in self.norms().values():
             norm.pack()
 
-    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
         return self._attention(x, rotation, cache, batch)
 
     def feed(self, x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Decoder(ABC):
         tokens: Tensor,
         positions: Tensor,
         long: Tensor | None,
-        attention: Sequence[AttentionBatch],
+        attention: Sequence[Attended],
         caches: Sequence[Tensor],
         wanted: Tensor,
     ) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionBatch, Kernels
+from engine.kernels import Attended, Kernels
 from engine.layers import RmsNorm
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.settings import DecoderSettings, read_activation
@@ -31,7 +31,7 @@ class GemmaLayer(DecoderLayer):
             "post_feedforward_layernorm": self._fed_norm,
         }
 
-    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: AttentionBatch) -> Tensor:
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
         return self._attended_norm(super().attend(x, rotation, cache, batch))
 
     def feed(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.bounds import shown
 from engine.errors import ModelError
-from engine.kernels import AttentionBatch, Kernels, select
+from engine.kernels import Attended, Kernels, select
 from engine.kv import KvGroup
 from engine.memory import check_weights
 from engine.models.loader import load_weights, locate, match
@@ -67,7 +67,7 @@ class Model(Protocol):
         tokens: Tensor,
         positions: Tensor,
         long: Tensor | None,
-        attention: Sequence[AttentionBatch],
+        attention: Sequence[Attended],
         caches: Sequence[Tensor],
         wanted: Tensor,
     ) -> Tensor:
