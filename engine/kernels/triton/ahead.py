@@ -1,0 +1,133 @@
+"""Kernels compiled ahead of their first run, also for a GPU that is not here.
+
+    with compiling_for("sm_90", folder) as builds:
+        rms_norm(meta_tensor, ...)                 # the wrapper that the model itself calls
+
+The wrappers run as they do on a GPU, on tensors of the device `meta`; only the driver below them is another: it says
+that it is a GPU of that architecture, and runs nothing. So Triton itself specialises, makes the cache's key and writes
+the cache, and what a run asks for is what it finds. Nothing here lists kernels or guesses what they are specialised on.
+
+Triton notes absolute paths in its cache: the folder must have the same path where it is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from engine.errors import EngineError
+from engine.kernels.triton.launchers import build_launcher, build_utilities
+
+#: Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical
+#: specifications). 12.0 and what is unknown: the least.
+_SHARED: Final = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
+_LEAST_SHARED: Final = 101_376
+#: What Triton compiles for: tensor cores for bfloat16 begin there.
+_OLDEST: Final = 80
+#: Triton keeps what it compiled by device: a number of their own for each target, which no GPU has.
+_devices = itertools.count(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One specialisation of a kernel."""
+
+    kernel: str
+    key: str
+    """The folder of the cache that it is in; Triton's hash of source, specialisation, options, target and version."""
+    cached: bool
+    """It was there already."""
+    seconds: float
+    """What it took to compile."""
+    binary: Path
+    """The cubin."""
+    shared: int
+    """Bytes of shared memory that one block takes."""
+    warps: int
+
+
+def target_of(arch: str) -> GPUTarget:
+    """The target of an architecture as NVIDIA names it (`sm_90`). Raises EngineError."""
+    named = re.fullmatch(r"sm_(\d{2,3})a?", arch)
+    if named is None or int(named[1]) < _OLDEST:
+        raise EngineError(f"{arch!r} is no architecture to compile for; they look like sm_90, from sm_{_OLDEST} on")
+    return GPUTarget("cuda", int(named[1]), 32)
+
+
+@contextmanager
+def compiling_for(arch: str, cache: Path | None = None) -> Iterator[list[Build]]:
+    """Within it, kernels that are launched are compiled for `arch` into `cache` (None: where Triton keeps its own) and
+    not run. What it gives fills with one Build for each specialisation, in the order of their first launches.
+
+    Raises EngineError where `arch` is none, and whatever the compiler raises; triton.runtime.OutOfResources for a
+    kernel that takes more shared memory than `arch` has. Not for use beside kernels that run on another thread.
+    """
+    target, builds = target_of(arch), list[Build]()
+    before = driver._active  # `active` itself would look for a GPU
+
+    def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        binary = next(Path(path) for name, path in metadata_group.items() if name.endswith(".cubin"))
+        seconds = 0.0 if cache_hit else times.total / 1e6
+        one = Build(src.name, binary.parent.name, cache_hit, seconds, binary, metadata["shared"], metadata["num_warps"])
+        builds.append(one)
+
+    with knobs.cache.scope(), knobs.compilation.scope():
+        if cache is not None:
+            cache.mkdir(parents=True, exist_ok=True)
+            knobs.cache.dir = str(cache.resolve())
+        knobs.compilation.listener = listener
+        driver.set_active(_NoGpu(target))
+        try:
+            yield builds
+        finally:
+            driver._active = before
+
+
+class _NoGpu:
+    """What Triton asks a driver for on the way to a launch."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target, self._device = target, next(_devices)
+        self.utils = _Utilities(_SHARED.get(target.arch, _LEAST_SHARED))
+        self.launcher_cls: Callable[..., Any] = _Launcher
+        build_utilities()
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Utilities:
+    def __init__(self, shared: int) -> None:
+        self._shared = shared
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self._shared}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
+        """Module, function, registers, spills, and the most threads of a block."""
+        return name, name, 0, 0, 1024
+
+
+class _Launcher:
+    """Made once for each kernel, as the one that runs is; its code goes into the cache too."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        build_launcher(source, metadata)
+
+    def __call__(self, *launch: object) -> None:
+        pass

@@ -1,0 +1,66 @@
+"""What Triton compiles in C beside each kernel: a launcher for its signature, and its own way to the driver.
+
+At run time they take a C compiler and some tenths of a second each, unless they are in the cache. Here they are put
+there where there is neither a GPU nor a driver: they are linked against a library that has the driver's name and
+nothing in it, since what they take from it is looked up only when they are loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build
+from triton.runtime.cache import get_cache_manager
+
+from engine.errors import EngineError
+
+_SUFFIX: Final = sysconfig.get_config_var("EXT_SUFFIX")
+_DRIVER: Final = "libcuda.so.1"
+
+
+def build_utilities() -> None:
+    """Put Triton's way to the driver into the cache. Raises EngineError where there is no C compiler."""
+    _put("cuda_utils", (Path(nvidia.dirname) / "driver.c").read_text())
+
+
+def build_launcher(source: Any, metadata: Any) -> None:
+    """Put the launcher of a kernel (a Triton ASTSource and its metadata) into the cache, as `nvidia.CudaLauncher` does.
+
+    Raises EngineError where there is no C compiler.
+    """
+    code = nvidia.make_launcher(
+        dict(source.constants), dict(source.signature), getattr(metadata, "tensordesc_meta", None)
+    )
+    _put("__triton_launcher", code)
+
+
+def _put(name: str, code: str) -> None:
+    """As `triton.runtime.build.compile_module_from_src` does, without loading it."""
+    key = hashlib.sha256((code + build.platform_key()).encode()).hexdigest()
+    cache = get_cache_manager(key)
+    if cache.get_file(f"{name}{_SUFFIX}") is not None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, f"{name}.c")
+        source.write_text(code)
+        try:
+            libraries = _nameless(folder)
+            built = build._build(name, str(source), folder, [libraries], nvidia.include_dirs, [_DRIVER], [])
+        except RuntimeError as error:  # Triton found no compiler
+            raise EngineError(f"Triton compiles its launchers in C: {error}") from error
+        cache.put(Path(built).read_bytes(), f"{name}{_SUFFIX}", binary=True)
+
+
+def _nameless(folder: str) -> str:
+    """A folder with an empty library of the driver's name."""
+    source = Path(folder, "empty.c")
+    source.write_text("")
+    built = build._build("empty", str(source), folder, [], [], [], [f"-Wl,-soname,{_DRIVER}"])
+    shutil.copyfile(built, Path(folder, _DRIVER))
+    return folder
