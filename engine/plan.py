@@ -17,6 +17,8 @@ class ScheduledSeq:
     count: int
     samples: bool
     """True where the last of these tokens is the last there is: its logits choose the next."""
+    pending: bool = False
+    """The last of these tokens is what the step in flight samples for this sequence: seq.tokens has a placeholder."""
     scored: ScoredPart | None = None
     """Set by the runner where the log probabilities of the prompt are wanted."""
 
