@@ -57,7 +57,7 @@ class Runner:
             batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.wanted
         )
         if len(hidden) > len(sampling):
-            scored = [row for row in plan.rows if row.wanted()]
+            scored = [(row, span) for row in plan.rows if (span := row.wanted())]
             score_prompts(scored, hidden[len(sampling) :], self._model.logits, self._model.vocab_size)
             hidden = hidden[: len(sampling)]
         return [] if how is None else sample(self._model.logits(hidden), how)

@@ -1,1 +1,11 @@
-"""The runner for accelerators: what a step needs is kept there, and made there."""
+"""The runner for accelerators: what a step needs is kept there, made there and, where it can be, replayed there.
+
+DeviceRows (rows) keep each running sequence's block tables and last token on the device; a step sends their differences
+and four numbers a row, in one copy through the PinnedRing (ring); InputMaker (inputs) makes tokens, positions and
+places of them there. DeviceRunner (runner) runs the model on these, a step of decodes as a recorded graph (graphs), and
+samples; results come back by a copy that only `collect` waits for.
+"""
+
+from engine.device.runner import DeviceRunner
+
+__all__ = ["DeviceRunner"]

@@ -112,3 +112,10 @@ class Reference:
                 keys, values = cache[:, group.block_tables[i]].flatten(1, 2)[:, :kv_len]
                 out[rows] = causal(query[rows], keys, values, scale, softcap, batch.window)
         return out
+
+
+class Ragged(Reference):
+    """The same over ragged batches: what the runner for accelerators runs on where there is none."""
+
+    name = "ragged"
+    ragged = True

@@ -34,14 +34,16 @@ def token_logprobs(said: Tensor, tokens: Tensor, ids: Sequence[int], counts: Seq
     ]
 
 
-def score_prompts(rows: list[ScheduledSeq], hidden: Tensor, logits: Callable[[Tensor], Tensor], vocab: int) -> None:
-    """Set `scored` of each row, all of which have wanted positions. `hidden` [wanted positions, hidden size] are theirs
-    in order, `logits` makes logits of any slice of them. A prompt whose logits are not all finite gets an error, alone.
+def score_prompts(
+    rows: list[tuple[ScheduledSeq, range]], hidden: Tensor, logits: Callable[[Tensor], Tensor], vocab: int
+) -> None:
+    """Set `scored` of each row; its range is that of the wanted positions, of which there are some. `hidden` [wanted
+    positions, hidden size] are theirs in order, `logits` makes logits of any slice of them. A prompt whose logits are
+    not all finite gets an error, alone.
     """
     ids: list[int] = []
     counts: list[int] = []
-    for row in rows:
-        span = row.wanted()
+    for row, span in rows:
         ids += row.seq.tokens[span.start + 1 : span.stop + 1]
         counts += [row.seq.scores.top if row.seq.scores else 0] * len(span)
     tokens = upload([np.array(ids, np.int64)], hidden.device)[0]
@@ -54,8 +56,7 @@ def score_prompts(rows: list[ScheduledSeq], hidden: Tensor, logits: Callable[[Te
         finite += (part.amin(-1).isfinite() & part.amax(-1).isfinite()).tolist()
         found += token_logprobs(part.log_softmax(-1), tokens[start:end], ids[start:end], counts[start:end])
     place = 0
-    for row in rows:
-        span = row.wanted()
+    for row, span in rows:
         end = place + len(span)
         whole = all(finite[place:end])
         row.scored = ScoredPart(span.start + 1, found[place:end] if whole else [], None if whole else NOT_FINITE)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine.device import DeviceRunner
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.params import SamplingParams
@@ -29,7 +30,18 @@ class Driver:
         **settings: Any,
     ) -> None:
         spaces = [KvSpace(blocks, group.window) for group in model.kv_groups]
-        self.runner = Runner(model, spaces=spaces, block_size=block_size, max_num_seqs=sequences)
+        self.runner: Runner | DeviceRunner
+        if model.kernels.ragged:
+            self.runner = DeviceRunner(
+                model,
+                spaces=spaces,
+                block_size=block_size,
+                max_num_seqs=sequences,
+                max_num_batched_tokens=tokens,
+                max_model_len=model.context_length,
+            )
+        else:
+            self.runner = Runner(model, spaces=spaces, block_size=block_size, max_num_seqs=sequences)
         self.scheduler = Scheduler(
             spaces=spaces,
             block_size=block_size,

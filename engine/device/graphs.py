@@ -1,0 +1,142 @@
+"""Steps in which every sequence decodes: recorded at their first use, replayed from then on."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.device.inputs import Shape
+
+logger = logging.getLogger("penstock.engine")
+
+#: Contexts share a recording up to so many places, then up to four times as many, and so on: a bound on lengths is a
+#: bound on the work that a recorded kernel may split off, and not on what it reads.
+_FEWEST_PLACES = 1024
+
+
+class Recording(Protocol):
+    def replay(self) -> None:
+        """Do again what was recorded, in the same memory."""
+
+
+#: Records what a call does on the device, by doing it once or more: only to be given what may be done again.
+Record = Callable[[Callable[[], None]], Recording]
+
+
+class Recorded:
+    """Where there are no graphs: replaying calls again what was recorded."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        run()
+        self._run = run
+
+    def replay(self) -> None:
+        self._run()
+
+
+class CudaRecorder:
+    """Records CUDA graphs, all in one memory pool: their steps follow each other, so that each may use it all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Recording:
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            # What is only done at first use (kernels compiled, workspaces taken) cannot be recorded.
+            run()
+        here.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process may use the device meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+
+def recorder(device: torch.device) -> Record:
+    return CudaRecorder(device) if device.type == "cuda" else Recorded
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Sequences of the steps that are recorded, up to `most`: the farther apart the less a row more costs."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class DecodeGraphs:
+    """Of one runner. Where recording fails once, steps run as they are from then on, which is slower and as good."""
+
+    def __init__(self, record: Record, *, slots: int, most_places: int, device: torch.device) -> None:
+        """`most_places`: tokens of the longest sequence."""
+        self._record = record
+        self._sizes = batch_sizes(slots)
+        self._most_places = most_places
+        self._device = device
+        self._version = -1
+        self._recordings: dict[Shape, Recording] = {}
+        self._fails = False
+        #: Memory that the device has taken for them.
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def padded(self, shape: Shape) -> Shape | None:
+        """The shape whose recording serves a step of this shape; None where it does not only decode."""
+        if self._fails or not shape.decodes:
+            return None
+        rows = self._sizes[bisect.bisect_left(self._sizes, shape.rows)]
+        return Shape(rows, rows, 1, tuple(self._places(most) for most in shape.most_places))
+
+    def _places(self, most: int) -> int:
+        bound = _FEWEST_PLACES
+        while bound < most:
+            bound *= 4
+        return min(bound, max(self._most_places, most))
+
+    def run(self, shape: Shape, version: int, step: Callable[[Shape], None]) -> None:
+        """Do `step(shape)`, from a recording if there is one. It must do all its work on the device, and in memory of
+        which `version` says whether it is still the same."""
+        if version != self._version:
+            self._recordings.clear()
+            self._version = version
+        recording = self._recordings.get(shape)
+        if recording is None:
+            recording = self._recorded(shape, step)
+        if recording is None:
+            step(shape)
+        else:
+            recording.replay()
+
+    def _recorded(self, shape: Shape, step: Callable[[Shape], None]) -> Recording | None:
+        before = _reserved(self._device)
+        try:
+            recording = self._record(lambda: step(shape))
+        except Exception:
+            self._fails = True
+            self._recordings.clear()
+            logger.exception("decode steps cannot be recorded as CUDA graphs; they run without from here on")
+            return None
+        self._recordings[shape] = recording
+        taken = _reserved(self._device) - before
+        self.bytes += taken
+        logger.info(
+            "recorded decode steps of %d sequences with up to %s places: %.1f MiB, %.1f MiB for all %d",
+            shape.rows,
+            "/".join(map(str, shape.most_places)),
+            taken / 2**20,
+            self.bytes / 2**20,
+            len(self._recordings),
+        )
+        return recording
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

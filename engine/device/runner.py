@@ -1,0 +1,173 @@
+"""Executes step plans on an accelerator: launches them without waiting for it, collects what they sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device.graphs import DecodeGraphs, Record, recorder
+from engine.device.inputs import InputMaker, Shape, shape_of
+from engine.device.ring import PinnedRing
+from engine.device.rows import DeviceRows
+from engine.device.sampling import HostSampler, Sampling
+from engine.kv import KvSpace
+from engine.models import Model
+from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.request import Sequence
+from engine.sampling import score_prompts
+from engine.upload import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way."""
+
+    sampling: Sampling | None
+    """None where no row samples."""
+    scored: list[tuple[ScheduledSeq, range]]
+    """Prompts to be scored, and at which positions."""
+    hidden: Tensor | None
+    """[positions scored, width]: their last hidden states."""
+
+
+class DeviceRunner:
+    """Used by one thread. Each of `spaces` is the scheduler's.
+
+    The model's kernels must read ragged batches (engine.kernels.ragged), whose sequences end where kv_lens say: what an
+    earlier owner left behind that in a block is never looked at.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        spaces: Sequence_[KvSpace],
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        record: Record | None = None,
+        ring: PinnedRing | None = None,
+        graphs: bool = True,
+    ) -> None:
+        """`graphs`: whether decode steps are recorded and replayed. `record` and `ring` are the device's own, unless a
+        test has others."""
+        self._model = model
+        self._block_size = block_size
+        device = model.device
+        self._caches = [
+            torch.zeros(
+                (group.layers, 2, space.num_blocks, block_size, group.kv_heads, group.head_dim),
+                dtype=model.kernels.compute_dtype,
+                device=device,
+            )
+            for group, space in zip(model.kv_groups, spaces, strict=True)
+        ]
+        self._rows = DeviceRows(spaces, slots=max_num_seqs, block_size=block_size, length=max_model_len, device=device)
+        self._inputs = InputMaker(
+            self._rows, most_tokens=max_num_batched_tokens, device=device, rope_switch=model.rope_switch, ring=ring
+        )
+        self._sampler = HostSampler(max_num_seqs, model.vocab_size, device)
+        self._owners: list[Sequence | None] = [None] * max_num_seqs
+        self._every = torch.arange(max_num_seqs, device=device)
+        self._hidden: Tensor | None = None
+        self.graphs = (
+            DecodeGraphs(record or recorder(device), slots=max_num_seqs, most_places=max_model_len, device=device)
+            if graphs
+            else None
+        )
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Launch and collect."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Put all work of a plan on the device's queue: its tokens into the cache, and what follows them.
+
+        A row may be pending: its last token is then what the step launched before samples in that slot. After an
+        exception the plan's rows may be launched again, also one by one (then after `copy_blocks` and without the
+        plan's copies): whatever was written is written again.
+        """
+        try:
+            return self._launch(plan)
+        except BaseException:
+            # What of the rows' differences has got there is not known.
+            self._rows.forget()
+            raise
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        self.copy_blocks(plan.copies)
+        sampling = [row for row in plan.rows if row.samples]
+        for row in sampling:
+            if self._owners[row.seq.slot] is not row.seq:
+                self._sampler.admit(row.seq)
+                self._owners[row.seq.slot] = row.seq
+        scored = [(row, span) for row in plan.rows if (span := row.wanted())]
+        shape = shape_of(plan, self._rows.windows, self._block_size)
+        padded = None if self.graphs is None or scored else self.graphs.padded(shape)
+        hidden = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
+        if not sampling:
+            return Launched(None, scored, hidden if scored else None)
+        count = len(sampling)
+        launched = self._sampler.sample(self._model.logits(hidden[:count]), sampling, self._rows.last_tokens)
+        return Launched(launched, scored, hidden[count:] if scored else None)
+
+    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> Tensor:
+        """The last hidden states of the rows that sample, then of the positions that are scored."""
+        wanted: list[range] = []
+        begins: dict[int, int] = {}
+        end = 0
+        for row in plan.rows:
+            begins[id(row)] = end - row.start
+            end += row.count
+            if row.samples:
+                wanted.append(range(end - 1, end))
+        wanted += [range(span.start + begins[id(row)], span.stop + begins[id(row)]) for row, span in scored]
+        places = self._inputs.send(plan.rows, shape, wanted)
+        self._inputs.make(shape)
+        inputs = self._inputs.view(shape)
+        return self._model.forward(inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places)
+
+    def _replay(self, plan: StepPlan, shape: Shape) -> Tensor:
+        """The last hidden states of the rows that sample, in memory that the next step's are written to."""
+        self._inputs.send(plan.rows, shape)
+        if self.graphs is not None:
+            self.graphs.run(shape, self._rows.version, self._decode)
+        hidden = self._hidden
+        assert hidden is not None
+        chosen = [i for i, row in enumerate(plan.rows) if row.samples]
+        if len(chosen) == len(plan.rows):
+            return hidden[: len(chosen)]
+        return hidden[upload([np.array(chosen, np.int64)], self._model.device)[0]]
+
+    def _decode(self, shape: Shape) -> None:
+        """A decode step from what was sent to its hidden states, in memory that is always the same."""
+        self._inputs.make(shape)
+        inputs = self._inputs.view(shape)
+        every = self._every[: shape.rows]
+        found = self._model.forward(inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, every)
+        if self._hidden is None:
+            self._hidden = found.new_zeros(len(self._every), found.shape[1])
+        self._hidden[: shape.rows] = found
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> list[Sampled]:
+        """Wait for a launched step: one result for each row that samples, in the plan's order."""
+        if launched.hidden is not None:
+            score_prompts(launched.scored, launched.hidden, self._model.logits, self._model.vocab_size)
+        return [] if launched.sampling is None else launched.sampling.results()
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        """Copy whole blocks: (KV group, source, destination) of a plan."""
+        for group in {group for group, _, _ in copies}:
+            pairs = [(source, destination) for of, source, destination in copies if of == group]
+            columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
+            sources, destinations = upload(columns, self._model.device)
+            cache = self._caches[group]
+            cache[:, :, destinations] = cache[:, :, sources]
