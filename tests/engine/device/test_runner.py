@@ -1,4 +1,4 @@
-"""Plans executed by the device's runner: neighbours, chunks, steps on their way and rubbish in the cache change nothing."""
+"""Plans executed by the device's runner: neighbours, chunks, steps on their way and rubbish change nothing."""
 
 from __future__ import annotations
 
