@@ -17,10 +17,14 @@ class ScheduledSeq:
     count: int
     samples: bool
     """True where the last of these tokens is the last there is: its logits choose the next."""
-    pending: bool = False
-    """The last of these tokens is what the step in flight samples for this sequence: seq.tokens has a placeholder."""
     scored: ScoredPart | None = None
     """Set by the runner where the log probabilities of the prompt are wanted."""
+
+    @property
+    def pending(self) -> bool:
+        """True where the one token to compute is not known: the step in flight samples it, for the sequence's slot. Of
+        meaning until the plan is launched."""
+        return self.seq.pending
 
     def wanted(self) -> range:
         """Positions of this part whose logits score the prompt's next token; empty where nobody asked."""

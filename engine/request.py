@@ -113,6 +113,10 @@ class Status(IntEnum):
     FINISHED = 2
 
 
+#: Stands in a sequence's tokens for one that is not known yet. No token id: it cannot be hashed.
+UNKNOWN = -1
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request while it lives: the object that scheduler, plan and runner share.
@@ -135,6 +139,8 @@ class Sequence:
     slot: int = -1
     """Permanent row, 0 to max_num_seqs - 1, while running."""
     computed: int = 0
+    pending: bool = False
+    """The last of tokens is UNKNOWN: the step in flight samples it. Only while the step after that one is planned."""
     tables: list[Table] = field(default_factory=list)
     """One for each KV group while it runs, else none."""
     room: int = 0

@@ -39,7 +39,8 @@ def row(slot: int, start: int, count: int, total: int, *, first: int = 0, pendin
     dice = random.Random(slot)
     blocks = -(-total // BLOCK)
     seq.tables = [Table(dice.sample(range(200), blocks)), Table(dice.sample(range(200), blocks - first), first)]
-    return ScheduledSeq(seq, start, count, start + count == total, pending)
+    seq.pending = pending
+    return ScheduledSeq(seq, start, count, start + count == total)
 
 
 def check(maker: InputMaker, rows: DeviceRows, plan: StepPlan, shape: Shape) -> None:
@@ -49,7 +50,7 @@ def check(maker: InputMaker, rows: DeviceRows, plan: StepPlan, shape: Shape) -> 
     for one in plan.rows:
         for place in range(one.start, one.start + one.count):
             last = place == one.start + one.count - 1
-            tokens.append(9000 + one.seq.slot if one.pending and last else one.seq.tokens[place])
+            tokens.append(9000 + one.seq.slot if one.seq.pending and last else one.seq.tokens[place])
             positions.append(place)
             longs.append(len(one.seq.tokens) > SWITCH)
         begins.append(len(tokens))

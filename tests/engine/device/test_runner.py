@@ -15,7 +15,7 @@ from engine.kernels.reference import Ragged
 from engine.kv import KvSpace, Table
 from engine.models import Model, load_model
 from engine.plan import Sampled, ScheduledSeq, StepPlan
-from engine.request import Sequence
+from engine.request import UNKNOWN, Sequence
 from tests.engine.sampling.sequences import sequence
 
 BLOCK = 4
@@ -45,8 +45,8 @@ def seq(slot: int, tokens: list[int], table: list[int], temperature: float = 0.0
     return one
 
 
-def scheduled(one: Sequence, start: int, count: int, *, pending: bool = False) -> ScheduledSeq:
-    return ScheduledSeq(one, start, count, start + count == len(one.tokens), pending)
+def scheduled(one: Sequence, start: int, count: int) -> ScheduledSeq:
+    return ScheduledSeq(one, start, count, start + count == len(one.tokens))
 
 
 def plan(*rows: ScheduledSeq, copies: list[tuple[int, int, int]] | None = None) -> StepPlan:
@@ -149,10 +149,11 @@ def generated(runner: DeviceRunner, ahead: int, temperature: float) -> dict[int,
             rows = []
             for one in both:
                 begin = len(one.tokens) - 1 if step else 0
-                rows.append(scheduled(one, begin, len(one.tokens) - begin, pending=step > 0 and ahead > 0))
+                one.pending = one.tokens[-1] == UNKNOWN
+                rows.append(scheduled(one, begin, len(one.tokens) - begin))
             flying.append((runner.launch(plan(*rows)), [len(one.tokens) for one in both]))
             for one in both:
-                one.tokens.append(-7)  # what it will be, nobody knows yet
+                one.tokens.append(UNKNOWN)
         if step >= ahead:
             launched, places = flying.pop(0)
             for one, place, sampled in zip(both, places, runner.collect(launched), strict=True):
