@@ -178,12 +178,14 @@ class StepLoop:
                 told |= bool(events)
 
     def _execute(self, plan: StepPlan, failures: list[Event]) -> list[Sampled]:
+        # Once, and before a row is written. Whoever was copied from may have been put out of the batch in the planning
+        # of this very step, and its block given to one of the rows: copied again, it would be what that row wrote.
+        self._executor.copy_blocks(plan.copies)
         try:
-            return self._executor.execute(plan)
+            return self._executor.execute(replace(plan, copies=[]))
         except Exception:
             logger.exception("a step of %d sequences failed; they are run one by one", len(plan.rows))
         # Only the culprit shall fail: the others' results do not depend on whom they run with.
-        self._executor.copy_blocks(plan.copies)
         sampled = []
         for row in plan.rows:
             if row.seq.status is not Status.RUNNING:  # it ended with another of its request, and holds no blocks

@@ -38,7 +38,8 @@ class StepPlan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     """(KV group, source block, destination block), whole blocks, to be done before the forward pass. In a group no
     destination comes twice and no source is the destination of an earlier copy, so in order or all at once gives the
-    same."""
+    same. A source may be written by a row of the same plan, and be the destination of a later copy: once written, the
+    plan's copies cannot be made again."""
     num_tokens: int = 0
 
 

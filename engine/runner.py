@@ -39,8 +39,8 @@ class Runner:
     def execute(self, plan: StepPlan) -> list[Sampled]:
         """Compute the plan's tokens into the cache; one result for each row that samples, in the plan's order.
 
-        After an exception the plan's rows may be executed again, also one by one (then after `copy_blocks` and
-        without the plan's copies): whatever was written is written again.
+        After an exception the plan's rows may be executed again, also one by one: whatever was written is written
+        again. Its copies may not, for a row may have written where they read.
         """
         self.copy_blocks(plan.copies)
         sampling = [row.seq for row in plan.rows if row.samples]
