@@ -57,7 +57,7 @@ class EditRows:
         self._banned[slot] = self._known([*params.banned_token_ids, *single])
         self._ends[slot] = self._known(sequence.output.ends)
         self._armed_at[slot] = sequence.prompt_len + params.min_tokens
-        self._words[slot] = _by_last_but_one(sequence.bad_words)
+        self._words[slot] = by_last_but_one(sequence.bad_words)
         penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         if penalised:
             self._count(sequence)
@@ -125,12 +125,7 @@ class EditRows:
         if len(ends):
             lengths = np.fromiter((len(sequences[row].tokens) for row in ends), np.int64, len(ends))
             ends = ends[lengths < self._armed_at[slots[ends]]]
-        spelled = [
-            (row, last)
-            for row in words
-            for before, last in self._words[slots[row]].get(sequences[row].tokens[-1], ())
-            if sequences[row].tokens[-len(before) :] == before
-        ]
+        spelled = [(row, last) for row in words for last in spelled_out(self._words[slots[row]], sequences[row].tokens)]
         return _pairs(
             np.concatenate((banned, ends, np.array([row for row, _ in spelled], np.int64))),
             [
@@ -153,7 +148,13 @@ def _pairs(rows: Ids, ids: list[Ids]) -> Pairs:
     return rows.repeat([len(own) for own in ids]), np.concatenate(ids)
 
 
-def _by_last_but_one(words: tuple[tuple[int, ...], ...]) -> Words:
+def spelled_out(words: Words, tokens: list[int]) -> list[int]:
+    """The last tokens of the words whose others stand at the end of `tokens`."""
+    return [last for before, last in words.get(tokens[-1], ()) if tokens[-len(before) :] == before]
+
+
+def by_last_but_one(words: tuple[tuple[int, ...], ...]) -> Words:
+    """Those of more than one token."""
     found: Words = defaultdict(list)
     for *before, last in words:
         if before:

@@ -24,13 +24,24 @@ def token_logprobs(said: Tensor, tokens: Tensor, ids: Sequence[int], counts: Seq
 
     `said` [rows, vocabulary] log probabilities; `tokens` int64 [rows], `ids` the same on the host.
     """
-    chosen = said.gather(1, tokens[:, None])
-    values, likeliest = said.topk(min(max(counts), said.shape[-1]))
-    listed = torch.cat((chosen, values), 1).tolist()
-    listed_ids = likeliest.tolist()
+    values, likeliest = ranked(said, tokens, max(counts))
+    return listed(values.tolist(), likeliest.tolist(), ids, counts)
+
+
+def ranked(said: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """(fp32 [rows, 1 + most]: the token's log probability, then those of the likeliest; int64 [rows, most]: their ids).
+    Of the device nothing is waited for."""
+    values, likeliest = said.topk(min(most, said.shape[-1]))
+    return torch.cat((said.gather(1, tokens[:, None]), values), 1), likeliest
+
+
+def listed(
+    values: list[list[float]], likeliest: list[list[int]], ids: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """`ranked` as callers get it, of tokens `ids`."""
     return [
         TokenLogprobs(token, own[0], tuple(zip(top[:count], own[1 : count + 1], strict=True)))
-        for token, own, top, count in zip(ids, listed, listed_ids, counts, strict=True)
+        for token, own, top, count in zip(ids, values, likeliest, counts, strict=True)
     ]
 
 

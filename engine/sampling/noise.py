@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# Of SplitMix64; all have the highest bit set.
+_ADD, _MULTIPLY_1, _MULTIPLY_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 #: Odd, and far from any small multiple of a power of two: spreads neighbouring token ids (2^32 / golden ratio).
 _SPREAD = 0x9E3779B1 - (1 << 32)
 # Multipliers of "lowbias32" by Chris Wellons (hash-prospector, public domain), as signed int32.
@@ -26,17 +28,35 @@ def row_keys(
     seeds: NDArray[np.uint64], choices: NDArray[np.uint64], positions: NDArray[np.uint64]
 ) -> NDArray[np.int32]:
     """[rows, 2] keys for `gumbel`. `positions` counts from the prompt's first token."""
-    state = _splitmix64(seeds)
-    state = _splitmix64(state ^ choices)
-    state = _splitmix64(state ^ positions)
+    state = _splitmix64(choice_state(seeds, choices) ^ positions)
     return state.view(np.int32).reshape(-1, 2)
+
+
+def choice_state(seeds: NDArray[np.uint64], choices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What the keys of all positions of a choice have in common."""
+    return _splitmix64(_splitmix64(seeds) ^ choices)
+
+
+def position_keys(state: Tensor, positions: Tensor) -> Tensor:
+    """`row_keys` on any device: int32 [rows, 2], from int64 [rows] of `choice_state` and positions.
+
+    int64 products wrap; its right shift copies the sign, which is masked away.
+    """
+    x = (state ^ positions) + _signed(_ADD)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MULTIPLY_1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MULTIPLY_2)
+    return (x ^ ((x >> 31) & ((1 << 33) - 1))).view(torch.int32).view(-1, 2)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64)
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """One step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64 bits."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x + np.uint64(_ADD)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MULTIPLY_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MULTIPLY_2)
     return x ^ (x >> np.uint64(31))
 
 

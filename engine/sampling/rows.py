@@ -17,7 +17,7 @@ from engine.sampling.noise import row_keys
 from engine.upload import upload
 
 #: Below this a temperature is taken as 0: dividing by it would only overflow.
-_COLDEST = 1e-5
+COLDEST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class SamplingRows:
     def admit(self, sequence: Sequence) -> None:
         """Take over the row of the sequence's slot."""
         slot, params = sequence.slot, sequence.request.params
-        self._temperature[slot] = params.temperature if params.temperature >= _COLDEST else 0.0
+        self._temperature[slot] = params.temperature if params.temperature >= COLDEST else 0.0
         # All tokens kept is the same as no filter.
         self._top_k[slot] = params.top_k if params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p

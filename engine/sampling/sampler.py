@@ -39,12 +39,13 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
     ids, found = torch.stack((tokens, faults)).tolist()
     logprobs = {} if said is None else _logprobs(said, tokens, ids, batch)
     return [
-        _failed(token, fault) if fault else Sampled(token, logprobs.get(row))
+        failed(token, fault) if fault else Sampled(token, logprobs.get(row))
         for row, (token, fault) in enumerate(zip(ids, found, strict=True))
     ]
 
 
-def _failed(token: int, fault: int) -> Sampled:
+def failed(token: int, fault: int) -> Sampled:
+    """A row's result where `fault` is not 0: 1 for logits that are not finite, else no token was left."""
     if fault & 1:
         return Sampled(token, error=NOT_FINITE)
     return Sampled(token, error=NONE_LEFT, refused=True)
