@@ -4,8 +4,8 @@ DeviceRows (rows) keep each running sequence's block tables and last token on th
 and four numbers a row, in one copy through the PinnedRing (ring); InputMaker (inputs) makes tokens, positions and
 places of them there. DeviceRunner (runner) runs the model on these, a step of decodes as a recorded graph (graphs), and
 samples; results come back by a copy that only `collect` waits for. DeviceSampler (sampler) keeps how each sequence
-wants its tokens chosen in permanent rows, too (sampling_rows, edit_state), and chooses them there, by kernels or by what
-plain_sampling has in plain torch.
+wants its tokens chosen in permanent rows, too (sampling_rows, edit_state), and chooses them there, by kernels or by
+what plain_sampling has in plain torch.
 """
 
 from engine.device.runner import DeviceRunner
