@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Each
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -99,12 +100,11 @@ class InputMaker:
         self._rows = rows
         self._device = device
         self._rope_switch = rope_switch
-        self._make = make_inputs if make is None else make
+        self._make = maker(device) if make is None else make
         self._ring = PinnedRing(device) if ring is None else ring
         groups = len(rows.windows)
         most = Shape(rows.slots, most_tokens, most_tokens, ())
-        # Wanted rows are at most the tokens.
-        room = most.parts()[-1] + _aligned(most_tokens) + 2 * _MOST_CHANGES
+        room = most.parts()[-1] + _aligned(2 * most_tokens) + 2 * _MOST_CHANGES
 
         def empty(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
@@ -118,30 +118,29 @@ class InputMaker:
             kv_lens=empty(groups, rows.slots, dtype=torch.int32),
         )
 
-    def send(self, plan: Each[ScheduledSeq], shape: Shape, wanted: Each[range] = ()) -> Tensor:
+    def send(self, plan: Each[ScheduledSeq], shape: Shape, more: Each[int] = ()) -> Tensor:
         """Send what a step of these rows needs, and the differences of the permanent rows.
 
-        `wanted`: token rows; they come back as a tensor, int64. After an exception, `DeviceRows.forget`.
+        `more` numbers travel along, at most two for each token, and come back as a tensor, int64. After an exception,
+        `DeviceRows.forget`.
         """
         indexes, values = self._rows.differences(plan)
         by_themselves = len(indexes) > _MOST_CHANGES
         if by_themselves:
             self._change(*upload([indexes, values], self._device))
-        parts = shape.parts()
-        end = parts[-1]
-        rows = [place for span in wanted for place in span]
-        after = end + _aligned(len(rows))
+        end = shape.parts()[-1]
+        after = end + _aligned(len(more))
         changes = 0 if by_themselves else len(indexes)
         host = self._ring.lend(after + 2 * changes)
         self._write(host, plan, shape)
-        host[end : end + len(rows)] = rows
+        host[end : end + len(more)] = more
         host[after : after + changes] = indexes[:changes]
         host[after + changes :] = values[:changes]
         sent = self.targets.sent
         self._ring.send(len(host), sent)
         if changes:
             self._change(sent[after : after + changes], sent[after + changes : after + 2 * changes])
-        return sent[end : end + len(rows)].long()
+        return sent[end : end + len(more)].long()
 
     def _change(self, indexes: Tensor, values: Tensor) -> None:
         self._rows.state.index_copy_(0, indexes.long(), values)
@@ -247,6 +246,36 @@ def make_inputs(shape: Shape, targets: Targets, rows: DeviceRows) -> None:
         targets.places[i, : shape.tokens] = torch.where(real[row], block * size + place % size, -1)
         lengths = start + (ends - begins[:-1]) - skipped
         targets.kv_lens[i, : shape.rows] = torch.where(real, lengths, 0)
+
+
+def make_inputs_by_kernel(shape: Shape, targets: Targets, rows: DeviceRows) -> None:
+    """The same as `make_inputs` in one kernel."""
+    # Only here: triton is there where there is a GPU.
+    from engine.kernels.triton.step_inputs import step_inputs
+
+    _, starts, _, _, tokens, _ = shape.parts()
+    step_inputs(
+        targets.sent,
+        starts,
+        tokens,
+        rows.state,
+        rows.layout,
+        rows.last_tokens,
+        targets.tokens,
+        targets.positions,
+        targets.long,
+        targets.places,
+        targets.kv_lens,
+        rows=shape.rows,
+        most_queries=shape.most_queries,
+        block_size=rows.block_size,
+        flags=(PENDING, LONG, PADDING),
+    )
+
+
+def maker(device: torch.device) -> MakeInputs:
+    """What makes the inputs on `device`."""
+    return make_inputs_by_kernel if device.type == "cuda" and find_spec("triton") is not None else make_inputs
 
 
 def _aligned(count: int) -> int:

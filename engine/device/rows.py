@@ -72,6 +72,12 @@ class DeviceRows:
             group.firsts = np.empty(self.slots if group.window is not None else 0, np.int32)
             total += group.tables.size + group.firsts.size
         self.state = torch.zeros(total, dtype=torch.int32, device=self._device)
+        places = [
+            (group.start, group.width, group.start + group.tables.size if group.firsts.size else -1)
+            for group in self._groups
+        ]
+        #: int64 [groups, 3]: where in the state its tables begin, how wide they are, where its firsts begin or -1.
+        self.layout = torch.tensor(places, dtype=torch.int64, device=self._device)
         self.forget()
 
     @property
@@ -90,13 +96,6 @@ class DeviceRows:
             return None
         start = one.start + one.tables.size
         return self.state[start : start + self.slots]
-
-    def layout(self) -> list[tuple[int, int, int]]:
-        """(where its tables begin in the state, their width, where its firsts begin or -1) of each group."""
-        return [
-            (group.start, group.width, -1 if group.window is None else group.start + group.tables.size)
-            for group in self._groups
-        ]
 
     def differences(self, rows: Each[ScheduledSeq]) -> tuple[Ints, Ints]:
         """(indexes, values) that make `state` what these rows are, if all differences so far have got there.
