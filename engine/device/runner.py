@@ -13,7 +13,7 @@ from engine.device.graphs import DecodeGraphs, Record, recorder
 from engine.device.inputs import InputMaker, Shape, shape_of
 from engine.device.ring import PinnedRing
 from engine.device.rows import DeviceRows
-from engine.device.sampling import HostSampler, Sampling
+from engine.device.sampler import DeviceSampler, Drawn, needs_host_token
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.plan import Sampled, ScheduledSeq, StepPlan
@@ -26,12 +26,25 @@ from engine.upload import upload
 class Launched:
     """A step on its way."""
 
-    sampling: Sampling | None
+    drawn: Drawn | None
     """None where no row samples."""
     scored: list[tuple[ScheduledSeq, range]]
     """Prompts to be scored, and at which positions."""
     hidden: Tensor | None
     """[positions scored, width]: their last hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What a step's forward pass gave, on the device."""
+
+    hidden: Tensor
+    """Last hidden states [rows, width] of the sequences that sample, then of the positions that are scored. Where the
+    step was replayed it is memory that the next one's are written to."""
+    slots: Tensor
+    """Integers [sequences that sample]."""
+    positions: Tensor
+    """int64 [sequences that sample], of their last tokens."""
 
 
 class DeviceRunner:
@@ -71,8 +84,7 @@ class DeviceRunner:
         self._inputs = InputMaker(
             self._rows, most_tokens=max_num_batched_tokens, device=device, rope_switch=model.rope_switch, ring=ring
         )
-        self._sampler = HostSampler(max_num_seqs, model.vocab_size, device)
-        self._owners: list[Sequence | None] = [None] * max_num_seqs
+        self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device, last_tokens=self._rows.last_tokens)
         self._every = torch.arange(max_num_seqs, device=device)
         self._hidden: Tensor | None = None
         self.graphs = (
@@ -85,65 +97,76 @@ class DeviceRunner:
         """Launch and collect."""
         return self.collect(self.launch(plan))
 
+    @staticmethod
+    def needs_token(sequence: Sequence) -> bool:
+        """Whether a step cannot be launched for `sequence` before its last token is known."""
+        return needs_host_token(sequence)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Put all work of a plan on the device's queue: its tokens into the cache, and what follows them.
 
         A row may be pending: its last token is then what the step launched before samples in that slot. After an
         exception the plan's rows may be launched again, also one by one (then after `copy_blocks` and without the
-        plan's copies): whatever was written is written again.
+        plan's copies), with all their tokens: whatever was written is written again.
         """
         try:
             return self._launch(plan)
         except BaseException:
-            # What of the rows' differences has got there is not known.
+            # How much of what the rows are has got there is not known.
             self._rows.forget()
+            self._sampler.forget()
             raise
 
     def _launch(self, plan: StepPlan) -> Launched:
         self.copy_blocks(plan.copies)
-        sampling = [row for row in plan.rows if row.samples]
-        for row in sampling:
-            if self._owners[row.seq.slot] is not row.seq:
-                self._sampler.admit(row.seq)
-                self._owners[row.seq.slot] = row.seq
+        sampling = [row.seq for row in plan.rows if row.samples]
         scored = [(row, span) for row in plan.rows if (span := row.wanted())]
         shape = shape_of(plan, self._rows.windows, self._block_size)
         padded = None if self.graphs is None or scored else self.graphs.padded(shape)
-        hidden = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
-        if not sampling:
-            return Launched(None, scored, hidden if scored else None)
-        count = len(sampling)
-        launched = self._sampler.sample(self._model.logits(hidden[:count]), sampling, self._rows.last_tokens)
-        return Launched(launched, scored, hidden[count:] if scored else None)
+        features = self._sampler.admit(sampling) if sampling else None
+        ended = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
+        rest = ended.hidden[len(sampling) :] if scored else None
+        if features is None:
+            return Launched(None, scored, rest)
+        logits = self._model.logits(ended.hidden[: len(sampling)])
+        self._sampler.launch(logits, ended.slots, ended.positions, features)
+        return Launched(self._sampler.fetch(logits, sampling), scored, rest)
 
-    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> Tensor:
-        """The last hidden states of the rows that sample, then of the positions that are scored."""
-        wanted: list[range] = []
+    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> _Ended:
+        wanted: list[int] = []
         begins: dict[int, int] = {}
         end = 0
         for row in plan.rows:
             begins[id(row)] = end - row.start
             end += row.count
             if row.samples:
-                wanted.append(range(end - 1, end))
-        wanted += [range(span.start + begins[id(row)], span.stop + begins[id(row)]) for row, span in scored]
-        places = self._inputs.send(plan.rows, shape, wanted)
+                wanted.append(end - 1)
+        sampling = len(wanted)
+        for row, span in scored:
+            wanted += [begins[id(row)] + place for place in span]
+        sent = self._inputs.send(plan.rows, shape, [*wanted, *(row.seq.slot for row in plan.rows if row.samples)])
         self._inputs.make(shape)
         inputs = self._inputs.view(shape)
-        return self._model.forward(inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places)
+        places = sent[: len(wanted)]
+        hidden = self._model.forward(
+            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places
+        )
+        return _Ended(hidden, sent[len(wanted) :], inputs.positions[places[:sampling]])
 
-    def _replay(self, plan: StepPlan, shape: Shape) -> Tensor:
-        """The last hidden states of the rows that sample, in memory that the next step's are written to."""
-        self._inputs.send(plan.rows, shape)
+    def _replay(self, plan: StepPlan, shape: Shape) -> _Ended:
+        chosen = [i for i, row in enumerate(plan.rows) if row.samples]
+        count = len(plan.rows)
+        sent = self._inputs.send(plan.rows, shape, chosen if len(chosen) < count else ())
         if self.graphs is not None:
             self.graphs.run(shape, self._rows.version, self._decode)
-        hidden = self._hidden
+        inputs, hidden = self._inputs.view(shape), self._hidden
         assert hidden is not None
-        chosen = [i for i, row in enumerate(plan.rows) if row.samples]
-        if len(chosen) == len(plan.rows):
-            return hidden[: len(chosen)]
-        return hidden[upload([np.array(chosen, np.int64)], self._model.device)[0]]
+        found = _Ended(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count])
+        if len(chosen) == count:
+            return found
+        # A chunk of a prompt may be of one token, too.
+        return _Ended(found.hidden[sent], found.slots[sent], found.positions[sent])
 
     def _decode(self, shape: Shape) -> None:
         """A decode step from what was sent to its hidden states, in memory that is always the same."""
@@ -160,7 +183,7 @@ class DeviceRunner:
         """Wait for a launched step: one result for each row that samples, in the plan's order."""
         if launched.hidden is not None:
             score_prompts(launched.scored, launched.hidden, self._model.logits, self._model.vocab_size)
-        return [] if launched.sampling is None else launched.sampling.results()
+        return [] if launched.drawn is None else self._sampler.collect(launched.drawn)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:

@@ -120,12 +120,14 @@ def test_decodes_are_padded_with_rows_that_go_nowhere(maker: InputMaker, rows: D
     assert maker.view(shape).attention[0].table_rows.tolist()[3:] == [0, 0, 0]
 
 
-def test_wanted_rows_come_in_their_order(maker: InputMaker) -> None:
+def test_numbers_that_travel_along_come_back(maker: InputMaker, rows: DeviceRows) -> None:
     plan = StepPlan([row(0, 0, 6, 6), row(1, 0, 9, 12), row(2, 4, 1, 5)], num_tokens=16)
     shape = shape_of(plan, WINDOWS, BLOCK)
-    found = maker.send(plan.rows, shape, [range(5, 6), range(15, 16), range(7, 10)])
+    found = maker.send(plan.rows, shape, [5, 15, 7, 8, 9])
     assert found.dtype == torch.int64
     assert found.tolist() == [5, 15, 7, 8, 9]
+    maker.make(shape)
+    check(maker, rows, plan, shape)
 
 
 def test_more_differences_than_go_with_a_step_get_there_too(device: torch.device) -> None:

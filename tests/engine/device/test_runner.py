@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,14 +34,14 @@ def runner(model: Model, request: pytest.FixtureRequest) -> DeviceRunner:
     return made(model, graphs=request.param)
 
 
-def made(model: Model, **settings: object) -> DeviceRunner:
+def made(model: Model, **settings: Any) -> DeviceRunner:
     # Plain torch asks for lengths, which no graph can record: on any device a stand-in.
     settings = {"spaces": [KvSpace(24)], "record": Recorded} | SETTINGS | settings
     return DeviceRunner(model, **settings)
 
 
-def seq(slot: int, tokens: list[int], table: list[int], temperature: float = 0.0) -> Sequence:
-    one = sequence(slot, temperature=temperature, logprobs=5)
+def seq(slot: int, tokens: list[int], table: list[int], **params: Any) -> Sequence:
+    one = sequence(slot, **({"temperature": 0.0, "logprobs": 5} | params))
     one.tokens, one.tables = list(tokens), [Table(table)]
     return one
 
@@ -139,9 +140,9 @@ def test_executing_a_row_again_gives_the_same(runner: DeviceRunner, expected: li
     assert logprobs(runner, scheduled(one, 0, 11))[0] == pytest.approx(expected, abs=1e-4)
 
 
-def generated(runner: DeviceRunner, ahead: int, temperature: float) -> dict[int, list[int]]:
+def generated(runner: DeviceRunner, ahead: int, **params: Any) -> dict[int, list[int]]:
     """Six tokens of each of two sequences, with `ahead` steps launched before the tokens of the last are known."""
-    both = [seq(0, PROMPT, [0, 1, 2, 3, 4], temperature), seq(2, PROMPT[:3], [5, 6, 7], temperature)]
+    both = [seq(0, PROMPT, [0, 1, 2, 3, 4], **params), seq(2, PROMPT[:3], [5, 6, 7], **params)]
     found: dict[int, list[int]] = {0: [], 2: []}
     flying = []
     for step in range(6 + ahead):
@@ -162,9 +163,14 @@ def generated(runner: DeviceRunner, ahead: int, temperature: float) -> dict[int,
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_launched_ahead_take_their_tokens_from_those_before(runner: DeviceRunner, temperature: float) -> None:
-    assert generated(runner, 1, temperature) == generated(runner, 0, temperature)
+PENALISED = {"temperature": 0.0, "repetition_penalty": 2.0, "frequency_penalty": 1.5}
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, PENALISED], ids=["greedy", "drawn", "penalised"])
+def test_steps_launched_ahead_take_their_tokens_from_those_before(
+    runner: DeviceRunner, params: dict[str, float]
+) -> None:
+    assert generated(runner, 1, **params) == generated(runner, 0, **params)
 
 
 def test_a_step_that_failed_is_executed_as_if_nothing_had_been(
@@ -205,8 +211,8 @@ def test_where_recording_fails_steps_run_without_and_it_is_said_once(
         raise RuntimeError("no capture today")
 
     with caplog.at_level(logging.WARNING, "penstock.engine"):
-        found = generated(made(model, record=record), 0, 1.0)
-    assert found == generated(made(model, graphs=False), 0, 1.0)
+        found = generated(made(model, record=record), 0, temperature=1.0)
+    assert found == generated(made(model, graphs=False), 0, temperature=1.0)
     assert [record.message for record in caplog.records] == [
         "decode steps cannot be recorded as CUDA graphs; they run without from here on"
     ]
@@ -216,5 +222,5 @@ def test_recordings_are_dropped_when_the_tables_move(model: Model, monkeypatch: 
     monkeypatch.setattr("engine.device.rows._MOST_AT_ONCE", 0)
     monkeypatch.setattr("engine.device.rows._NARROWEST", 1)
     runner = made(model)
-    assert generated(runner, 0, 1.0) == generated(made(model, graphs=False), 0, 1.0)
+    assert generated(runner, 0, temperature=1.0) == generated(made(model, graphs=False), 0, temperature=1.0)
     assert runner._rows.version > 0
