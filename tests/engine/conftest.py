@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine.random_models import write_model
+
+if find_spec("triton") is not None and not torch.cuda.is_available():
+    from tests.engine import interpreter  # noqa: F401 - mends Triton's, in which kernels run where there is no GPU
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 def compiled(folder: Path, arch: str = "sm_90") -> dict[str, Any]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    env["TRITON_INTERPRET"] = "0"
     command = [sys.executable, "-m", "tests.engine.kernels.triton.compile_ahead", str(folder), arch]
     ran = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,140 @@
+"""Weights of 4 and 8 bits, as they lie in memory: the one place that knows the layout.
+
+Both are cut along the inputs into tiles, and a tile holds the rows of all outputs one after the other: what a program
+reads for some outputs and one tile is one piece of memory. In 4 bits, a tile is two planes of inputs, the first in the
+low halves of its bytes, the second in the high ones, so that a plane comes out of its bytes by a mask, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Inputs that a byte of 4-bit weights is apart from its other half, at most; and the inputs of an 8-bit tile.
+_PLANE = 64
+_TILE = 128
+#: Tensor cores multiply so many inputs at once: no group may be narrower.
+_LEAST = 16
+#: What stands for 0 in symmetric 4-bit weights.
+MIDDLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """weight[n, k] = (q[n, k] - zero) * scale, with q from 0 to 15, and scale and zero those of n and of k's group."""
+
+    packed: Tensor
+    """uint8 [tiles, outputs, plane]: of [t, n, i], the low half is input (2 t) * plane + i, the high one
+    (2 t + 1) * plane + i. Inputs beyond the last are MIDDLE."""
+    scales: Tensor
+    """[groups, outputs], floating."""
+    zeros: Tensor | None
+    """uint8 [groups, outputs]; None where all are MIDDLE."""
+    group: int
+    """Consecutive inputs that have one scale; all of them, or a multiple of 16 that divides them."""
+    shape: tuple[int, int]
+    """(outputs, inputs)"""
+
+    @property
+    def plane(self) -> int:
+        """Inputs in half a tile: no plane is in two groups."""
+        return self.packed.shape[2]
+
+    @classmethod
+    def pack(cls, q: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Int4Weight:
+        """From `q`, integers from 0 to 15 [outputs, inputs]. Raises ValueError for a group that cannot be."""
+        outputs, inputs = q.shape
+        plane = _within(group, inputs, _PLANE)
+        padded = F.pad(q.to(torch.uint8), (0, -inputs % (2 * plane)), value=MIDDLE)
+        halves = padded.view(outputs, -1, 2, plane)
+        packed = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1).contiguous()
+        return cls(packed, scales, zeros, group, (outputs, inputs))
+
+    @classmethod
+    def quantise(cls, weight: Tensor, group: int, *, symmetric: bool = True) -> Int4Weight:
+        """`weight` [outputs, inputs] rounded to nearest, group by group; scales in its dtype."""
+        outputs, inputs = weight.shape
+        _within(group, inputs, _PLANE)
+        grouped = weight.float().view(outputs, -1, group)
+        low, high = grouped.amin(-1), grouped.amax(-1)
+        if symmetric:
+            scale = torch.maximum(-low / MIDDLE, high / (15 - MIDDLE))
+        else:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scale = (high - low) / 15
+        # Divided by what is kept of the scale; a group of zeros has any.
+        scales = torch.where(scale > 0, scale, 1).to(weight.dtype)
+        zeros = None if symmetric else (-low / scales.float()).round().clamp(0, 15)
+        middle = MIDDLE if zeros is None else zeros[..., None]
+        q = (grouped / scales.float()[..., None] + middle).round().clamp(0, 15).view(outputs, inputs)
+        kept = None if zeros is None else zeros.T.to(torch.uint8).contiguous()
+        return cls.pack(q, scales.T.contiguous(), kept, group)
+
+    def dequantise(self) -> Tensor:
+        """fp32 [outputs, inputs]."""
+        outputs, inputs = self.shape
+        halves = torch.stack((self.packed & 15, self.packed >> 4), 2).transpose(0, 1)
+        q = halves.reshape(outputs, -1)[:, :inputs].float()
+        zeros = MIDDLE if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
+        return (q - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """weight[n, k] = q[n, k] * scale, with q from -127 to 127, and scale that of n and of k's group."""
+
+    packed: Tensor
+    """int8 [tiles, outputs, tile]: [t, n, i] is input t * tile + i. Inputs beyond the last are 0."""
+    scales: Tensor
+    """[groups, outputs], floating."""
+    group: int
+    """Consecutive inputs that have one scale; all of them, or a multiple of 16 that divides them."""
+    shape: tuple[int, int]
+    """(outputs, inputs)"""
+
+    @property
+    def tile(self) -> int:
+        """Inputs of a tile: none is in two groups."""
+        return self.packed.shape[2]
+
+    @classmethod
+    def pack(cls, q: Tensor, scales: Tensor, group: int) -> Int8Weight:
+        """From `q`, integers from -127 to 127 [outputs, inputs]. Raises ValueError for a group that cannot be."""
+        outputs, inputs = q.shape
+        tile = _within(group, inputs, _TILE)
+        padded = F.pad(q.to(torch.int8), (0, -inputs % tile))
+        packed = padded.view(outputs, -1, tile).transpose(0, 1).contiguous()
+        return cls(packed, scales, group, (outputs, inputs))
+
+    @classmethod
+    def quantise(cls, weight: Tensor, group: int | None = None) -> Int8Weight:
+        """`weight` [outputs, inputs] rounded to nearest, group by group; None: one scale an output. Scales in its
+        dtype."""
+        outputs, inputs = weight.shape
+        group = inputs if group is None else group
+        _within(group, inputs, _TILE)
+        grouped = weight.float().view(outputs, -1, group)
+        scale = grouped.abs().amax(-1) / 127
+        scales = torch.where(scale > 0, scale, 1).to(weight.dtype)
+        q = (grouped / scales.float()[..., None]).round().clamp(-127, 127).view(outputs, inputs)
+        return cls.pack(q, scales.T.contiguous(), group)
+
+    def dequantise(self) -> Tensor:
+        """fp32 [outputs, inputs]."""
+        outputs, inputs = self.shape
+        q = self.packed.transpose(0, 1).reshape(outputs, -1)[:, :inputs].float()
+        return q * self.scales.T.float().repeat_interleave(self.group, 1)
+
+
+def _within(group: int, inputs: int, most: int) -> int:
+    """The longest run of inputs, a power of two up to `most`, that begins wherever a group does. Raises ValueError."""
+    if group == inputs:
+        return most
+    if group < 1 or inputs % group or group % _LEAST:
+        raise ValueError(
+            f"group={group} must be a multiple of {_LEAST} that divides the {inputs} inputs, or all of them"
+        )
+    return min(most, group & -group)

@@ -1,0 +1,125 @@
+"""RMSNorm over the last dimension, alone or of a residual sum, each row read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Wider rows do not fit into the registers of one program.
+WIDEST = 32768
+#: Elements that a program of narrow rows (the norms of single heads) holds: two times 16 bytes of bf16 in each thread.
+_TILE = 2048
+_NARROW = 1024
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    inner,
+    outer_stride,
+    inner_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Row r of `x` begins at r // inner * outer_stride + r % inner * inner_stride; `out` is contiguous."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None]
+    start = (row // inner).to(tl.int64) * outer_stride + row % inner * inner_stride
+    x = tl.load(x_ptr + start[:, None] + column[None], mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+    # Rounded to the weight's dtype before the product with it, as models are trained.
+    scaled = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None]
+    out = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None]
+    tl.store(out, scaled.to(weight.dtype).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row a program: the sum goes where the residual was, its norm where `x` was."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x_at, residual_at = x_ptr + row * x_stride + column, residual_ptr + row * residual_stride + column
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    total = (residual + x).to(residual_ptr.dtype.element_ty)
+    tl.store(residual_at, total, mask=inside)
+    # What is normed is the sum as it is kept.
+    wide = total.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    scaled = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(x_at, scaled.to(weight.dtype).to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def row_warps(block: int) -> int:
+    """Of a program that holds one row of `block` elements: 16 to 32 of them in each thread."""
+    return max(1, min(32, block // 512))
+
+
+def narrow_rows(block: int) -> int:
+    """How many rows a program of rms_norm takes."""
+    return max(1, _TILE // block) if block <= _NARROW else 1
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [..., width], of two or three dimensions, the last one dense; `weight` [width]. Returns the shape of `x`.
+
+    As `Reference.rms_norm`, to the order of its roundings. `width` is at most WIDEST.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    if not rows:
+        return out
+    inner, inner_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
+    block = triton.next_power_of_2(width)
+    taken = narrow_rows(block)
+    rms_norm_kernel[(triton.cdiv(rows, taken),)](
+        x,
+        weight,
+        out,
+        rows,
+        inner,
+        x.stride(0),
+        inner_stride,
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=taken,
+        num_warps=row_warps(block * taken),
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of the sum, the sum), both [rows, width], written over `x` and over `residual`.
+
+    As `Reference.add_rms_norm`, to the order of its roundings. `width` is at most WIDEST.
+    """
+    rows, width = x.shape
+    if rows:
+        block = triton.next_power_of_2(width)
+        add_rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=row_warps(block),
+        )
+    return x, residual

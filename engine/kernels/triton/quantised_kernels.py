@@ -1,0 +1,211 @@
+"""Products with weights of 4 and 8 bits on the device: of few rows in parts, and the weights written out."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.kernels.packed import MIDDLE
+
+#: 2**23 as fp32, and its bits: a small integer put into the lowest of them is added to it.
+_MAGIC: tl.constexpr = tl.constexpr(0x4B000000)
+_MAGIC_VALUE: tl.constexpr = tl.constexpr(8388608.0)
+_MIDDLE: tl.constexpr = tl.constexpr(MIDDLE)
+
+
+@triton.jit
+def _halves(packed, low_zero, high_zero, dtype: tl.constexpr):
+    """The low halves of bytes less one zero, the high ones less another: exact, in the fewest integer operations, which
+    bound the kernel before memory does, and with none that converts integers, which are slower still."""
+    both = (packed | _MAGIC).to(tl.float32, bitcast=True)
+    high = ((packed & 240) | _MAGIC).to(tl.float32, bitcast=True)
+    low = both - (high + low_zero)
+    return low.to(dtype), (high * 0.0625 - (_MAGIC_VALUE / 16 + high_zero)).to(dtype)
+
+
+@triton.jit
+def _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS: tl.constexpr, SPLITS: tl.constexpr):
+    """`sums` [outputs, rows] to where they belong: the result, or this program's part of it."""
+    if SPLITS == 1 and BIAS:
+        sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
+    part = out_ptr + tl.program_id(1).to(tl.int64) * rows * outputs
+    inside = (output < outputs)[:, None] & (row < rows)[None]
+    tl.store(part + row[None] * outputs + output[:, None], sums.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "tiles_each"])
+def int4_kernel(
+    x_ptr,
+    packed_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    x_stride,
+    outputs,
+    inputs,
+    tiles,
+    tiles_each,
+    GROUP: tl.constexpr,
+    PLANE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (o, s): OUTPUTS outputs of all rows, over the tiles of split s. GROUP is 0 where there is only one.
+
+    The weights are the left operand, so that few rows fill a narrow tile and not a high one.
+    """
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    real = output < outputs
+    row = tl.arange(0, ROWS)
+    within = tl.arange(0, PLANE)
+    dtype = x_ptr.dtype.element_ty
+    first = tl.program_id(1) * tiles_each
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for tile in tl.range(first, min(first + tiles_each, tiles), num_stages=STAGES):
+        at = (output.to(tl.int64) + tile * outputs)[:, None] * PLANE + within[None]
+        packed = tl.load(packed_ptr + at, mask=real[:, None], other=0).to(tl.int32)
+        low_input = tile * (2 * PLANE) + within
+        high_input = low_input + PLANE
+        x_at = x_ptr + row[None] * x_stride
+        low_x = tl.load(x_at + low_input[:, None], mask=(low_input < inputs)[:, None] & (row < rows)[None], other=0.0)
+        high_x = tl.load(
+            x_at + high_input[:, None], mask=(high_input < inputs)[:, None] & (row < rows)[None], other=0.0
+        )
+        group, high_group = 0, 0
+        if GROUP > 0:
+            group = tile * (2 * PLANE) // GROUP
+            # Where the inputs end within a tile, its second half has no group of its own.
+            high_group = min((tile * (2 * PLANE) + PLANE), inputs - 1) // GROUP
+        scale = tl.load(scales_ptr + group * outputs + output, mask=real, other=0.0).to(tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros_ptr + group * outputs + output, mask=real, other=0).to(tl.float32)[:, None]
+            high_zero = tl.load(zeros_ptr + high_group * outputs + output, mask=real, other=0).to(tl.float32)[:, None]
+            low, high = _halves(packed, zero, high_zero, dtype)
+        else:
+            low, high = _halves(packed, _MIDDLE, _MIDDLE, dtype)
+        if GROUP % (2 * PLANE) == 0:
+            part = tl.dot(low, low_x, input_precision="ieee")
+            sums += tl.dot(high, high_x, part, input_precision="ieee") * scale[:, None]
+        else:
+            high_scale = tl.load(scales_ptr + high_group * outputs + output, mask=real, other=0.0).to(tl.float32)
+            sums += tl.dot(low, low_x, input_precision="ieee") * scale[:, None]
+            sums += tl.dot(high, high_x, input_precision="ieee") * high_scale[:, None]
+    _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS, SPLITS)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "tiles_each"])
+def int8_kernel(
+    x_ptr,
+    packed_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    x_stride,
+    outputs,
+    inputs,
+    tiles,
+    tiles_each,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """As int4_kernel."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    real = output < outputs
+    row = tl.arange(0, ROWS)
+    within = tl.arange(0, TILE)
+    first = tl.program_id(1) * tiles_each
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for tile in tl.range(first, min(first + tiles_each, tiles), num_stages=STAGES):
+        at = (output.to(tl.int64) + tile * outputs)[:, None] * TILE + within[None]
+        weight = tl.load(packed_ptr + at, mask=real[:, None], other=0).to(x_ptr.dtype.element_ty)
+        input = tile * TILE + within
+        inside = (input < inputs)[:, None] & (row < rows)[None]
+        x = tl.load(x_ptr + row[None] * x_stride + input[:, None], mask=inside, other=0.0)
+        if GROUP > 0:
+            scale = tl.load(scales_ptr + tile * TILE // GROUP * outputs + output, mask=real, other=0.0)
+            sums += tl.dot(weight, x, input_precision="ieee") * scale.to(tl.float32)[:, None]
+        else:
+            sums = tl.dot(weight, x, sums, input_precision="ieee")
+    if GROUP == 0:
+        sums *= tl.load(scales_ptr + output, mask=real, other=0.0).to(tl.float32)[:, None]
+    _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS, SPLITS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_kernel(
+    parts_ptr, bias_ptr, out_ptr, rows, outputs, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`parts` [splits, rows, outputs] -> [rows, outputs], added in the order of the splits."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = output < outputs
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + (split * rows + row) * outputs + output, mask=real, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + output, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * outputs + output, total.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def int4_unpack_kernel(
+    packed_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,
+    outputs,
+    inputs,
+    GROUP: tl.constexpr,
+    PLANE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """Program (o, t): OUTPUTS outputs of one tile, written as rows of `out` [outputs, inputs]."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    tile = tl.program_id(1)
+    real = output < outputs
+    within = tl.arange(0, PLANE)
+    at = (output.to(tl.int64) + tile * outputs)[:, None] * PLANE + within[None]
+    packed = tl.load(packed_ptr + at, mask=real[:, None], other=0).to(tl.int32)
+    for half in tl.static_range(2):
+        begin = (tile * 2 + half) * PLANE
+        group = min(begin, inputs - 1) // GROUP if GROUP > 0 else 0
+        scale = tl.load(scales_ptr + group * outputs + output, mask=real, other=0.0).to(tl.float32)
+        value = (packed >> 4 * half & 15).to(tl.float32)
+        if ZEROS:
+            value -= tl.load(zeros_ptr + group * outputs + output, mask=real, other=0).to(tl.float32)[:, None]
+        else:
+            value -= _MIDDLE
+        place = out_ptr + output.to(tl.int64)[:, None] * inputs + begin + within[None]
+        inside = real[:, None] & (begin + within < inputs)[None]
+        tl.store(place, (value * scale[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def int8_unpack_kernel(
+    packed_ptr, scales_ptr, out_ptr, outputs, inputs, GROUP: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr
+):
+    """As int4_unpack_kernel."""
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    tile = tl.program_id(1)
+    real = output < outputs
+    input = tile * TILE + tl.arange(0, TILE)
+    at = (output.to(tl.int64) + tile * outputs)[:, None] * TILE + tl.arange(0, TILE)[None]
+    value = tl.load(packed_ptr + at, mask=real[:, None], other=0).to(tl.float32)
+    group = tile * TILE // GROUP if GROUP > 0 else 0
+    scale = tl.load(scales_ptr + group * outputs + output, mask=real, other=0.0).to(tl.float32)
+    place = out_ptr + output.to(tl.int64)[:, None] * inputs + input[None]
+    inside = real[:, None] & (input < inputs)[None]
+    tl.store(place, (value * scale[:, None]).to(out_ptr.dtype.element_ty), mask=inside)

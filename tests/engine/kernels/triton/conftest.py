@@ -1,0 +1,29 @@
+"""Where kernels run: on the GPU, or, without one, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(scope="session")
+def where() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_same(found: Tensor, expected: Tensor, *, units: int = 1) -> None:
+    """In half precision within so many units in the last place: another order of a sum, another exponential."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    unit = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 4e-6}[found.dtype]
+    torch.testing.assert_close(found.cpu().float(), expected.cpu().float(), rtol=units * unit, atol=3e-6)

@@ -1,0 +1,85 @@
+"""The norms against the reference: widths that fill no tile, rows that lie apart, each rounding in its place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.reference import Reference
+from tests.engine.kernels.triton.conftest import assert_same, noise
+
+pytest.importorskip("triton")
+
+from engine.kernels.triton.norm import add_rms_norm, rms_norm
+
+REFERENCE = Reference(torch.float32)
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("width", [1, 48, 576, 1024, 4096])
+@pytest.mark.parametrize("wide_weight", [False, True])
+def test_rms_norm_rounds_as_the_reference(
+    where: torch.device, dtype: torch.dtype, width: int, wide_weight: bool
+) -> None:
+    x = noise(3, width, dtype=dtype).to(where)
+    weight = noise(width, dtype=torch.float32 if wide_weight else dtype, seed=1).to(where)
+    assert_same(rms_norm(x, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("wide_weight", [False, True])
+def test_the_sum_and_its_norm_replace_what_they_are_made_of(
+    where: torch.device, dtype: torch.dtype, wide_weight: bool
+) -> None:
+    x, residual = (noise(4, 200, dtype=dtype, seed=seed).to(where) for seed in (0, 1))
+    weight = noise(200, dtype=torch.float32 if wide_weight else dtype, seed=2).to(where)
+    normed, total = REFERENCE.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    found = add_rms_norm(x, residual, weight, EPS)
+    assert found[0] is x
+    assert found[1] is residual
+    assert torch.equal(residual, total)
+    assert_same(x, normed)
+
+
+def test_rows_may_lie_apart(where: torch.device) -> None:
+    wide = noise(5, 3, 96, dtype=torch.bfloat16).to(where)
+    weight = noise(96, dtype=torch.bfloat16, seed=1).to(where)
+    assert_same(rms_norm(wide[:, 1], weight, EPS), REFERENCE.rms_norm(wide[:, 1], weight, EPS))
+    x, residual = wide[:, 0], wide[:, 2]
+    kept = wide[:, 1].clone()
+    normed, total = REFERENCE.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    add_rms_norm(x, residual, weight, EPS)
+    assert_same(wide[:, 0], normed)
+    assert torch.equal(wide[:, 1], kept)
+    assert torch.equal(wide[:, 2], total)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    tokens=st.integers(0, 5),
+    heads=st.integers(1, 7),
+    head_dim=st.sampled_from([8, 64, 80, 128, 256]),
+    first=st.integers(0, 2),
+)
+def test_heads_are_normed_where_they_lie(
+    where: torch.device, tokens: int, heads: int, head_dim: int, first: int
+) -> None:
+    """As queries and keys in the packed product of q, k and v."""
+    packed = noise(tokens, first + heads + 2, head_dim, dtype=torch.bfloat16, seed=heads).to(where)
+    weight = noise(head_dim, dtype=torch.bfloat16, seed=1).to(where)
+    x = packed[:, first : first + heads]
+    before = packed.clone()
+    assert_same(rms_norm(x, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
+    assert torch.equal(packed, before)
+
+
+def test_no_rows_are_no_work(where: torch.device) -> None:
+    nothing, weight = torch.empty(0, 64, device=where), torch.ones(64, device=where)
+    assert rms_norm(nothing, weight, EPS).shape == (0, 64)
+    assert add_rms_norm(nothing, nothing.clone(), weight, EPS)[1].shape == (0, 64)
+
+
+def test_values_that_square_beyond_half_precision_are_normed(where: torch.device) -> None:
+    x, weight = torch.full((1, 64), 6e4, dtype=torch.float16, device=where), torch.ones(64, device=where).half()
+    assert rms_norm(x, weight, EPS).eq(1).all()
