@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,15 +17,26 @@ class LaneClosed(Exception):
     """It takes no more work."""
 
 
+class LaneBusy(Exception):
+    """Others' work took so long that this was not begun, and it will not be."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    work: Callable[[], Any]
+    begun: Future[None] = field(default_factory=Future)
+    done: Future[Any] = field(default_factory=Future)
+
+
 class Lane:
     """Runs work in turn on daemon threads: work that never ends must not keep the process from ending.
 
-    `waiting`: how much is queued or runs, work that its caller gave up included.
+    `waiting`: how much is queued or runs. What its caller gave up is taken back where it has not begun.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._work: set[Future[Any]] = set()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: set[Future[Any]] = set()
         self._threads = threads
         self._closed = False
         for _ in range(threads):
@@ -32,34 +44,46 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        return len(self._work)
+        return len(self._jobs)
 
-    async def run(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """What `work` returns or raises. Raises TimeoutError after so long, though what runs runs on; LaneClosed."""
+    async def run(self, work: Callable[[], T], *, patience: float | None = None, limit: float | None = None) -> T:
+        """What `work` returns or raises. Raises LaneBusy where it has not begun after `patience` seconds; TimeoutError
+        `limit` seconds after it began, though what runs runs on; LaneClosed."""
         if self._closed:
             raise LaneClosed
-        future: Future[T] = Future()
-        self._work.add(future)
-        future.add_done_callback(self._work.discard)
-        self._queue.put((future, work))
-        async with asyncio.timeout(seconds):
-            # Shielded: whoever stops to wait does not make room for more while the thread is not free.
-            return await asyncio.shield(asyncio.wrap_future(future))
+        job = _Job(work)
+        self._jobs.add(job.done)
+        job.done.add_done_callback(self._jobs.discard)
+        self._queue.put(job)
+        try:
+            try:
+                async with asyncio.timeout(patience):
+                    await asyncio.shield(asyncio.wrap_future(job.begun))
+            except TimeoutError:
+                if job.done.cancel():
+                    raise LaneBusy from None
+            async with asyncio.timeout(limit):
+                # Shielded: that somebody stops to wait ends nothing.
+                return await asyncio.shield(asyncio.wrap_future(job.done))
+        finally:
+            job.done.cancel()  # what has begun makes room only when it has ended
 
     def close(self, last: Callable[[], Any] | None = None) -> None:
         """End the threads once all that was asked for before is done, and then `last`. Does not wait."""
         self._closed = True
         if last is not None:
-            self._queue.put((Future(), last))
+            self._queue.put(_Job(last))
         for _ in range(self._threads):
             self._queue.put(None)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, work = item
+        while (job := self._queue.get()) is not None:
+            if not job.done.set_running_or_notify_cancel():
+                continue
+            job.begun.set_result(None)
             try:
-                answer = work()
+                answer = job.work()
             except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
-                future.set_exception(error)
+                job.done.set_exception(error)
             else:
-                future.set_result(answer)
+                job.done.set_result(answer)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -16,7 +17,7 @@ from producers.errors import InvalidTask
 from producers.gateway.blobs import TOKENIZER, broken, read_blobs
 from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
-from producers.gateway.lane import Lane, LaneClosed
+from producers.gateway.lane import Lane, LaneBusy, LaneClosed
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,18 @@ KEPT: Final = 16
 THREADS: Final = 2
 #: Requests that may wait for one tokenizer. It takes a millisecond for some thousand characters.
 WAITING: Final = 256
-#: Seconds for one text.
+#: Seconds that a request waits for its turn.
+PATIENCE_S: Final = 10.0
+#: Seconds for all texts of a request, from when the first is begun.
 LIMIT_S: Final = 10.0
+
+
+class InvalidPrompt(InvalidTask):
+    """`at`: which of the texts it is."""
+
+    def __init__(self, message: str, at: int, *, param: str | None = "prompt", code: str = "invalid_value") -> None:
+        super().__init__(message, param=param, code=code)
+        self.at = at
 
 
 class Prompts:
@@ -42,14 +53,18 @@ class Prompts:
 
         Raises InvalidTask, Problem where the model's tokenizer is not to be had or too many wait for it.
         """
+        return (await self.encode_all(card, (text,), special=special))[0]
+
+    async def encode_all(
+        self, card: Mapping[str, Any], texts: Sequence[str], *, special: bool = True
+    ) -> list[tuple[int, ...]]:
+        """Of each of a request's prompts. Raises as `encode` does, InvalidPrompt where one text is at fault."""
+        if not texts:
+            return []
         while True:
             encoder = await self._encoder(card)
             with suppress(LaneClosed):  # others wanted its place meanwhile
-                ids = await encoder.encode(text, special)
-                break
-        if not ids:
-            raise InvalidTask("prompt has no token: the model's tokenizer drops all of it", param="prompt")
-        return tuple(ids)
+                return await encoder.encode(texts, special)
 
     async def tokenizer(self, card: Mapping[str, Any]) -> Tokenizer:
         """The model's. Raises as `encode` does."""
@@ -80,22 +95,41 @@ class _Encoder:
         self.tokenizer = tokenizer
         self._lane = Lane("penstock-tokenize", THREADS)
 
-    async def encode(self, text: str, special: bool) -> list[int]:
+    async def encode(self, texts: Sequence[str], special: bool) -> list[tuple[int, ...]]:
         if self._lane.waiting >= WAITING:
-            raise Problem(
-                429,
-                f"{WAITING} requests wait for this model's tokenizer already; try again in a moment.",
-                code="tokenizer_busy",
-                headers=RETRY_AFTER,
-            )
+            raise _busy(f"{WAITING} requests wait for this model's tokenizer already")
+        given_up = threading.Event()
+        work = partial(self._encode, texts, special, given_up)
         try:
-            return await self._lane.run(partial(self.tokenizer.encode, text, special), LIMIT_S)
-        except RequestError as error:
-            raise InvalidTask(str(error), param=error.param, code=error.code) from error
+            return await self._lane.run(work, patience=PATIENCE_S, limit=LIMIT_S)
+        except LaneBusy:
+            raise _busy(f"this model's tokenizer was busy with others' prompts for {PATIENCE_S:g} s") from None
         except TimeoutError:
+            what = "the prompt" if len(texts) == 1 else f"the {len(texts)} prompts"
             raise InvalidTask(
-                f"the model's tokenizer did not encode the prompt within {LIMIT_S:g} s", param="prompt"
+                f"the model's tokenizer did not encode {what} within {LIMIT_S:g} s", param="prompt"
             ) from None
+        finally:
+            given_up.set()
+
+    def _encode(self, texts: Sequence[str], special: bool, given_up: threading.Event) -> list[tuple[int, ...]]:
+        """On a thread of the lane: one text after the other, so that it can be given up between two."""
+        encoded: list[tuple[int, ...]] = []
+        for at, text in enumerate(texts):
+            if given_up.is_set():
+                break
+            try:
+                ids = self.tokenizer.encode(text, special)
+            except RequestError as error:
+                raise InvalidPrompt(str(error), at, param=error.param, code=error.code) from error
+            if not ids:
+                raise InvalidPrompt("prompt has no token: the model's tokenizer drops all of it", at)
+            encoded.append(tuple(ids))
+        return encoded
 
     def close(self) -> None:
         self._lane.close()
+
+
+def _busy(why: str) -> Problem:
+    return Problem(429, f"{why}; try again in a moment.", code="tokenizer_busy", headers=RETRY_AFTER)

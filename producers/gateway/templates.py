@@ -16,7 +16,7 @@ from producers.errors import InvalidTask
 from producers.gateway.blobs import TEMPLATE, broken, read_blobs
 from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
-from producers.gateway.lane import Lane, LaneClosed
+from producers.gateway.lane import Lane, LaneBusy, LaneClosed
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ KEPT: Final = 8
 #: Requests that may wait for one template. A render takes a fraction of a millisecond, unless the template is hostile:
 #: then it is its own callers who wait, and not for long.
 WAITING: Final = 64
+#: Seconds that a request waits for its turn.
+PATIENCE_S: Final = 30.0
 
 
 class Templates:
@@ -75,16 +77,14 @@ class _Renderer:
 
     async def render(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
         if self._lane.waiting >= WAITING:
-            raise Problem(
-                429,
-                f"{WAITING} requests wait for this model's chat template already; try again in a moment.",
-                code="template_busy",
-                headers=RETRY_AFTER,
-            )
+            raise _busy(f"{WAITING} requests wait for this model's chat template already")
         if "developer" not in self._template.source.text:
             # OpenAI's newer name of the role; nearly all templates know the older one.
             messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
-        return await self._lane.run(partial(self._template.render, messages, **options))
+        try:
+            return await self._lane.run(partial(self._template.render, messages, **options), patience=PATIENCE_S)
+        except LaneBusy:
+            raise _busy(f"this model's chat template was busy with others' messages for {PATIENCE_S:g} s") from None
 
     def close(self) -> None:
         """Does not wait: a render that runs is ended by its limits, and the process then."""
@@ -95,3 +95,7 @@ def _unusable(model: str, error: ModelError) -> Problem:
     """The model's own files are at fault; trying again does not help."""
     logger.error("the chat template of %s cannot be used: %s", model, error)
     return Problem(500, str(error), code="model_broken", param="model", headers={"x-should-retry": "false"})
+
+
+def _busy(why: str) -> Problem:
+    return Problem(429, f"{why}; try again in a moment.", code="template_busy", headers=RETRY_AFTER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, 
 from producers.gateway.openai.logprobs import CompletionLogprobs
 from producers.gateway.openai.outputs import Output, news, whole
 from producers.gateway.openai.parameters import Asked, flag, read, request_body
+from producers.gateway.prompts import InvalidPrompt
 from producers.gateway.views import ErrorView
 from producers.task import MAX_LOGPROBS, Task, shown
 
@@ -79,7 +79,7 @@ async def create(request: Request) -> Response:
     asked = _read(await read_object(request, gateway.settings.max_body))
     tasks = [_task(asked, at, prompt) for at, prompt in enumerate(asked.prompts)]
     known = await gateway.client.known(asked.asked.model)
-    tasks = await asyncio.gather(*(_encoded(gateway, known.card, asked, at, task) for at, task in enumerate(tasks)))
+    tasks = await _encoded(gateway, known.card, asked, tasks)
     _check_size(asked, tasks)
     tokenizer = await gateway.prompts.tokenizer(known.card) if asked.echo or asked.logprobs else None
     foreground = Foreground(gateway, tasks)
@@ -145,12 +145,24 @@ def _task(asked: _Completion, at: int, prompt: Prompt) -> Task:
     return asked.words(at).task(prompt, **fields)
 
 
-async def _encoded(gateway: Gateway, card: Mapping[str, Any], asked: _Completion, at: int, task: Task) -> Task:
-    """The task with token ids, checked against the model."""
+async def _encoded(gateway: Gateway, card: Mapping[str, Any], asked: _Completion, tasks: Sequence[Task]) -> list[Task]:
+    """The tasks with token ids, checked against the model."""
+    texts = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
+    places = list(texts)
+    try:
+        found = await gateway.prompts.encode_all(card, list(texts.values()), special=asked.special)
+    except InvalidPrompt as error:
+        with asked.words(places[error.at]).in_its_words():
+            raise
+    ids = dict(zip(places, found, strict=True))
+    return [_checked(card, asked, at, task, ids.get(at)) for at, task in enumerate(tasks)]
+
+
+def _checked(card: Mapping[str, Any], asked: _Completion, at: int, task: Task, ids: tuple[int, ...] | None) -> Task:
+    """`ids`: of its prompt, where that came as text."""
+    if ids is not None:
+        task = task.model_copy(update={"prompt": ids})
     with asked.words(at).in_its_words():
-        if isinstance(task.prompt, str):
-            ids = await gateway.prompts.encode(card, task.prompt, special=asked.special)
-            task = task.model_copy(update={"prompt": ids})
         if "max_tokens" not in asked.asked.fields:
             # Nobody asked for so many: a prompt that leaves less room gets what there is.
             room = max(1, int(card["context_length"]) - len(task.prompt))

@@ -19,9 +19,11 @@ from tests.producers.gateway.conftest import CARD, TINY
 
 @pytest.fixture
 def hostile(valkey: Redis, model: str) -> str:
-    """A model like `tiny` whose tokenizer's pattern backtracks for as long as the library lets it."""
+    """Like `tiny`, but the tokenizer's pattern backtracks for as long as the library lets it, and that drops z."""
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    data = json.dumps(json.loads((TINY / "tokenizer.json").read_text()) | {"pre_tokenizer": pattern}).encode()
+    drops = {"type": "Replace", "pattern": {"String": "z"}, "content": ""}
+    changed = {"pre_tokenizer": pattern, "normalizer": drops}
+    data = json.dumps(json.loads((TINY / "tokenizer.json").read_text()) | changed).encode()
     digest = hashlib.sha256(data).hexdigest()
     valkey.set(keys.blob(digest), data)
     card = replace(CARD, name="hostile", files=CARD.files | {"tokenizer.json": digest})
@@ -63,3 +65,36 @@ def test_one_that_takes_too_long_is_waited_for_no_more(
     error = ask(http, hostile, "a" * 300 + "!")
     assert (error["param"], error["code"]) == ("prompt", "invalid_value")
     assert "within 0.05 s" in error["message"]
+
+
+def test_the_prompts_of_one_request_wait_once(http: httpx.Client, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "WAITING", 1)
+    text = [f"def f{k}" for k in range(255)]
+    answer = http.post("/v1/completions", json={"model": model, "prompt": [*text, "x " * 2000], "max_tokens": 1})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "prompt[255]", "context_length_exceeded")
+
+
+def test_of_many_prompts_the_one_at_fault_is_named(http: httpx.Client, hostile: str) -> None:
+    answer = http.post("/v1/completions", json={"model": hostile, "prompt": ["b", [1, 2], "zz", "c", "z"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prompt[2]")
+    assert error["message"] == "prompt[2] has no token: the model's tokenizer drops all of it"
+
+
+def test_waiting_for_others_prompts_is_no_fault_of_the_prompt(
+    http: httpx.Client, hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slow texts keep both threads: whoever waits for longer than the limit is told to come back, or is served."""
+    assert ask(http, hostile, "b") == {"status": 202}
+    monkeypatch.setattr(prompts, "LIMIT_S", 0.3)
+    slow = ("a" * 19 + "!") * 60  # over 0.6 s
+    with ThreadPoolExecutor(2) as threads:
+        stuck = [threads.submit(ask, http, hostile, slow) for _ in range(2)]
+        assert ["within 0.3 s" in one.result()["message"] for one in stuck] == [True, True]
+    monkeypatch.setattr(prompts, "PATIENCE_S", 0.01)
+    answer = http.post("/v1/tasks", json={"model": hostile, "prompt": "b"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "tokenizer_busy")
+    assert answer.headers["retry-after"] == "1"
+    monkeypatch.setattr(prompts, "PATIENCE_S", 10.0)
+    assert ask(http, hostile, "b") == {"status": 202}
