@@ -16,6 +16,7 @@ from celery.worker import state
 from producers import keys
 from workers.app import attach, make_app
 from workers.connect import check_server, connect
+from workers.notify import notify_ready
 from workers.runtime import Runtime
 from workers.serving import announce
 from workers.settings import WorkerSettings
@@ -55,6 +56,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
         quiet=True,
     )
     logger.info("Serving %s from %s", card["name"], queue)
+    notify_ready()
     worker.start()
     # For Celery, Ctrl-C is a failure.
     return 0 if state.should_stop is not None else int(worker.exitcode or 0)

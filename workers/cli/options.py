@@ -27,4 +27,8 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the mo
 Outputs = Annotated[int | None, typer.Option("-n", help="How many outputs.")]
 DType = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="One process for each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; unset: torch's choice.")]

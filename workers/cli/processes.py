@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
-from workers.cli.options import Device, DType, Threads
+from workers.cli.options import Device, DType, Gpus, Threads
 from workers.cli.references import MODEL, complete_model
 
 Broker = Annotated[
@@ -20,6 +21,8 @@ Broker = Annotated[
 Store = Annotated[
     str | None, typer.Option(envvar="STORE_URL", help="The one with records and streams; unset: the broker.")
 ]
+#: -P: a folder named `workers` where the user happens to be is not ours.
+PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -36,6 +39,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def worker(
+    context: typer.Context,
     broker: Broker,
     model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
     store: Store = None,
@@ -50,10 +54,13 @@ def worker(
     kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,
     dtype: DType = None,
     device: Device = None,
+    gpus: Gpus = None,
     threads: Threads = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Serve a model: take tasks from its queue, run them in the engine, publish their tokens."""
+    if gpus is not None:
+        raise typer.Exit(_one_for_each(context, gpus, name, drain))
     with needs("worker"):
         from engine.errors import EngineError
         from workers.errors import Refused
@@ -78,6 +85,46 @@ def worker(
     except (Refused, EngineError) as refusal:
         raise Failure(str(refusal)) from refusal
     raise typer.Exit(status)
+
+
+def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: float) -> int:
+    """This command once for each GPU, with what else was said on its line."""
+    import asyncio
+    import os
+    import socket
+    from contextlib import suppress
+
+    from workers.cli.gpu_workers import programs, supervise
+    from workers.cli.gpus import choose, gpus_here
+
+    if context.params["device"] == "cpu":
+        raise Failure("--gpus goes with --device cuda, not with cpu")
+    gpus = choose(asked, gpus_here())
+    argv, env = _said_again(context, without=("gpus", "name", "device"))
+    argv += ["--device", "cuda"]
+    if context.params["threads"] is None:
+        argv += ["--threads", str(max(1, (os.cpu_count() or 1) // len(gpus)))]
+
+    def say(name: str, line: str) -> None:
+        with suppress(OSError):  # nobody reads it any more: no reason to stop serving
+            typer.echo(f"{name} | {line}", err=True)
+
+    each = programs(gpus, argv, env, name or f"{socket.gethostname()}.{os.getpid()}")
+    return asyncio.run(supervise(each, say, drain))
+
+
+def _said_again(context: typer.Context, *, without: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A command line that says what this one said, and its environment: what may have a password in it goes there."""
+    argv, env = [*PENSTOCK, str(context.info_name)], {}
+    for option in context.command.params:
+        value = context.params.get(str(option.name))
+        if value is None or option.name in without:
+            continue
+        if isinstance(option.envvar, str):
+            env[option.envvar] = str(value)
+        elif value != option.default:
+            argv += [option.opts[0], str(value)]
+    return argv, env
 
 
 def gateway(

@@ -25,32 +25,42 @@ GUARD: Final = Path(__file__).with_name("guard.py")
 #: Pause (s) before a child is started again: doubled for each death that follows soon on a start.
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 10.0
-#: A child that ran for this long (s) was well; its next death is the first one again.
+#: A child that served for this long (s) was well; its next death is the first one again.
 WELL_S: Final = 20.0
+#: Beyond the drain time (s): what a worker may take to hand things back.
+HAND_BACK_S: Final = 10.0
 #: Lines of a child's output that are kept, for when it fails.
 KEPT: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run. `last`: the signal that it gets when we die."""
+    """What to run. `last`: the signal that it gets when we die. `tells`: its owner hears from it when it serves, and
+    calls `Child.serves`; else it is taken to serve as soon as it runs."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
     last: signal.Signals = signal.SIGKILL
+    tells: bool = False
 
 
 class Child:
     """One program. `say(name, line)` is told what it prints, and what happens to it.
 
-    `restart`: whether it is started again when it exits; it may be set at any time.
+    `restart`: whether it is started again when it exits; it may be set at any time. `give_up(status, deaths)`: why it
+    is not after all, if there is a reason; `deaths` are those in a row, with no good while between them. It is asked
+    for each exit that nobody ordered.
     """
 
     def __init__(self, program: Program, say: Callable[[str, str], None]) -> None:
         self.program = program
         self.restart = False
+        self.give_up: Callable[[int, int], str | None] = lambda status, deaths: None
+        self.served = False
+        """Some process of it, not only the one that runs now."""
+        self._serves_since: float | None = None
         self.lines: deque[str] = deque(maxlen=KEPT)
         self._say = say
         self._process: asyncio.subprocess.Process | None = None
@@ -69,6 +79,11 @@ class Child:
         """Raises OSError where it cannot be run."""
         await self._spawn()
         self.keeper = asyncio.create_task(self._keep(), name=f"keep {self.program.name}")
+
+    def serves(self) -> None:
+        """The process that runs now has said so."""
+        self.served = True
+        self._serves_since = time.monotonic()
 
     def order(self, sig: signal.Signals) -> None:
         """Tell it to stop; it will not be started again. May be called again, with another signal."""
@@ -95,12 +110,16 @@ class Child:
         deaths = 0
         while True:
             assert self._process is not None
-            began = time.monotonic()
             status = await self._process.wait()
             if self._stopping.is_set() or not self.restart:
                 return status
-            deaths = 1 if time.monotonic() - began >= WELL_S else deaths + 1
+            since = self._serves_since
+            deaths = 1 if since is not None and time.monotonic() - since >= WELL_S else deaths + 1
             said = ended(status)
+            reason = self.give_up(status, deaths)
+            if reason is not None:
+                self._tell(f"{said}; {reason}")
+                return status
             while not await self._again(f"{said}; starting it again", deaths):
                 if self._stopping.is_set():
                     return status
@@ -141,6 +160,9 @@ class Child:
             raise
         finally:
             os.close(theirs)
+        self._serves_since = None
+        if not program.tells:
+            self.serves()
         relay = asyncio.create_task(self._relay(ours))
         self._relays.add(relay)
         relay.add_done_callback(self._relays.discard)

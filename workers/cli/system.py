@@ -12,7 +12,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,23 +23,21 @@ from producers.steps import FAILURES
 from workers.cli import embedded
 from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
-from workers.cli.processes import open_port
-from workers.cli.supervisor import Child, Program, ended
+from workers.cli.gpus import Chosen
+from workers.cli.processes import PENSTOCK, open_port
+from workers.cli.supervisor import HAND_BACK_S, Child, Program, ended
 from workers.connect import check_server
 from workers.errors import Refused
 from workers.library import Found
 
-#: -P: a folder named `workers` where the user happens to be is not ours.
-PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
-#: Beyond the drain time (s): what a worker may take to hand things back.
-HAND_BACK_S: Final = 10.0
 STREAMS_END_S: Final = 5.0
 VALKEY_STOP_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. With a `broker`, no server of our own is started and `data_dir` is not used."""
+    """What to run. With a `broker`, no server of our own is started and `data_dir` is not used. With `gpus`, there is
+    one for each worker."""
 
     models: tuple[Found, ...]
     data_dir: Path
@@ -49,6 +46,7 @@ class Plan:
     broker: str | None = None
     store: str | None = None
     workers: int = 1
+    gpus: tuple[Chosen, ...] = ()
     drain: float = 30.0
     log_level: str = "warning"
     worker_options: tuple[str, ...] = ()
@@ -174,13 +172,18 @@ class System:
         plan, programs = self.plan, []
         total = plan.workers * len(plan.models)
         shared = ("--threads", str(max(1, (os.cpu_count() or 1) // total))) if total > 1 else ()
+        gpus = iter(plan.gpus)
         for model in plan.models:
             for k in range(1, plan.workers + 1):
                 name = "worker" if total == 1 else f"worker.{model.name}.{k}"
                 argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain", str(plan.drain), *shared]
                 argv += [*plan.worker_options, "--log-level", plan.log_level]
+                env = self._urls()
+                if plan.gpus:
+                    argv += ["--device", "cuda"]
+                    env["CUDA_VISIBLE_DEVICES"] = next(gpus).visible
                 argv += ["--name", f"{socket.gethostname()}.{os.getpid()}.{name}"]
-                programs.append(Program(name, argv, self._urls()))
+                programs.append(Program(name, argv, env))
         return programs
 
     def _urls(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.exits import PROCESS_STATUS
-from workers.cli.options import DEFAULT_URL
+from workers.cli.options import DEFAULT_URL, Gpus
 from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def up(
     model: Annotated[
         list[str] | None, typer.Option(help=f"{MODEL} May be repeated; unset: tiny.", autocompletion=complete_model)
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes for each model.")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, max=64, help="Processes for each model; unset: 1.")] = None,
+    gpus: Gpus = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at Ctrl-C.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
 ) -> None:
@@ -45,6 +46,7 @@ def up(
     from contextlib import suppress
 
     from workers.cli.exits import Failure
+    from workers.cli.gpus import choose, gpus_here
     from workers.cli.processes import checked_level, needs
 
     with needs("gateway"), needs("worker"):
@@ -58,13 +60,20 @@ def up(
         with suppress(OSError):  # nobody reads it any more: no reason to stop serving
             typer.echo(f"{name} | {line}", err=True)
 
-    models = find_models(model or ["tiny"], lambda line: say("up", line))
-    plan = Plan(models, data_dir, host, port, broker, store, workers, drain, level)
+    chosen = choose(gpus, gpus_here()) if gpus is not None else ()
+    names = model or ["tiny"]
+    if chosen and workers is not None:
+        raise Failure("--gpus is one worker for each of them; leave --workers out")
+    if len(chosen) % len(names):
+        raise Failure(f"{len(chosen)} GPUs do not go evenly to {len(names)} models")
+    each = len(chosen) // len(names) or workers or 1
+    models = find_models(names, lambda line: say("up", line))
+    plan = Plan(models, data_dir, host, port, broker, store, each, chosen, drain, level)
 
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
     say(
         "up",
-        f"starting {server}, a gateway, {workers * len(models)} worker(s) for {', '.join(one.name for one in models)}",
+        f"starting {server}, a gateway, {each * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
     finished = asyncio.run(conduct(System(plan, say), _serve))
     assert not finished, "it is used until a signal comes"

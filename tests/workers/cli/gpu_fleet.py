@@ -1,0 +1,34 @@
+"""`penstock worker --gpus` with the stub engine on GPUs that are not there: python -m ... URL GPU,GPU,... DRAIN"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from workers.cli.gpu_workers import programs, supervise
+from workers.cli.gpus import Chosen
+from workers.cli.supervisor import Program
+
+#: As tests.processes.Worker starts one, but by the command line that `programs` adds the name to.
+CHILD = """
+import json, sys
+from workers.settings import WorkerSettings
+from workers.worker import run_worker
+sys.exit(run_worker(WorkerSettings(**json.loads(sys.argv[1]), name=sys.argv[3])))
+"""
+
+
+def fleet(url: str, labels: list[str], drain: float) -> list[Program]:
+    settings = {"broker": url, "store": url, "model": "stub", "engine_factory": "tests.stub_engine:load"}
+    argv = [sys.executable, "-c", CHILD, json.dumps({**settings, "drain": drain, "lease": 2.0})]
+    return programs([Chosen(label, label.removeprefix("gpu")) for label in labels], argv, {}, "node")
+
+
+def say(name: str, line: str) -> None:
+    print(f"{name} | {line}", flush=True)
+
+
+if __name__ == "__main__":
+    url, labels, drain = sys.argv[1], sys.argv[2].split(","), float(sys.argv[3])
+    sys.exit(asyncio.run(supervise(fleet(url, labels, drain), say, drain)))

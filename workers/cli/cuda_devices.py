@@ -1,0 +1,63 @@
+"""Print what GPUs CUDA sees, as JSON: [{"name": ..., "uuid": ..., "memory_bytes": ...}, ...], or {"error": why}.
+
+    python -I -S cuda_devices.py
+
+The driver is asked in a process of its own, which is over at once: whoever only needs to know how many there are keeps
+nothing of it, and a driver that is broken breaks nobody else. The order is CUDA's, with CUDA_VISIBLE_DEVICES and
+CUDA_DEVICE_ORDER taken as CUDA takes them. Imports nothing of Penstock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import uuid
+from typing import Any
+
+#: CUDA driver API, CUresult: no device is no fault.
+CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE = 0, 100
+
+
+def devices(cuda: Any) -> list[dict[str, Any]]:
+    """Of a loaded libcuda. Raises OSError with the driver's words."""
+
+    def call(name: str, *arguments: Any) -> None:
+        status = getattr(cuda, name)(*arguments)
+        if status != CUDA_SUCCESS:
+            words = ctypes.c_char_p()
+            cuda.cuGetErrorString(status, ctypes.byref(words))
+            raise OSError(status, f"{name}: {(words.value or b'unknown error').decode()}")
+
+    count = ctypes.c_int()
+    try:
+        call("cuInit", 0)
+        call("cuDeviceGetCount", ctypes.byref(count))
+    except OSError as error:
+        if error.errno == CUDA_ERROR_NO_DEVICE:
+            return []
+        raise
+    found = []
+    for ordinal in range(count.value):
+        device, memory = ctypes.c_int(), ctypes.c_size_t()
+        name, digits = ctypes.create_string_buffer(256), ctypes.create_string_buffer(16)
+        call("cuDeviceGet", ctypes.byref(device), ordinal)
+        call("cuDeviceGetName", name, len(name), device)
+        call("cuDeviceGetUuid_v2", digits, device)
+        call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
+        one = {"name": name.value.decode(errors="replace"), "uuid": f"GPU-{uuid.UUID(bytes=digits.raw)}"}
+        found.append({**one, "memory_bytes": memory.value})
+    return found
+
+
+def main() -> None:
+    """Print them."""
+    try:
+        found: object = devices(ctypes.CDLL("libcuda.so.1"))
+    except (OSError, AttributeError) as error:
+        found = {"error": str(error)}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
