@@ -76,12 +76,15 @@ class BlockPool:
             self._by_hash[name] = block
             self._hash_of[block] = name
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Make held blocks unfindable, because what is in them is not to be trusted."""
-        for block in blocks:
-            name = self._hash_of.pop(block, None)
-            if name is not None:
-                del self._by_hash[name]
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Make blocks unfindable, held or cached, because what is in them is not to be trusted."""
+        for name in names:
+            block = self._by_hash.pop(name, None)
+            if block is not None:
+                del self._hash_of[block]
+                if block in self._cached:
+                    del self._cached[block]
+                    self._free.append(block)
 
     def match(self, names: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known beginning of a chain of hashes, with no reference taken."""

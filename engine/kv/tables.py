@@ -149,11 +149,13 @@ class BlockTables:
 
     # ---- the end
 
-    def forget(self, seq: Sequence) -> None:
-        """Make what a running sequence holds unfindable, because what is in it is not to be trusted."""
-        # One that waits has no tables.
-        for group, table in zip(self.groups, seq.tables, strict=False):
-            group.pool.forget(table.blocks)
+    def forget(self, seq: Sequence, computed: int = 0) -> None:
+        """Make unfindable what a sequence left in the cache after `computed` tokens, because it is not to be trusted.
+
+        By the hashes of its blocks, since it may have let go of some, or of all, in the meantime.
+        """
+        for group in self.groups:
+            group.pool.forget(seq.hashes[computed // self.block_size :])
 
     def free(self, seq: Sequence) -> None:
         for group, table in zip(self.groups, seq.tables, strict=True):

@@ -76,11 +76,20 @@ def test_a_forgotten_block_is_not_found_and_becomes_free():
     pool = BlockPool(1)
     blocks = pool.allocate(1)
     pool.register(blocks[0], b"x")
-    pool.forget(blocks)
+    pool.forget([b"y", b"x"])
     assert pool.match([b"x"]) == []
     pool.release(blocks)
     pool.check_integrity([])
     assert pool.available == 1
+
+
+def test_a_cached_block_that_is_forgotten_is_free_at_once():
+    pool = BlockPool(2)
+    cached(pool, 2)
+    pool.forget(names(1))
+    pool.check_integrity([])
+    assert pool.match(names(1)) == []
+    assert sorted(pool.allocate(2)) == [0, 1]
 
 
 def test_freed_by_counts_blocks_that_only_these_hold():

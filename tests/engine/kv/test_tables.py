@@ -117,7 +117,7 @@ def test_a_hole_in_the_window_shortens_what_is_found() -> None:
     windowed = held.groups[1].pool
     held.free(one)
     # As if evicted: block 13 of the windowed group is not found any more.
-    windowed.forget(windowed.match([one.hashes[13]]))
+    windowed.forget([one.hashes[13]])
     claim = held.claim(seq(61), None)
     assert claim.computed == 13 * SIZE
     assert [part.first for part in claim.parts] == [0, (52 - WINDOW + 1) // SIZE]
