@@ -40,6 +40,10 @@ class EngineConfig:
     """Seconds of waiting that raise a request by one tier."""
     threads: int | None = None
     """CPU threads; None leaves the choice to torch."""
+    overlap: int | None = None
+    """Steps that are planned and launched before the results of the one that runs are known, 0 or 1. None is 1 on
+    CUDA, where it keeps the device busy, and 0 on a CPU, which plans and computes with the same cores. The output is
+    the same; a sequence whose end could not be foreseen is computed for one step more."""
     seed: int | None = None
     """Source of the seeds of requests that bring none; None is different at every start."""
 
@@ -62,6 +66,8 @@ class EngineConfig:
             _integer("max_model_len", self.max_model_len, 2, 1 << 31)
         if self.threads is not None:
             _integer("threads", self.threads, 1, 4096)
+        if self.overlap is not None:
+            _integer("overlap", self.overlap, 0, 1)
         if self.seed is not None:
             _integer("seed", self.seed, 0, (1 << 63) - 1)
         if not isinstance(self.enable_prefix_caching, bool):

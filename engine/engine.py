@@ -104,7 +104,10 @@ class Engine:
             seed=config.seed,
         )
         self._ids = itertools.count()
-        self._loop = StepLoop(scheduler, runner, lambda: _use_threads(config.threads))
+        overlap = config.overlap
+        if overlap is None:
+            overlap = int(model.device.type == "cuda")
+        self._loop = StepLoop(scheduler, runner, lambda: _use_threads(config.threads), overlap=overlap)
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:

@@ -22,3 +22,9 @@ class RequestError(EngineError, ValueError):
 
 class ModelError(EngineError):
     """A model folder that cannot be served; the message names the file, tensor or setting at fault."""
+
+
+def brief(error: BaseException) -> str:
+    """Its type and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

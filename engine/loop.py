@@ -8,22 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from engine.errors import EngineError, RequestError
-from engine.plan import Sampled, StepPlan
-from engine.request import Event, Request, Status
+from engine.errors import EngineError, RequestError, brief
+from engine.pipeline import Executor, Pipeline
+from engine.request import Event, Request
 from engine.scheduler import Scheduler, SchedulerStats
 
 logger = logging.getLogger("penstock.engine")
-
-
-class Executor(Protocol):
-    """What executes plans: a Runner."""
-
-    def execute(self, plan: StepPlan) -> list[Sampled]: ...
-
-    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -41,14 +32,14 @@ class StepLoop:
     That thread alone changes the scheduler, between steps, so that no block changes hands while a step runs.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, on_start: Callable[[], None]) -> None:
-        """`on_start` is called once on the loop's thread."""
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, on_start: Callable[[], None], *, overlap: int = 0
+    ) -> None:
+        """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1."""
         self._scheduler = scheduler
-        self._executor = executor
         self._on_start = on_start
         #: Called on the loop's thread when all events of a step have been delivered.
         self.on_step: Callable[[], None] | None = None
-        self.last_step_s = 0.0
         self._wake = threading.Condition()
         # Under _wake: who is in, by id, and what has to be told to the scheduler.
         self._tickets: dict[str, _Ticket] = {}
@@ -58,6 +49,7 @@ class StepLoop:
         self._state = threading.Lock()
         # Of the loop's thread alone: the tickets that the scheduler knows.
         self._known: dict[str, _Ticket] = {}
+        self._pipeline = Pipeline(scheduler, executor, self._state, self._end_step, overlap)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
@@ -77,7 +69,7 @@ class StepLoop:
             self._wake.notify()
 
     def abort(self, request_id: str) -> bool:
-        """False if no such request is in. Its memory is free when the step that is running has ended."""
+        """False if no such request is in. Its memory is free before the next step is planned."""
         with self._wake:
             ticket = self._tickets.pop(request_id, None)
             if ticket is None:
@@ -95,6 +87,12 @@ class StepLoop:
         with self._state:
             return self._scheduler.preempted(time.monotonic())
 
+    @property
+    def last_step_s(self) -> float:
+        """Seconds from the results of the step before to those of the last one, or from its planning if that was
+        later."""
+        return self._pipeline.last_step_s
+
     def close(self) -> None:
         """Stop after the running step. Requests that are still in end with finish_reason "abort"."""
         with self._wake:
@@ -109,16 +107,23 @@ class StepLoop:
         self._on_start()
         while self._wait_for_work():
             try:
-                self._step()
+                told = self._read_notes()
+                if not self._pipeline.step() and told:
+                    self._tell_step()
             except Exception as error:
-                # A fault of ours, not of a request (those end alone in _execute): nothing of this step can be kept.
+                # A fault of ours, not of a request (those end alone): nothing of this step can be kept.
                 logger.exception("a step failed as a whole; its requests are ended")
-                self._end_all(f"the engine failed: {_brief(error)}")
+                self._pipeline.drop()
+                self._end_all(f"the engine failed: {brief(error)}")
+        try:
+            self._pipeline.finish()
+        except Exception:
+            logger.exception("the last step failed")
         self._end_all("the engine was closed", closing=True)
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            while not (self._closing or self._notes or self._scheduler.has_work):
+            while not (self._closing or self._notes or self._scheduler.has_work or self._pipeline.in_flight):
                 try:
                     self._scheduler.check_idle()
                 except EngineError:
@@ -126,24 +131,8 @@ class StepLoop:
                 self._wake.wait()
             return not self._closing
 
-    def _step(self) -> None:
-        began = time.monotonic()
-        told = self._read_notes()
-        with self._state:
-            plan = self._scheduler.schedule(began)
-        if plan is None:
-            if self._scheduler.has_work:
-                raise EngineError("the scheduler has work and plans nothing")
-            if told:
-                self._tell_step()
-            return
-        failures: list[Event] = []
-        sampled = self._execute(plan, failures)
-        with self._state:
-            events = self._scheduler.update(plan, sampled, time.monotonic())
-        self._deliver(failures)
+    def _end_step(self, events: list[Event]) -> None:
         self._deliver(events)
-        self.last_step_s = time.monotonic() - began
         self._tell_step()
 
     def _tell_step(self) -> None:
@@ -173,34 +162,9 @@ class StepLoop:
                         events = self._scheduler.add(ticket.request)
                 except Exception as error:
                     logger.exception("request %r could not be taken in", request_id)
-                    events = [_ending(ticket.request, f"the request could not be taken in: {_brief(error)}")]
+                    events = [_ending(ticket.request, f"the request could not be taken in: {brief(error)}")]
                 self._deliver(events)
                 told |= bool(events)
-
-    def _execute(self, plan: StepPlan, failures: list[Event]) -> list[Sampled]:
-        # Once, and before a row is written. Whoever was copied from may have been put out of the batch in the planning
-        # of this very step, and its block given to one of the rows: copied again, it would be what that row wrote.
-        self._executor.copy_blocks(plan.copies)
-        try:
-            return self._executor.execute(replace(plan, copies=[]))
-        except Exception:
-            logger.exception("a step of %d sequences failed; they are run one by one", len(plan.rows))
-        # Only the culprit shall fail: the others' results do not depend on whom they run with.
-        sampled = []
-        for row in plan.rows:
-            if row.seq.status is not Status.RUNNING:  # it ended with another of its request, and holds no blocks
-                sampled += [Sampled(-1)] * row.samples
-                continue
-            try:
-                sampled += self._executor.execute(StepPlan([row], num_tokens=row.count))
-            except Exception as error:
-                message = f"the model failed on this request: {_brief(error)}"
-                logger.exception("request %r failed alone", row.seq.request.id)
-                with self._state:
-                    failures += self._scheduler.fail(row.seq, message)
-                if row.samples:
-                    sampled.append(Sampled(-1, error=message))
-        return sampled
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -249,8 +213,3 @@ def _ending(request: Request, message: str) -> Event:
         prompt_tokens=len(request.prompt_ids),
         cached_tokens=0,
     )
-
-
-def _brief(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
@@ -16,7 +16,7 @@ from engine.group import Group
 from engine.kv import BlockTables, Claim
 from engine.plan import ScheduledSeq, StepPlan
 from engine.policy import TIERS, WaitingQueue, running_key
-from engine.request import Sequence, Status
+from engine.request import UNKNOWN, Sequence, Status
 
 
 @dataclass(slots=True)
@@ -59,6 +59,8 @@ class Planner:
         self._slots = list(range(max_num_seqs))  # a heap: low rows are used first, which keeps batches compact
         self.preemptions = 0
         self.cached_tokens = 0
+        #: Serials of the sequences of a step whose results are awaited while the next is planned.
+        self.in_flight: Set[int] = frozenset()
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
@@ -110,6 +112,8 @@ class Planner:
         """Let a waiting sequence in, if need be in the place of running ones, of which none is in the plan yet:
         only those whose effective tier is worse than its request's tier, and only if that makes room enough.
         """
+        if seq.serial in self.in_flight:  # put out just now: what it goes on with is not known yet
+            return False
         group = self._groups[seq.request.id]
         claim = self._claim(group, seq, step)
         if not (freely and self._fits(claim, tier, step)):
@@ -188,6 +192,9 @@ class Planner:
             self.waiting.remove(seq)
 
     def _leave(self, seq: Sequence) -> None:
+        if seq.pending:  # the token itself is appended when it is known, wherever the sequence is then
+            seq.tokens.pop()
+            seq.pending = False
         self._tables.free(seq)
         heapq.heappush(self._slots, seq.slot)
         seq.slot = -1
@@ -205,8 +212,13 @@ class Planner:
         if sorted([*self._slots, *(seq.slot for seq in running)]) != list(range(self._max_num_seqs)):
             raise EngineError("the slots are not each free or held by one running sequence")
         for seq in running:
-            if seq.status is not Status.RUNNING or not 0 <= seq.computed < len(seq.tokens):
+            in_flight = seq.serial in self.in_flight
+            if seq.status is not Status.RUNNING or not 0 <= seq.computed < len(seq.tokens) + in_flight:
                 raise EngineError(f"request {seq.request.id!r} runs with {seq.computed} of {len(seq.tokens)} tokens")
+            if seq.pending != (UNKNOWN in seq.tokens) or (seq.pending and not in_flight):
+                raise EngineError(f"request {seq.request.id!r} runs with a token that is not known")
         for seq in self.waiting:
+            if UNKNOWN in seq.tokens:
+                raise EngineError(f"request {seq.request.id!r} waits with a token that is not known")
             if seq.status is not Status.WAITING or seq.tables or seq.computed or seq.slot != -1:
                 raise EngineError(f"request {seq.request.id!r} waits, and yet is {seq.status.name} or holds blocks")

@@ -11,7 +11,7 @@ from engine.batch import BatchBuilder
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.plan import Sampled, StepPlan
-from engine.request import Sequence
+from engine.request import UNKNOWN, Sequence
 from engine.sampling import SamplingRows, sample, score_prompts
 from engine.upload import upload
 
@@ -34,6 +34,33 @@ class Runner:
         )
         self._sampling = SamplingRows(max_num_seqs, model.vocab_size, model.device)
         self._owners: list[Sequence | None] = [None] * max_num_seqs
+        self._last = [UNKNOWN] * max_num_seqs
+
+    def launch(self, plan: StepPlan) -> list[Sampled]:
+        """Execute a plan at once, with what was sampled last in place of tokens that are not known to the scheduler."""
+        pending = [row.seq for row in plan.rows if row.pending]
+        for sequence in pending:
+            sequence.tokens[-1] = self._last[sequence.slot]
+        try:
+            found = self.execute(plan)
+        finally:
+            for sequence in pending:
+                sequence.tokens[-1] = UNKNOWN
+        for row, one in zip((row for row in plan.rows if row.samples), found, strict=True):
+            self._last[row.seq.slot] = one.token_id
+        return found
+
+    def collect(self, launched: list[Sampled]) -> list[Sampled]:
+        """What a launched plan sampled."""
+        return launched
+
+    def needs_token(self, sequence: Sequence) -> bool:
+        """Never: penalties and bad words are looked up at launch."""
+        return False
+
+    def forget(self) -> None:
+        """Take what sequences ask for, and count their tokens, anew."""
+        self._owners = [None] * len(self._owners)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled]:

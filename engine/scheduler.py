@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from engine.best_of import Candidates
 from engine.errors import EngineError, RequestError
@@ -19,7 +20,7 @@ from engine.output import OutputState
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.planner import Planner
 from engine.prompt_scores import PromptScores
-from engine.request import Event, Request, Sequence, Status
+from engine.request import UNKNOWN, Event, Request, Sequence, Status
 from engine.text.detokenizer import Detokenizer
 
 
@@ -194,22 +195,57 @@ class Scheduler:
         """The next step, or None when there is nothing to compute."""
         return self._planner.plan(now)
 
+    def foresee(self, plan: StepPlan, needs_token: Callable[[Sequence], bool]) -> None:
+        """Count a plan in flight as computed, so that the next can be planned before its results are known.
+
+        A sequence that samples in it goes on with a token that is UNKNOWN, and one alone: not where that token ends it
+        for certain, nor across the rope switch, nor where the executor `needs_token` to go on; it has nothing to
+        compute until then. All of what was computed are tokens that are known, so it is offered to the prefix cache.
+        To be followed by `schedule` and by `update` or `take_back` of this plan, with nothing between.
+        """
+        self._planner.in_flight = {row.seq.serial for row in plan.rows}
+        for row in plan.rows:
+            seq = row.seq
+            if seq.status is not Status.RUNNING:
+                continue
+            seq.computed = row.start + row.count
+            self._tables.register(seq)
+            if not row.samples or seq.output.count + 1 >= seq.output.limit or len(seq.tokens) == self._rope_switch:
+                continue
+            if not needs_token(seq):
+                seq.tokens.append(UNKNOWN)
+                seq.pending = True
+
+    def take_back(self, plans: Iterable[StepPlan], now: float) -> None:
+        """Give up plans whose results will never be known: what they were to compute will be computed again.
+
+        Their sequences wait, with the tokens that are known.
+        """
+        self._planner.in_flight = frozenset()
+        for row in chain.from_iterable(plan.rows for plan in plans):
+            self._tables.forget(row.seq, row.start)
+            if row.seq.status is Status.RUNNING:
+                self._planner.preempt(row.seq, now)
+
     def update(self, plan: StepPlan, sampled: list[Sampled], now: float) -> list[Event]:
         """Enter a step's results: `sampled` has one entry for each row with samples=True, in order.
 
-        Rows whose sequence was aborted or failed since `schedule` are passed over (their entry is still there).
-        Raises EngineError if the number of entries is not that of the sampling rows.
+        Rows whose sequence has ended since `schedule` are passed over (their entry is still there): it was aborted, it
+        failed, or the step before this one, which was in flight then, has ended it. A sequence that was put out of the
+        batch since gets its token where it waits. Raises EngineError if the number of entries is not that of the
+        sampling rows.
         """
         expected = sum(row.samples for row in plan.rows)
         if len(sampled) != expected:
             raise EngineError(f"{len(sampled)} tokens were sampled for a plan with {expected} sampling rows")
+        self._planner.in_flight = frozenset()
         self._steps += 1
         results = iter(sampled)
         events = []
         for row in plan.rows:
             seq = row.seq
             result = next(results) if row.samples else None
-            if seq.status is not Status.RUNNING:
+            if seq.status is Status.FINISHED:
                 continue
             group = self._groups[seq.request.id]
             if result is not None and result.error is not None:
@@ -218,10 +254,11 @@ class Scheduler:
             if row.scored is not None and row.scored.error is not None:
                 events += self.fail(seq.request.id, row.scored.error)
                 continue
-            seq.computed = row.start + row.count
-            self._tables.register(seq)
-            if group.led and seq.computed >= seq.prompt_len:
-                self._release_led(group, seq)
+            if seq.status is Status.RUNNING:
+                seq.computed = row.start + row.count
+                self._tables.register(seq)
+                if group.led and seq.computed >= seq.prompt_len:
+                    self._release_led(group, seq)
             if group.scores is not None:
                 events += self._score(group, group.scores, row)
             if result is not None:
@@ -246,7 +283,11 @@ class Scheduler:
         if seq.output.limit == 0:  # it was computed for its prompt alone
             self._end(group, seq)
             return group.event(seq, "length")
-        seq.tokens.append(result.token_id)
+        if seq.pending:
+            seq.tokens[-1] = result.token_id
+            seq.pending = False
+        else:
+            seq.tokens.append(result.token_id)
         self._generated_tokens += 1
         text, reason, match = seq.output.push(result.token_id)
         if reason is not None:
@@ -254,7 +295,8 @@ class Scheduler:
         elif self._rope_switch is not None and len(seq.tokens) == self._rope_switch + 1:
             seq.root = long_root(seq.root)
             seq.hashes = []
-            self._planner.preempt(seq, now)
+            if seq.status is Status.RUNNING:
+                self._planner.preempt(seq, now)
         return group.event(seq, reason, match, result, text)
 
     def _release_led(self, group: Group, leader: Sequence) -> None:

@@ -114,9 +114,13 @@ class DeviceRunner:
             return self._launch(plan)
         except BaseException:
             # How much of what the rows are has got there is not known.
-            self._rows.forget()
-            self._sampler.forget()
+            self.forget()
             raise
+
+    def forget(self) -> None:
+        """Send all that is kept of the sequences again, from the tokens that they then have."""
+        self._rows.forget()
+        self._sampler.forget()
 
     def _launch(self, plan: StepPlan) -> Launched:
         self.copy_blocks(plan.copies)

@@ -36,6 +36,9 @@ def test_the_defaults_are_valid_and_cannot_be_changed():
         ("ageing_s", "30"),
         ("threads", 0),
         ("seed", -1),
+        ("overlap", 2),
+        ("overlap", -1),
+        ("overlap", True),
         ("enable_prefix_caching", "yes"),
     ],
 )

@@ -14,28 +14,61 @@ from engine.kv import KvSpace
 from engine.loop import StepLoop
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
-from engine.request import Event, Request
+from engine.request import Event, Request, Sequence
 from engine.scheduler import Scheduler
 
 PATIENCE = 20.0
 
 
 class Steps:
-    """An executor whose tokens count up from the prompt's last. `before` may hold a step up or fail it."""
+    """An executor whose tokens count up from the prompt's last.
 
-    def __init__(self) -> None:
+    `before` may hold a step up or fail it: as it is launched or, if that is `late`, as it is collected.
+    """
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
         self.before: Callable[[StepPlan], None] = lambda plan: None
+        self.spoil: Callable[[StepPlan, list[Sampled]], list[Sampled]] = lambda plan, found: found
         self.plans: list[list[str]] = []
         self.copied: list[tuple[int, int, int]] = []
+        self.ahead = 0
+        """Launched and not collected."""
+        self.most_ahead = 0
+        self._last: dict[int, int] = {}
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
+    def launch(self, plan: StepPlan) -> tuple[StepPlan, list[Sampled]]:
+        assert plan.copies == []
+        if not self.late:
+            self._begin(plan)
+        found = []
+        for row in plan.rows:
+            before = self._last[row.seq.slot] if row.pending else row.seq.tokens[-1]
+            if row.samples:
+                self._last[row.seq.slot] = before + 1
+                found.append(Sampled(before + 1))
+        self.ahead += 1
+        self.most_ahead = max(self.most_ahead, self.ahead)
+        return plan, found
+
+    def collect(self, launched: tuple[StepPlan, list[Sampled]]) -> list[Sampled]:
+        self.ahead -= 1
+        if self.late:
+            self._begin(launched[0])
+        return self.spoil(*launched)
+
+    def _begin(self, plan: StepPlan) -> None:
         self.plans.append([row.seq.request.id for row in plan.rows])
         self.before(plan)
-        self.copied += plan.copies
-        return [Sampled(row.seq.tokens[-1] + 1) for row in plan.rows if row.samples]
 
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         self.copied += copies
+
+    def needs_token(self, sequence: Sequence) -> bool:
+        return False
+
+    def forget(self) -> None:
+        pass
 
 
 class Listener:
@@ -76,9 +109,15 @@ class Gate:
         self._open.set()
 
 
-@pytest.fixture
-def steps() -> Steps:
-    return Steps()
+@pytest.fixture(params=[0, 1], ids=["synchronous", "overlapping"])
+def overlap(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture(params=[False, True], ids=["at-launch", "when-collected"])
+def steps(request: pytest.FixtureRequest) -> Steps:
+    return Steps(late=request.param)
 
 
 @pytest.fixture
@@ -87,10 +126,12 @@ def scheduler() -> Scheduler:
 
 
 @pytest.fixture
-def loop(steps: Steps, scheduler: Scheduler) -> Iterator[StepLoop]:
-    made = StepLoop(scheduler, steps, lambda: None)
+def loop(steps: Steps, scheduler: Scheduler, overlap: int) -> Iterator[StepLoop]:
+    made = StepLoop(scheduler, steps, lambda: None, overlap=overlap)
     yield made
     made.close()
+    assert steps.ahead == 0
+    assert steps.most_ahead <= 1 + overlap
     scheduler.check_integrity()
     assert scheduler.stats().kv_blocks_used == 0
 
@@ -129,8 +170,8 @@ def test_an_id_in_use_is_refused_until_its_request_has_ended(loop: StepLoop, ste
     assert second.wait().tokens == [51, 52, 53, 54]
 
 
-def test_an_abort_during_a_step_frees_the_memory_when_the_step_ends_and_nothing_is_heard(
-    loop: StepLoop, steps: Steps
+def test_an_abort_during_a_step_frees_the_memory_before_the_next_is_planned_and_nothing_is_heard(
+    loop: StepLoop, steps: Steps, overlap: int
 ) -> None:
     gate = steps.before = Gate()
     heard, other = Listener(), Listener()
@@ -143,7 +184,8 @@ def test_an_abort_during_a_step_frees_the_memory_when_the_step_ends_and_nothing_
     gate.open()
     other.wait()
     assert heard.events == []
-    assert all(plan == ["b"] for plan in steps.plans[1:])
+    # With an overlap the next one was planned already.
+    assert all(plan == ["b"] for plan in steps.plans[1 + overlap :])
     assert loop.stats().aborted == 1
 
 
@@ -203,8 +245,8 @@ def test_abort_from_within_an_event_ends_the_events(loop: StepLoop) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, 9))
-def test_abort_at_any_step_leaves_the_pool_whole(steps: Steps, scheduler: Scheduler, at: int) -> None:
-    loop = StepLoop(scheduler, steps, lambda: None)
+def test_abort_at_any_step_leaves_the_pool_whole(steps: Steps, scheduler: Scheduler, overlap: int, at: int) -> None:
+    loop = StepLoop(scheduler, steps, lambda: None, overlap=overlap)
     others = [Listener() for _ in range(2)]
 
     def abort(plan: StepPlan) -> None:
@@ -270,17 +312,14 @@ def test_copies_of_a_failed_step_are_made_before_its_rows_run_alone(loop: StepLo
 
 
 def test_a_row_that_the_model_gives_up_fails_alone(loop: StepLoop, steps: Steps) -> None:
-    plain = steps.execute
-
-    def execute(plan: StepPlan) -> list[Sampled]:
-        found = plain(plan)
+    def spoil(plan: StepPlan, found: list[Sampled]) -> list[Sampled]:
         sampling = [row for row in plan.rows if row.samples]
         return [
             Sampled(-1, error="not finite") if row.seq.request.id == "bad" else one
             for row, one in zip(sampling, found, strict=True)
         ]
 
-    steps.execute = execute  # type: ignore[method-assign]
+    steps.spoil = spoil
     loop.submit(request("good"), good := Listener())
     loop.submit(request("bad"), bad := Listener())
     assert good.wait().tokens == [11, 12, 13, 14]
@@ -374,8 +413,8 @@ def test_a_candidate_that_cannot_be_computed_ends_its_request_alone(loop: StepLo
     assert loop.stats().kv_blocks_used == 0
 
 
-def test_closing_ends_what_is_in_with_abort(steps: Steps, scheduler: Scheduler) -> None:
-    loop = StepLoop(scheduler, steps, lambda: None)
+def test_closing_ends_what_is_in_with_abort(steps: Steps, scheduler: Scheduler, overlap: int) -> None:
+    loop = StepLoop(scheduler, steps, lambda: None, overlap=overlap)
     gate = steps.before = Gate()
     loop.submit(request("running", max_tokens=20, n=2), running := Listener())
     gate.wait()
@@ -393,8 +432,10 @@ def test_closing_ends_what_is_in_with_abort(steps: Steps, scheduler: Scheduler) 
     loop.close()
 
 
-def test_closing_from_within_an_event_does_not_wait_for_itself(steps: Steps, scheduler: Scheduler) -> None:
-    loop = StepLoop(scheduler, steps, lambda: None)
+def test_closing_from_within_an_event_does_not_wait_for_itself(
+    steps: Steps, scheduler: Scheduler, overlap: int
+) -> None:
+    loop = StepLoop(scheduler, steps, lambda: None, overlap=overlap)
     heard = Listener()
 
     def on_event(event: Event) -> None:

@@ -12,7 +12,7 @@ from engine.kv import KvSpace
 from engine.loop import StepLoop
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
-from engine.request import Event, Request, Tier
+from engine.request import Event, Request, Sequence, Tier
 from engine.scheduler import Scheduler
 
 BLOCK = 4
@@ -38,8 +38,7 @@ class Cache:
             self._copied.add(source)
             self.blocks[destination] = list(self.blocks[source])
 
-    def execute(self, plan: StepPlan) -> list[Sampled]:
-        self.copy_blocks(plan.copies)
+    def launch(self, plan: StepPlan) -> list[Sampled]:
         results = []
         for row in plan.rows:
             table = row.seq.tables[0].blocks
@@ -56,6 +55,15 @@ class Cache:
             raise ZeroDivisionError("it has written, and fails")
         self._copied.clear()
         return results
+
+    def collect(self, launched: list[Sampled]) -> list[Sampled]:
+        return launched
+
+    def needs_token(self, sequence: Sequence) -> bool:
+        return False
+
+    def forget(self) -> None:
+        pass
 
 
 def following(tokens: list[int]) -> int:
@@ -75,7 +83,7 @@ def test_a_block_that_was_copied_and_then_given_away_in_one_plan_is_not_copied_a
     """The second choice of `pair` ages past everybody, the first included, from which it copies the end of the prompt.
     Then a decode of the same plan wants a block: the first choice is put out, and what was copied is written over."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("engine.loop.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("engine.pipeline.time", SimpleNamespace(monotonic=lambda: clock.now))
     prompts = {"short": [1, 2, 3, 4], "one": [5, 6, 7], "two": [8, 9, 1], "pair": [2, 3, 4, 5, 6, 7]}
     lengths = {"short": 2, "one": 9, "two": 9, "pair": 5}
     tiers = {"short": Tier.PRIORITY, "one": Tier.FLEX, "two": Tier.FLEX, "pair": Tier.BATCH}
