@@ -9,11 +9,13 @@ from engine.errors import EngineError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+KernelSet = Literal["auto", "reference", "ragged", "sdpa", "cpu"]
 
 #: As good as never.
 _MAX_AGEING_S = 1e9
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
+_KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,15 @@ class EngineConfig:
     """Tokens computed in one step over all sequences; at least max_num_seqs, so that every decode goes on."""
     kv_cache_bytes: int | None = None
     """Memory for keys and values; None takes a bounded part of what is free."""
+    memory_share: float = 0.85
+    """On a GPU, the part of its memory that weights, steps and KV cache may take together where kv_cache_bytes is None.
+    What a step takes is found out by running the largest ones; what is left is for what nobody foresees."""
+    kernels: KernelSet = "auto"
+    """By what the model is computed: "cpu", "sdpa", or what they are tested by: "reference" (plain torch) and "ragged"
+    (the same under the runner that CUDA has)."""
+    graphs: bool = True
+    """Whether steps in which every sequence decodes are recorded as CUDA graphs, at the first of each size, and
+    replayed. Without, the host launches each kernel, which at small batches takes longer than the kernels."""
     block_size: int = 16
     """Tokens in one KV block."""
     max_model_len: int | None = None
@@ -50,6 +61,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("device", self.device, _DEVICES)
+        _one_of("kernels", self.kernels, _KERNELS)
         _integer("max_num_seqs", self.max_num_seqs, 1, 4096)
         _integer("block_size", self.block_size, 1, 1024)
         if self.max_num_batched_tokens is not None:
@@ -70,8 +82,12 @@ class EngineConfig:
             _integer("overlap", self.overlap, 0, 1)
         if self.seed is not None:
             _integer("seed", self.seed, 0, (1 << 63) - 1)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise EngineError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
+        _flag("enable_prefix_caching", self.enable_prefix_caching)
+        _flag("graphs", self.graphs)
+        if isinstance(self.memory_share, bool) or not isinstance(self.memory_share, (int, float)):
+            raise EngineError(f"memory_share={self.memory_share!r} must be a number")
+        if not 0 < self.memory_share <= 1:
+            raise EngineError(f"memory_share={self.memory_share!r} must be above 0, up to 1")
         if isinstance(self.ageing_s, bool) or not isinstance(self.ageing_s, (int, float)):
             raise EngineError(f"ageing_s={self.ageing_s!r} must be a number of seconds")
         # Compared before it is converted: no float holds an integer of 400 digits.
@@ -82,6 +98,11 @@ class EngineConfig:
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise EngineError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise EngineError(f"{name}={value!r} must be True or False")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:

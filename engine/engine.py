@@ -15,11 +15,10 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.loop import StepLoop
-from engine.memory import kv_spaces
 from engine.models import Model, load_model
 from engine.params import SamplingParams
+from engine.placement import place, runner_for
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
-from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
@@ -71,20 +70,11 @@ class Engine:
         batched = config.max_num_batched_tokens
         if batched is None:
             batched = max(_BATCHED_TOKENS[model.device.type], config.max_num_seqs)
-        spaces = kv_spaces(
-            config.kv_cache_bytes,
-            model.kv_groups,
-            model.kernels.compute_dtype.itemsize,
-            block_size=config.block_size,
-            sequences=config.max_num_seqs,
-            length=self.max_model_len,
-            step_tokens=batched,
-            device=model.device,
-        )
+        spaces = place(model, config, batched, self.max_model_len)
         #: Tokens of whole sequences that the KV cache has room for at one time.
         self.kv_tokens_total = min(space.tokens_of_all(config.block_size, self.max_model_len) for space in spaces)
         self.fingerprint = _fingerprint(model)
-        runner = Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
+        runner = runner_for(model, config, spaces, batched, self.max_model_len)
         scheduler = Scheduler(
             spaces=spaces,
             block_size=config.block_size,
@@ -115,7 +105,7 @@ class Engine:
         config = config or EngineConfig()
         _use_threads(config.threads)
         folder = Path(path)
-        model = load_model(folder, config.dtype, _device(config.device))
+        model = load_model(folder, config.dtype, _device(config.device), config.kernels)
         return cls(model, config, folder=folder, version=model_version(folder.resolve()))
 
     # ---- requests

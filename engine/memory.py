@@ -15,8 +15,6 @@ GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 #: On a CPU the cache shares the machine with everything else.
 _CPU_PART, _CPU_MOST = 0.25, 4 * GIB
-#: On an accelerator it gets what the weights leave, less room for activations.
-_CUDA_PART, _CUDA_SPARE = 0.9, 1 * GIB
 #: How long a typical sequence is, in windows: groups with a window and without share the memory so that such sequences
 #: use up both. Longer ones run out of blocks without a window first, shorter ones of those with one.
 _TYPICAL_WINDOWS = 4
@@ -31,14 +29,14 @@ def kv_spaces(
     sequences: int,
     length: int,
     step_tokens: int,
-    device: torch.device,
+    free: int,
 ) -> tuple[KvSpace, ...]:
-    """Blocks of each group: together what `asked_bytes` holds, else a part of the free memory.
+    """Blocks of each group: together what `asked_bytes` holds, or, where that is None, the `free` bytes.
 
     Never more than `sequences` of `length` tokens could fill, of which `step_tokens` are computed in one step. Raises
     EngineError when a group would not have the blocks that a single sequence takes to begin.
     """
-    budget = free_bytes(device) if asked_bytes is None else asked_bytes
+    budget = free if asked_bytes is None else asked_bytes
 
     def of_one(group: KvGroup, tokens: int) -> int:
         """Blocks of a sequence of so many tokens between two steps."""
@@ -82,11 +80,16 @@ def check_weights(folder: Path, wanted: int, device: torch.device) -> None:
         )
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that the cache may take on `device`, after the model was loaded."""
+def free_bytes(device: torch.device, share: float, step: int) -> int:
+    """Bytes that the cache may take on `device`, after the model was loaded.
+
+    On a GPU: of `share` of its memory, what neither the weights nor others have taken, less the `step` bytes that a
+    step takes besides; the rest is for what nobody foresees. On a CPU a bounded part of what is free.
+    """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return max(0, int(free * _CUDA_PART) - _CUDA_SPARE)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * share) - (total - free) - step)
     return min(int(_available_on_host() * _CPU_PART), _CPU_MOST)
 
 

@@ -5,9 +5,11 @@ and four numbers a row, in one copy through the PinnedRing (ring); InputMaker (i
 places of them there. DeviceRunner (runner) runs the model on these, a step of decodes as a recorded graph (graphs), and
 samples; results come back by a copy that only `collect` waits for. DeviceSampler (sampler) keeps how each sequence
 wants its tokens chosen in permanent rows, too (sampling_rows, edit_state), and chooses them there, by kernels or by
-what plain_sampling has in plain torch.
+what plain_sampling has in plain torch. How much memory is left for the KV cache is what `step_bytes` (footprint) finds
+out by running the largest steps.
 """
 
+from engine.device.footprint import step_bytes
 from engine.device.runner import DeviceRunner
 
-__all__ = ["DeviceRunner"]
+__all__ = ["DeviceRunner", "step_bytes"]

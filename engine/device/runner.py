@@ -97,6 +97,11 @@ class DeviceRunner:
         """Launch and collect."""
         return self.collect(self.launch(plan))
 
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV cache."""
+        return sum(cache.nbytes for cache in self._caches)
+
     @staticmethod
     def needs_token(sequence: Sequence) -> bool:
         """Whether a step cannot be launched for `sequence` before its last token is known."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import torch
 
+from engine.errors import EngineError
 from engine.kernels.cpu import Cpu, computes_natively
 from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
 from engine.kernels.ragged import Attended, RaggedBatch
-from engine.kernels.reference import PreparedLinear, Reference
+from engine.kernels.reference import PreparedLinear, Ragged, Reference
 from engine.kernels.sdpa import Sdpa
 
 #: The interface: every set is a Reference.
@@ -31,12 +32,19 @@ __all__ = [
 ]
 
 
-def select(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The set for weights of `dtype` on `device`.
+#: By the names that EngineConfig has for them.
+_SETS: dict[str, type[Kernels]] = {one.name: one for one in (Reference, Ragged, Sdpa, Cpu)}
+
+
+def select(device: torch.device, dtype: torch.dtype, name: str = "auto") -> Kernels:
+    """The set for weights of `dtype` on `device`, the one that is asked for by name or the device's own.
 
     Where a CPU only emulates `dtype`, weights are still rounded to it, but held and computed in fp32: measured
-    5 to 8 times as fast at 8 rows and more, for twice the memory.
+    5 to 8 times as fast at 8 rows and more, for twice the memory. Raises EngineError where the set is not for `device`.
     """
-    if device.type == "cpu":
-        return Cpu(dtype if computes_natively(dtype) else torch.float32)
-    return Sdpa(dtype)
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" else "sdpa"
+    if name == "cpu" and device.type != "cpu":
+        raise EngineError(f"kernels='cpu' are for CPUs, and the device is {device.type}; use 'auto'")
+    native = device.type != "cpu" or computes_natively(dtype)
+    return _SETS[name](dtype if native else torch.float32)

@@ -82,10 +82,11 @@ class Model(Protocol):
         """Logits [rows, vocabulary] of what `forward` gave; apart, so that those of a long prompt come in pieces."""
 
 
-def load_model(folder: str | Path, dtype: str, device: torch.device, kernels: type[Kernels] | None = None) -> Model:
+def load_model(folder: str | Path, dtype: str, device: torch.device, kernels: type[Kernels] | str = "auto") -> Model:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names.
 
-    `kernels` overrides the set that `engine.kernels.select` would choose. Raises ModelError.
+    `kernels` is a set, or the name by which `engine.kernels.select` chooses one. Raises ModelError about the folder,
+    EngineError where the set is not for `device`.
     """
     path = Path(folder)
     settings = read_config(path)
@@ -99,7 +100,7 @@ def load_model(folder: str | Path, dtype: str, device: torch.device, kernels: ty
     if "quantization_config" in config:
         raise ModelError(f"{path}: config.json has a quantization_config; quantised checkpoints are not supported")
     weight_dtype = _dtype(path, config, dtype)
-    kernel_set = kernels(weight_dtype) if kernels is not None else select(device, weight_dtype)
+    kernel_set = select(device, weight_dtype, kernels) if isinstance(kernels, str) else kernels(weight_dtype)
     module, name = family.split(":")
     make = getattr(import_module(module), name)
     located = locate(path)

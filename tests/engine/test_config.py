@@ -40,6 +40,12 @@ def test_the_defaults_are_valid_and_cannot_be_changed():
         ("overlap", -1),
         ("overlap", True),
         ("enable_prefix_caching", "yes"),
+        ("kernels", "cuda"),
+        ("graphs", 1),
+        ("memory_share", 0.0),
+        ("memory_share", 1.01),
+        ("memory_share", True),
+        ("memory_share", math.nan),
     ],
 )
 def test_a_bad_setting_is_refused_by_name_and_value(name, value):

@@ -15,6 +15,7 @@ import torch
 import engine.engine as engine_module
 import engine.runner as runner_module
 from engine import Engine, EngineConfig, EngineError, Event, ModelError, Output, Request, RequestError, SamplingParams
+from engine.kernels import select
 from engine.sampling import SamplingBatch, sample
 from tests.engine.random_models import write_model
 
@@ -367,3 +368,16 @@ def test_sampling_takes_place_only_where_a_prompt_is_complete(load: Load, monkey
     engine.generate([list(range(1, 60))], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
     assert sizes == [1, 1, 1]
     assert engine.stats().steps == 8 + 2
+
+
+def test_every_kernel_set_says_the_same(load: Load, device: torch.device) -> None:
+    sets = ["reference", "ragged", "sdpa", *(["cpu"] if device.type == "cpu" else [])]
+    engines = [load(kernels=name) for name in sets] + [load(kernels="ragged", graphs=False)]
+    found = [[one.token_ids for one in engine.generate(TEXTS, GREEDY)] for engine in engines]
+    assert all(one == found[0] for one in found)
+    assert [engine.stats().kernels for engine in engines] == [*sets, "ragged"]
+
+
+def test_kernels_for_another_device_are_refused() -> None:
+    with pytest.raises(EngineError, match="kernels='cpu' are for CPUs"):
+        select(torch.device("cuda"), torch.float32, "cpu")

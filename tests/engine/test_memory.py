@@ -18,7 +18,8 @@ BLOCK = 16 * 1024
 
 
 def spaces(asked: int | None, *groups: KvGroup, **changes: Any) -> tuple[KvSpace, ...]:
-    settings: dict[str, Any] = {"block_size": 16, "sequences": 64, "length": 4096, "step_tokens": 512, "device": CPU}
+    settings: dict[str, Any] = {"block_size": 16, "sequences": 64, "length": 4096, "step_tokens": 512}
+    settings["free"] = 0 if asked is not None else free_bytes(CPU, 0.85, 0)
     return kv_spaces(asked, groups, 4, **(settings | changes))
 
 
@@ -71,10 +72,10 @@ def test_windows_alone_take_it_all() -> None:
 
 def test_unasked_a_bounded_part_of_the_free_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_available_on_host", lambda: 8 * GIB)
-    assert free_bytes(CPU) == 2 * GIB
+    assert free_bytes(CPU, 0.85, 0) == 2 * GIB
     assert spaces(None, FULL, length=1 << 20) == (KvSpace(2 * GIB // BLOCK),)
     monkeypatch.setattr(memory, "_available_on_host", lambda: 1000 * GIB)
-    assert free_bytes(CPU) == 4 * GIB
+    assert free_bytes(CPU, 0.85, 0) == 4 * GIB
     monkeypatch.setattr(memory, "_available_on_host", lambda: 0)
     with pytest.raises(EngineError, match="the free memory"):
         spaces(None, FULL)
@@ -101,4 +102,11 @@ def test_within_a_container_its_limit_counts_and_cached_files_do_not(
 
 
 def test_this_machine_has_memory_to_offer(device: torch.device) -> None:
-    assert free_bytes(device) > 0
+    assert free_bytes(device, 0.85, 0) > 0
+
+
+def test_a_gpu_gives_its_share_less_what_is_taken_and_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 100 * GIB))
+    assert free_bytes(torch.device("cuda"), 0.85, 5 * GIB) == 40 * GIB
+    assert free_bytes(torch.device("cuda"), 0.85, 50 * GIB) == 0
