@@ -14,6 +14,7 @@
 | `cancel` | when a cancel was accepted (ms) |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
 | `deaths`, `claims` | owners lost while they held it; times it was taken up |
+| `lost` | those owners (JSON): incarnation, when that was noticed, entries in the stream by then; the first 32 |
 | `stuck`, `mark` | owners lost since its last new entry; the stream's length when it was last taken up |
 | `next:<choice>` | index of the choice's next token |
 | `prompt` | stream entries that hold the prompt's log probabilities, before token 0 |
@@ -114,6 +115,6 @@ class Record:
         return int(value) if value else None
 
     def json(self, name: str) -> Any:
-        """`reasons`, `usage` or `error`; None where absent."""
+        """`reasons`, `usage`, `error` or `lost`; None where absent."""
         value = self.fields.get(name)
         return json.loads(value) if value else None

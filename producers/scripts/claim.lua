@@ -3,7 +3,7 @@
 -- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1, and stuck + 1; a stream that has grown since
 -- the last `go`: stuck = 0. 8 cancel, deadline, stuck >= N or deaths >= 4 N (or the broker condemned a message that nobody
 -- ever lived to claim): finalise with the terminal entry, take the claim, `settle`.
--- 9 take the claim, `in_progress`, `go(next)`.
+-- 9 take the claim, `in_progress`, `go(next)`. Whoever was lost with the task is noted, 32 of them at most.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, then for a plain message field, value, ...
 -- Answers: {lost} {done} {busy}; {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
@@ -49,6 +49,11 @@ end
 local deaths, stuck, length = tonumber(r[7] or '0'), tonumber(r[9] or '0'), redis.call('XLEN', stream)
 if held then
   deaths, stuck = deaths + 1, stuck + 1
+  if deaths <= 32 then
+    local lost = redis.call('HGET', task, 'lost')
+    local one = cjson.encode({ owner = owner or '', at = now, entries = length })
+    redis.call('HSET', task, 'lost', (lost and string.sub(lost, 1, -2) .. ',' or '[') .. one .. ']')
+  end
 end
 if length > tonumber(r[10] or '0') then
   stuck = 0

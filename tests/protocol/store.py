@@ -27,6 +27,7 @@ FIELDS = {
         "claim",
         "owner",
         "deaths",
+        "lost",
         "claims",
         "stuck",
         "mark",
@@ -119,6 +120,7 @@ class Pair(RuleBasedStateMachine):
             discarded=int(fields.get("discarded", 0)),
         )
         assert int(fields.get("prompt", 0)) == len(r.prompt)
+        assert len(json.loads(fields.get("lost", "[]"))) == r.deaths
         assert real == r
         assert [name for name, _ in stored.entries] == [f"{at + 1}-0" for at in range(len(stored.entries))]
         assert [json.dumps(json.loads(e)) for _, e in stored.entries] == self.published[t]

@@ -1,0 +1,100 @@
+"""`penstock dlq`, against a real server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from redis import Redis
+
+from producers import keys
+from tests.workers.cli.conftest import Run
+
+LIST = "penstock:queue:tiny#0"
+
+
+@pytest.fixture
+def dlq(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("BROKER_URL", valkey_url)
+    return lambda *args: run("dlq", *args)
+
+
+def bury(valkey: Redis, message: str, reason: str, at: int) -> None:
+    valkey.rpush(keys.DEAD, json.dumps({"reason": reason, "list": LIST, "at": at, "message": message}))
+
+
+def keys_of(dlq: Run, *options: str) -> list[str]:
+    return [json.loads(line)["key"] for line in dlq("ls", "--json", *options).out.splitlines()]
+
+
+def test_an_empty_list_says_so(dlq: Run) -> None:
+    assert dlq("ls").out == "There are no dead letters.\n"
+    assert dlq("ls", "--json").out == ""
+    assert dlq("purge", "--all", "--yes").out == "0 letters are gone\n"
+
+
+def test_letters_are_listed_chosen_and_shown(dlq: Run, valkey: Redis) -> None:
+    message = json.dumps({"headers": {"id": "t1"}, "properties": {}})
+    bury(valkey, message, "no body", 1_790_000_000_000)
+    bury(valkey, "{", "not JSON", int(valkey.time()[0]) * 1000)
+    old, new = keys_of(dlq)
+    assert keys_of(dlq, "--reason", "JSON") == [new]
+    assert keys_of(dlq, "--older-than", "60") == [old]
+    assert f"{old}  2026-09-21T14:13:20+00:00  t1  {LIST}  no body" in dlq("ls").out
+    valkey.hset(keys.task("t1"), mapping={"status": "failed", "model": "tiny", "task": '{"prompt": "hi"}', "claims": 2})
+    valkey.hset(keys.task("t1"), "deaths", 2)
+    valkey.hset(keys.task("t1"), "lost", '[{"owner": "w1", "at": 1790000000000, "entries": 4}]')
+    for name in (old, "t1"):
+        shown = dlq("show", name).out
+        assert "failed, model tiny, taken up 2 times, 2 workers lost" in shown
+        assert "w1 at 2026-09-21T14:13:20+00:00, 4 entries in the stream" in shown
+        assert message in shown
+    told = json.loads(dlq("show", old, "--json").out)
+    assert told["lost"] == [{"owner": "w1", "at": 1790000000000, "entries": 4}]
+    assert told["task"]["status"] == "failed"
+    assert "none, or past its time to live" in dlq("show", new).out
+
+
+def test_replay_says_what_became_of_each(dlq: Run, valkey: Redis) -> None:
+    bury(valkey, "{", "not JSON", 1)
+    valkey.rpush(keys.DEAD, "no letter")
+    good, bad = keys_of(dlq)
+    ran = dlq("replay", "--all")
+    assert ran.status == 1
+    assert ran.out == f"{good} is back in its list\n"
+    assert f"{bad} stays: nothing says to which list it belongs; purge it" in ran.err
+    assert valkey.lrange(LIST, 0, -1) == [b"{"]
+    assert dlq("purge", bad, "--yes").out == "1 letters are gone\n"
+    assert not valkey.exists(keys.DEAD)
+
+
+def test_what_is_not_said_is_not_done(dlq: Run, valkey: Redis) -> None:
+    bury(valkey, "{", "not JSON", 1)
+    (key,) = keys_of(dlq)
+    for args, message in {
+        ("replay",): "say which",
+        ("purge", "--yes"): "say which",
+        ("purge", key, "--all"): "give keys or --all, not both",
+        ("purge", "--all"): "this would forget 1 letters; say --yes",
+        ("show", "nothing"): "there is no dead letter nothing",
+        ("replay", key, "other"): "there is no dead letter other",
+    }.items():
+        ran = dlq(*args)
+        assert ran.status == 2, args
+        assert message in ran.err
+    assert keys_of(dlq) == [key]
+
+
+def test_a_server_that_is_not_there_is_told_of_without_its_password(run: Run) -> None:
+    ran = run("dlq", "ls", "--broker", "redis://me:secret@127.0.0.1:1/0")
+    assert ran.status == 3
+    assert "no answer from redis://127.0.0.1:1/0" in ran.err
+    assert "secret" not in ran.err
+    assert run("dlq", "ls", "--broker", "amqp://x").status == 2
+
+
+def test_a_terminal_is_not_harmed(dlq: Run, valkey: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    bury(valkey, "\x1b[2J", "not JSON", 1)
+    (key,) = keys_of(dlq)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "\x1b" not in dlq("show", key).out
