@@ -150,6 +150,7 @@ class StubEngine:
             cached_tokens=0,
             generated_tokens=self._generated,
             preemptions=0,
+            device="cpu",
         )
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from celery.worker import state
 
 from producers import keys
 from workers.finisher import Finisher
+from workers.gpu_facts import GpuFacts
 from workers.housekeeper import Housekeeper
 from workers.incarnation import Incarnation
 from workers.pool.claimer import Claimer
@@ -61,11 +62,13 @@ class Runtime:
         self.publisher = Publisher(self)
         self.claimer = Claimer(self)
         self.housekeeper = Housekeeper(self)
+        self.gpu = GpuFacts(engine.stats().device)
         engine.on_step = self.publisher.on_step
 
     def start(self) -> None:
         """Raises redis errors when broker or store cannot be reached: a worker without a lease must not begin."""
         self.housekeeper.begin_life(self.incarnation)
+        self.gpu.start()
         for thread in (self.courier, self.finisher, self.publisher, self.claimer, self.housekeeper, self.intake):
             thread.start()
 
@@ -253,6 +256,7 @@ class Runtime:
             logger.error("The broker is away: what is in flight returns when the lease lapses")
         self.courier.stop()
         self.housekeeper.stop()
+        self.gpu.stop()
         self.engine.close()
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
@@ -265,7 +269,7 @@ class Runtime:
 
     def about(self) -> str:
         """What the lease says of this worker (JSON)."""
-        stats = self.engine.stats()
+        stats, gpu = self.engine.stats(), self.gpu.latest
         return json.dumps(
             {
                 "worker": self.settings.name,
@@ -284,5 +288,6 @@ class Runtime:
                 "cached_tokens": stats.cached_tokens,
                 "generated_tokens": stats.generated_tokens,
                 "preemptions": stats.preemptions,
+                **({} if gpu is None else {"gpu": gpu}),
             }
         )

@@ -33,6 +33,24 @@ WORKER_FIGURES: Final = (
     ("generated_tokens", "Tokens that a worker has generated.", "generated_tokens", True),
     ("preemptions", "Sequences that a worker has put off for others.", "preemptions", True),
 )
+#: Of the GPU that a worker has, where its driver says it: the same, the key within the lease's `gpu`.
+GPU_FIGURES: Final = (
+    ("memory_bytes", "Memory of a worker's GPU.", "memory_bytes", False),
+    ("memory_used_bytes", "Memory of a worker's GPU that is taken, by whomever.", "memory_used_bytes", False),
+    (
+        "utilization_ratio",
+        "Share of the last moments in which a worker's GPU ran anything.",
+        "utilization_ratio",
+        False,
+    ),
+    ("temperature_celsius", "Temperature of a worker's GPU.", "temperature_celsius", False),
+    ("power_watts", "Power that a worker's GPU draws.", "power_watts", False),
+    ("power_limit_watts", "Power that a worker's GPU may draw.", "power_limit_watts", False),
+    ("sm_clock_hertz", "Clock of the processors of a worker's GPU.", "sm_clock_hertz", False),
+    ("memory_clock_hertz", "Clock of the memory of a worker's GPU.", "memory_clock_hertz", False),
+    ("ecc_corrected_errors", "Memory errors that were corrected, since the driver was loaded.", "ecc_corrected", True),
+    ("ecc_uncorrected_errors", "Memory errors that were not.", "ecc_uncorrected", True),
+)
 
 
 class Metrics:
@@ -111,6 +129,27 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
             for worker in pool.workers:
                 figures.add_metric((pool.model, pool.name, worker["worker"]), worker[key])
         yield figures
+    yield from _describe_gpus(fleet)
+
+
+def _describe_gpus(fleet: Fleet) -> Iterator[Metric]:
+    having = [(pool, worker, worker["gpu"]) for pool in fleet.pools for worker in pool.workers if "gpu" in worker]
+    for name, text, key, grows in GPU_FIGURES:
+        family = CounterMetricFamily if grows else GaugeMetricFamily
+        figures = family(f"penstock_worker_gpu_{name}", text, labels=("model", "pool", "worker", "gpu"))
+        for pool, worker, gpu in having:
+            if key in gpu:
+                figures.add_metric((pool.model, pool.name, worker["worker"], gpu["uuid"]), gpu[key])
+        yield figures
+    slowed = GaugeMetricFamily(
+        "penstock_worker_gpu_slowed",
+        "1 for each reason that keeps the clocks of a worker's GPU down.",
+        labels=("model", "pool", "worker", "gpu", "reason"),
+    )
+    for pool, worker, gpu in having:
+        for reason in gpu.get("slowed_by", ()):
+            slowed.add_metric((pool.model, pool.name, worker["worker"], gpu["uuid"], reason), 1)
+    yield slowed
 
 
 router = APIRouter(tags=["health"])

@@ -84,6 +84,25 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     assert ("penstock_worker_running", "tiny", POOL, "w1") not in got
 
 
+def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, model: str, valkey: Redis) -> None:
+    gpu = {"uuid": "a0", "memory_bytes": 150e9, "memory_used_bytes": 128e9, "power_watts": 654.3, "ecc_uncorrected": 1}
+    announce(valkey, gpu={**gpu, "slowed_by": ["power_cap", "hardware_thermal"]})
+    announce(valkey, "w2.def", worker="w2", gpu={"uuid": "a1", "memory_bytes": 1, "memory_used_bytes": 0})
+    announce(valkey, "w3.abc", worker="w3")
+    # In the order of the labels' names: gpu, model, pool, reason, worker.
+    got = {names: value for names, value in figures(http).items() if names[0].startswith("penstock_worker_gpu")}
+    assert got == {
+        ("penstock_worker_gpu_memory_bytes", "a0", "tiny", POOL, "w1"): 150e9,
+        ("penstock_worker_gpu_memory_bytes", "a1", "tiny", POOL, "w2"): 1,
+        ("penstock_worker_gpu_memory_used_bytes", "a0", "tiny", POOL, "w1"): 128e9,
+        ("penstock_worker_gpu_memory_used_bytes", "a1", "tiny", POOL, "w2"): 0,
+        ("penstock_worker_gpu_power_watts", "a0", "tiny", POOL, "w1"): 654.3,
+        ("penstock_worker_gpu_ecc_uncorrected_errors_total", "a0", "tiny", POOL, "w1"): 1,
+        ("penstock_worker_gpu_slowed", "a0", "tiny", POOL, "power_cap", "w1"): 1,
+        ("penstock_worker_gpu_slowed", "a0", "tiny", POOL, "hardware_thermal", "w1"): 1,
+    }
+
+
 def test_what_is_stuck_is_counted(http: httpx.Client, model: str, valkey: Redis) -> None:
     valkey.rpush(keys.DEAD, "a", "b")
     valkey.zadd(keys.SUBMITTING, {"x": 1})
