@@ -1,0 +1,220 @@
+"""Attention of a ragged batch over the paged cache: what is launched, with which tiles, and how long walks are divided.
+
+Sequences with so few tokens in a step that their query heads fit into 16 rows of a tensor core's product (every decode)
+are launched apart from chunks of prompts, whose tiles have 128 rows. Grids follow from bounds that the host knows, so
+that a CUDA graph may replay them; programs that find nothing to do end at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.kernels.ragged import RaggedBatch
+from engine.kernels.triton.attention_kernels import attend, join
+
+_LOG2_E: Final = math.log2(math.e)
+#: An H200's, assumed where there is no GPU to ask.
+_MULTIPROCESSORS: Final = 132
+#: Rows of partial sums that the scratch memory holds: a part of a walk takes as many as its tile has.
+_SCRATCH_ROWS: Final = 1 << 16
+#: Parts that `join` adds at a time.
+_PARTS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel is cut, for one padded head_dim and size of element."""
+
+    rows: int
+    """Queries times query heads of one KV head."""
+    places: int
+    """Keys and values of one round."""
+    warps: int
+    resident: int
+    """Programs that one multiprocessor holds at once, by shared memory (227 KiB) and registers."""
+    least: int
+    """Rounds that a part of a divided walk has at least."""
+    longest: int
+    """Places that a part has at most, where there is scratch memory for so many parts."""
+
+    def with_rows_for(self, share: int) -> Tiles:
+        """With at least one query of `share` heads in each tile."""
+        return replace(self, rows=max(self.rows, triton.next_power_of_2(share)))
+
+
+# Three stages have two rounds of K and V on their way, which is what hides the memory's latency: with two, a round's
+# loads would begin when the one before ends. All is chosen from what compiling for sm_90 gives: no spills, shared
+# memory, registers.
+_STAGES: Final = 3
+# Decoding waits for memory: up to 64 KiB on their way in each of three programs a multiprocessor, where about 40 are
+# enough for 4.8 TB/s. One program walks 2048 places in some 20 us, which bounds what one long sequence adds.
+_DECODE: Final = {
+    (2, 64): Tiles(16, 128, 4, resident=3, least=1, longest=2048),
+    (2, 128): Tiles(16, 64, 4, resident=3, least=1, longest=2048),
+    (2, 256): Tiles(16, 32, 4, resident=3, least=2, longest=1024),
+    (4, 64): Tiles(16, 32, 4, resident=3, least=2, longest=2048),
+    (4, 128): Tiles(16, 32, 4, resident=2, least=2, longest=1024),
+    (4, 256): Tiles(16, 16, 8, resident=1, least=4, longest=1024),
+}
+# Prompts wait for tensor cores: two warpgroups of 64 rows each, and all of a multiprocessor's registers. fp32 is there
+# for comparison, in three TF32 products each, and takes what does not spill.
+_PREFILL: Final = {
+    (2, 64): Tiles(128, 128, 8, resident=1, least=4, longest=1 << 30),
+    (2, 128): Tiles(128, 128, 8, resident=1, least=4, longest=1 << 30),
+    (2, 256): Tiles(128, 32, 8, resident=1, least=16, longest=1 << 30),
+    (4, 64): Tiles(64, 32, 4, resident=1, least=16, longest=1 << 30),
+    (4, 128): Tiles(32, 32, 8, resident=1, least=16, longest=1 << 30),
+    (4, 256): Tiles(16, 16, 8, resident=1, least=32, longest=1 << 30),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Into how many parts the walks over sequences' places are divided, decided without knowing how long they are."""
+
+    parts: int
+    """What the grid has room for."""
+    even: int
+    """A walk becomes so many equal parts, each of `Tiles.least` rounds or more; but"""
+    longest: int
+    """none of more rounds than this: long ones become more parts."""
+
+    @classmethod
+    def of(cls, programs: int, rounds: int, tiles: Tiles, multiprocessors: int) -> Division:
+        """`programs`: those of the grid without parts; `rounds`: what the longest walk has at most.
+
+        As many parts as it takes to fill the GPU; and for long walks beside short ones, as many as keep one from being
+        the last for long. Parts cost scratch memory and a second launch: none where the GPU is full anyway.
+        """
+        room = max(_SCRATCH_ROWS // (programs * tiles.rows), 1)
+        even = max(min(multiprocessors * tiles.resident // programs, rounds // tiles.least, room), 1)
+        parts = min(max(even, -(-rounds * tiles.places // tiles.longest)), room)
+        return cls(parts, even, max(-(-rounds // parts), 1))
+
+
+class PagedAttention:
+    """One model's attention on one device, by one thread.
+
+    Keeps scratch memory at a fixed address: its first call has to come before a graph is captured.
+    """
+
+    def __init__(self, multiprocessors: int | None = None) -> None:
+        """`multiprocessors`: of the GPU; None asks it, or takes an H200's number where there is none."""
+        self._multiprocessors = multiprocessors
+        self._scratch: Tensor | None = None
+
+    def __call__(
+        self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        """As Reference.paged_attention. `query` [tokens, heads, head_dim]; `cache` [2, blocks, block_size, kv_heads,
+        head_dim], contiguous, of the same dtype: fp32, fp16 or bf16.
+
+        Raises EngineError for a head_dim over 256.
+        """
+        tokens, heads, head_dim = query.shape
+        if query.stride()[1:] != (head_dim, 1):
+            query = query.contiguous()
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if tokens == 0:
+            return out
+        dims = max(triton.next_power_of_2(head_dim), 16)
+        kind = (query.element_size(), max(dims, 64))
+        if kind not in _DECODE:
+            raise EngineError(f"there are no attention kernels for a head_dim of {head_dim}: 256 is the most")
+        block, kv_heads = cache.shape[2:4]
+        share, sequences = heads // kv_heads, len(batch.kv_lens)
+        decode, prefill = (table[kind].with_rows_for(share) for table in (_DECODE, _PREFILL))
+        few = decode.rows // share
+        # With a cap, scores are tanh's exponent and then multiples of the cap; without, multiples of the scale.
+        scales = (scale * _LOG2_E, 0.0) if softcap is None else (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
+        shape = {"SHARE": share, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIMS": dims, "FEW": few}
+        parts, states, multiprocessors = self._prepare(query.device, dims)
+        alone = batch.most_queries <= few
+        for decodes in (True,) if alone else (True, False):
+            tiles = decode if decodes else prefill
+            queries = tiles.rows // share
+            if not decodes:
+                count = tokens // queries + sequences + 1
+            else:
+                # Alone, some more where it takes them to zero the rows that belong to nobody.
+                count = max(sequences, -(-tokens // queries)) if alone else sequences
+            division = Division.of(count * kv_heads, _rounds(batch, tiles, queries), tiles, multiprocessors)
+            cut: dict[str, Any] = shape | {
+                "ROWS": tiles.rows,
+                "TILE": tiles.places,
+                "LEAST": tiles.least,
+                "DECODE": decodes,
+                "WINDOWED": batch.window is not None,
+            }
+            window = batch.window or 0
+            grid = (kv_heads, count, division.parts) if decodes else (count, kv_heads, division.parts)
+            attend[grid](
+                out,
+                query,
+                *cache.unbind(),
+                batch.tables,
+                batch.table_rows,
+                batch.query_starts,
+                batch.kv_lens,
+                parts,
+                states,
+                query.stride(0),
+                batch.tables.stride(0),
+                tokens,
+                sequences,
+                division.even,
+                division.longest,
+                window,
+                *scales,
+                **cut,
+                BLOCK=block,
+                CAPPED=softcap is not None,
+                num_warps=tiles.warps,
+                num_stages=_STAGES,
+            )
+            if division.parts > 1:
+                join[(count, min(queries, batch.most_queries) * share, kv_heads)](
+                    out,
+                    batch.query_starts,
+                    batch.kv_lens,
+                    parts,
+                    states,
+                    tokens,
+                    sequences,
+                    division.parts,
+                    division.even,
+                    division.longest,
+                    window,
+                    **cut,
+                    PARTS=_PARTS,
+                    num_warps=4,
+                )
+        return out
+
+    def _prepare(self, device: torch.device, dims: int) -> tuple[Tensor, Tensor, int]:
+        """Scratch memory in fp32 for the sums of values, and for peak and sum of weights, of every row of every part;
+        and how many multiprocessors there are."""
+        size = _SCRATCH_ROWS * dims
+        if self._scratch is None or self._scratch.device != device or len(self._scratch) < size + 2 * _SCRATCH_ROWS:
+            self._scratch = torch.empty(size + 2 * _SCRATCH_ROWS, dtype=torch.float32, device=device)
+        if self._multiprocessors is None:
+            asked = device.type == "cuda"
+            self._multiprocessors = (
+                torch.cuda.get_device_properties(device).multi_processor_count if asked else _MULTIPROCESSORS
+            )
+        return self._scratch[:size], self._scratch[size:], self._multiprocessors
+
+
+def _rounds(batch: RaggedBatch, tiles: Tiles, queries: int) -> int:
+    """That the walk over the places of one tile's queries has at most."""
+    places = batch.most_places
+    if batch.window is not None:
+        places = min(places, batch.window + queries - 1)
+    return max(-(-places // tiles.places), 1)
