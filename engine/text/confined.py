@@ -3,8 +3,8 @@
     render -> frame -> child (`engine.text.template_process`): timer on, render, timer off -> frame -> text
                        over its limits: the child is gone, its successor starts with the next call
 
-A frame is its length (4 bytes, big-endian), then so many of JSON. A child knows one template: the templates of other
-models do not feel what it does. Its environment has none of our settings, which may have passwords in them.
+A child knows one template: the templates of other models do not feel what it does. Its environment has none of our
+settings, which may have passwords in them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from engine.errors import ModelError, RequestError
+from engine.text.frames import HEADER, LONGEST_REASON, REASON, TEXT, framed
 from engine.text.template import TemplateSource
 
-HEADER: Final = 4
+#: What its interpreter is told, before the limits.
+CHILD: Final = ("-P", "-m", "engine.text.template_process")
 #: What a child's interpreter may need to start, and a template's clock to be right.
 ENVIRONMENT: Final = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")
 
@@ -72,7 +74,7 @@ class ConfinedTemplate:
         with self._lock:
             answer = self._exchange(frame)
         match answer:
-            case {"text": str(text)}:
+            case str(text):
                 return text
             case {"request": str(message)}:
                 raise RequestError(message, param="messages", code=str(answer["code"]))
@@ -88,7 +90,8 @@ class ConfinedTemplate:
 
     # ---- the child, under the lock --------------------------------------------------------------------------------
 
-    def _exchange(self, frame: bytes) -> dict[str, Any]:
+    def _exchange(self, frame: bytes) -> str | dict[str, Any]:
+        """The text, or why there is none."""
         deadline = time.monotonic() + self._limits.wall
         if self._child is None or self._child.poll() is not None:
             self._end()
@@ -97,7 +100,7 @@ class ConfinedTemplate:
         try:
             self._send(self._child, frame, deadline)
             size = int.from_bytes(self._receive(self._child, HEADER, deadline), "big")
-            answer: dict[str, Any] = json.loads(self._receive(self._child, size, deadline))
+            answer = self._receive(self._child, size, deadline)
         except TimeoutError:
             self._end()
             return {"stopped": f"it did not end within {self._limits.wall:g} s"}
@@ -109,9 +112,12 @@ class ConfinedTemplate:
         except BaseException:  # interrupted between question and answer: the next answer would not be the next one's
             self._end()
             raise
-        if "stopped" in answer:
+        if answer.startswith(TEXT):
+            return answer[len(TEXT) :].decode("utf-8", "surrogatepass")
+        told: dict[str, Any] = json.loads(answer[len(REASON) :])
+        if "stopped" in told:
             self._end()
-        return answer
+        return told
 
     def _start(self) -> subprocess.Popen[bytes]:
         env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -119,7 +125,7 @@ class ConfinedTemplate:
         limits = self._limits
         told = [f"{limits.cpu:g}", str(limits.memory), str(limits.output)]
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.text.template_process", *told],
+            [sys.executable, *CHILD, *told],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -153,14 +159,16 @@ class ConfinedTemplate:
 
     def _receive(self, child: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
         assert child.stdout is not None
-        if size > 2 * self._limits.output + (1 << 16):  # JSON escapes may make text longer
+        if size > max(len(TEXT) + self._limits.output, LONGEST_REASON):
             raise EOFError("that is no frame")
         data = bytearray()
         while len(data) < size:
             _wait(child.stdout.fileno(), select.POLLIN, deadline)
             part = os.read(child.stdout.fileno(), size - len(data))
             if not part:
-                child.wait(1.0)
+                # It is ending, and the status that it ends with says why.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(1.0)
                 raise EOFError("the child has ended")
             data += part
         return bytes(data)
@@ -178,7 +186,7 @@ def _frame(value: Mapping[str, Any]) -> bytes:
         raise RequestError(
             f"messages and template variables must be JSON data: {error}", param="messages", code="invalid_type"
         ) from error
-    return len(data).to_bytes(HEADER, "big") + data
+    return framed(data)
 
 
 def _wait(fd: int, event: int, deadline: float) -> None:

@@ -2,8 +2,8 @@
 
     python -m engine.text.template_process CPU MEMORY OUTPUT     the limits of one render, see `Limits`
 
-Frames come on standard input: the template, then messages; each of the latter is answered on standard output. The
-kernel holds the limits: a timer that ends the process when its processor time is spent, also in the midst of one long
+Frames (`engine.text.frames`) come on standard input: the template, then messages; each of the latter is answered on
+standard output. The kernel holds the limits: a timer that ends the process when its processor time is spent, also in the midst of one long
 call, and a bound on address space, at which an allocation fails.
 """
 
@@ -18,9 +18,8 @@ import sys
 from typing import Any, BinaryIO, NoReturn
 
 from engine.errors import ModelError, RequestError
+from engine.text.frames import HEADER, LONGEST, REASON, TEXT, framed
 from engine.text.template import ChatTemplate
-
-HEADER = 4
 
 
 def main() -> NoReturn:
@@ -39,26 +38,28 @@ def main() -> NoReturn:
                 template = ChatTemplate(told["text"], told["special_tokens"])
             answer = _render(template, json.loads(data), output)
         except ModelError as error:
-            answer = {"model": str(error)}
+            answer = _reason(model=str(error))
         except RequestError as error:
-            answer = {"request": str(error), "code": error.code}
+            answer = _reason(request=str(error), code=error.code)
         except RecursionError:
-            answer = {"request": "the messages or the template's variables are nested too deep", "code": "too_deep"}
+            answer = _reason(request="the messages or the template's variables are nested too deep", code="too_deep")
         except MemoryError:
-            answer = {"stopped": f"it took more than {memory >> 20} MiB of memory"}
-        frame = json.dumps(answer).encode()
+            answer = _reason(stopped=f"it took more than {memory >> 20} MiB of memory")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(len(frame).to_bytes(HEADER, "big") + frame)
+        answers.write(framed(answer))
         answers.flush()
 
 
-def _render(template: ChatTemplate, asked: dict[str, Any], output: int) -> dict[str, str]:
+def _render(template: ChatTemplate, asked: dict[str, Any], output: int) -> bytes:
     variables = asked.pop("variables")
-    text = template.render(asked.pop("messages"), **asked, **variables)
-    size = len(text.encode(errors="replace"))
-    if size > output:
-        return {"stopped": f"it made {size} bytes of text; at most {output} are taken"}
-    return {"text": text}
+    text = template.render(asked.pop("messages"), **asked, **variables).encode("utf-8", "surrogatepass")
+    if len(text) > output:
+        return _reason(stopped=f"it made {len(text)} bytes of text; at most {output} are taken")
+    return TEXT + text
+
+
+def _reason(**told: str) -> bytes:
+    return REASON + json.dumps({name: text[:LONGEST] for name, text in told.items()}).encode()
 
 
 def _confine(memory: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,6 +174,37 @@ def test_threads_take_turns(make: Make) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("letter", ["x", "\x00", "\n", "é", "語", "🙂"])
+def test_text_up_to_the_limit_comes_whole_whatever_its_letters(make: Make, letter: str) -> None:
+    size = len(letter.encode())
+    template = make("{% if messages | length > 1 %}{{ 'y' }}{% endif %}{{ messages[0].content }}")
+    message = {"role": "user", "content": letter * ((1 << 20) // size) + "y" * ((1 << 20) % size)}
+    assert template.render([message]) == message["content"]
+    with pytest.raises(RequestError, match="1048577 bytes of text; at most 1048576"):
+        template.render([message, message])
+
+
+@pytest.mark.parametrize("letter", ["x", "\x00", "🙂"])
+def test_an_error_that_a_template_words_at_length_is_cut(make: Make, letter: str) -> None:
+    template = make("{{ raise_exception(messages[0].content * 1000) }}", output=1000)
+    with pytest.raises(RequestError, match=f"does not accept these messages: {letter}{{900}}") as caught:
+        template.render([{"role": "user", "content": letter * 1000}])
+    assert len(str(caught.value)) <= 1000
+    assert caught.value.code == "invalid_value"
+
+
+def test_a_process_that_answers_no_more_and_yet_lives_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has closed its end, which a template has no way to; but who knows."""
+    template = make(PLAIN)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/bin/sh")
+        patched.setattr("engine.text.confined.CHILD", ["-c", "exec >&-; sleep 600"])
+        with pytest.raises(RequestError, match="its process ended with status -9") as caught:
+            template.render(MESSAGES)
+    assert caught.value.code == "template_stopped"
+    assert "a\u2028🙂" in template.render(MESSAGES)
 
 
 def test_messages_that_are_no_json_are_refused(make: Make) -> None:
