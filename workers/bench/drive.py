@@ -62,7 +62,7 @@ async def drive(
     note: Callable[[Sample], None] = lambda sample: None,
     duration: float | None = None,
 ) -> tuple[list[Sample], Client]:
-    """Send all `asks`, or as many as are due within `duration` seconds, at most `concurrency` at a time.
+    """Send all `asks`, or as many as there is time for within `duration` seconds, at most `concurrency` at a time.
 
     `note` is told of each that has ended. A request that hears nothing for `silence` seconds has failed. When
     cancelled, it cancels the tasks that are under way.
@@ -81,6 +81,8 @@ async def drive(
                 await asyncio.sleep(ask.due - run.now())
             if room is not None:
                 await room.acquire()
+                if duration is not None and run.now() >= duration:
+                    break
             sample = Sample(ask.number, str(ask.task["tier"]), ask.due or run.now())
             samples.append(sample)
             one = asyncio.create_task(run.one(sample, ask.task, note))

@@ -102,6 +102,12 @@ def test_a_bench_ends_with_its_duration(door: Door, worker: FakeWorker) -> None:
         assert len(run(door.url, asks, duration=5.0)) == 2
 
 
+def test_nothing_is_sent_once_the_duration_is_over_also_where_there_was_no_room_before(door: Door) -> None:
+    """No worker: the first is given up after the duration, and makes room for the second then."""
+    asks = [Ask(k, 0.0, {"model": "tiny", "prompt": "x", "tier": "flex"}) for k in range(2)]
+    assert len(run(door.url, asks, concurrency=1, duration=0.2, silence=0.4)) == 1
+
+
 def test_what_the_gateway_refuses_is_an_error_by_its_code(door: Door) -> None:
     asks = [Ask(0, 0.0, {"model": "nobody", "prompt": "x", "tier": "default"})]
     asks += [Ask(1, 0.0, {"model": "tiny", "prompt": "x", "tier": "default", "temperature": -1})]

@@ -74,6 +74,16 @@ class TestShow:
         (mute / "tokenizer_config.json").write_text("{}")
         assert "none: it continues texts" in run("models", "show", str(mute)).out
 
+    def test_leaves_out_links_to_nowhere(self, run: Run, tmp_path: Path) -> None:
+        mine = tmp_path / "mine"
+        shutil.copytree(TINY, mine)
+        (mine / "README.md").unlink()
+        for name in ("README.md", "notes.txt", "other.safetensors"):
+            (mine / name).symlink_to("nowhere")
+        (mine / "loop").symlink_to("loop")
+        shown = json.loads(run("models", "show", str(mine), "--json").out)
+        assert shown["files"].keys() == {path.name for path in TINY.iterdir()} - {"README.md"}
+
     def test_of_what_is_no_model_is_refused(self, run: Run, tmp_path: Path) -> None:
         assert "no model 'nothing'" in run("models", "show", "nothing").err
         (tmp_path / "config.json").write_text("{}")
