@@ -1,0 +1,89 @@
+"""Kernels compiled for a GPU, and what they take of it, as JSON: python -m tests.engine.kernels.triton.builds ARCH
+
+A process of its own, since Triton chooses when it is imported whether kernels are compiled or interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+
+from engine.kernels import RaggedBatch
+from engine.kernels.triton.ahead import Build, compiling_for
+from engine.kernels.triton.attention import PagedAttention
+
+
+def _attention(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Callable[[], None]:
+    """What a model of that shape launches: in steps of decodes alone, and of prompts too."""
+
+    def launch() -> None:
+        attention = PagedAttention()
+        cache = torch.empty(2, 1000, 16, kv_heads, head_dim, dtype=dtype, device="meta")
+        for tokens, most_queries in ((4, 1), (60, 57)):
+            starts, lens, rows = (torch.empty(n, dtype=torch.int32, device="meta") for n in (5, 4, 4))
+            tables = torch.empty(64, 600, dtype=torch.int32, device="meta")
+            slots = torch.empty(tokens, dtype=torch.int64, device="meta")
+            query = torch.empty(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device="meta")[:, :heads]
+            batch = RaggedBatch(slots, starts, lens, tables, rows, most_queries, most_places=9000, window=window)
+            attention(query, cache, batch, head_dim**-0.5, softcap)
+
+    return launch
+
+
+#: What must fit: the shape that figures are given for, the bundled models', and one with all there is.
+LAUNCHES = {
+    "llama-3.1-8b": _attention(32, 8, 128),
+    "tiny": _attention(4, 2, 16),
+    "tiny-v2": _attention(6, 2, 32),
+    "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0),
+}
+
+
+def described(build: Build) -> dict[str, Any]:
+    ran = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", build.binary], check=True, capture_output=True, text=True
+    )
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", ran.stdout)
+    assert usage is not None, ran.stdout
+    ptx = build.binary.with_suffix(".ptx").read_text()
+    return {
+        "kernel": build.kernel,
+        "registers": int(usage[1]),
+        # Spilled registers and arrays of a thread.
+        "stack": int(usage[2]) + int(usage[3]),
+        "shared": build.shared,
+        "warps": build.warps,
+        "wgmma": "wgmma.mma_async" in ptx,
+        "copies of 16 bytes": len(re.findall(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)),
+        "copies left on their way": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+    }
+
+
+def main() -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder, compiling_for(sys.argv[1], Path(folder)) as builds:
+        for name, launch in LAUNCHES.items():
+            before = len(builds)
+            launch()
+            found[name] = [described(build) for build in builds[before:]]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What kernels take of an H200, as compiled for it: nothing spills, all fits, and loads overlap with products."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.slow
+
+#: Of one block, in bytes (CUDA C++ Programming Guide, technical specifications, compute capability 9.0).
+MOST_SHARED = 232_448
+
+
+@pytest.fixture(scope="module")
+def builds() -> dict[str, list[dict[str, Any]]]:
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.engine.kernels.triton.builds", "sm_90"]
+    ran = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, list[dict[str, Any]]] = json.loads(ran.stdout)
+    return found
+
+
+def test_nothing_spills_and_all_fits(builds: dict[str, list[dict[str, Any]]]) -> None:
+    for name, kernels in builds.items():
+        # Decodes, prompts, and what joins the parts of either.
+        assert [kernel["kernel"] for kernel in kernels] == ["attend", "join", "attend", "join"]
+        for kernel in kernels:
+            assert kernel["stack"] == 0, (name, kernel)
+            assert kernel["shared"] <= MOST_SHARED, (name, kernel)
+
+
+def test_keys_and_values_of_two_tiles_are_on_their_way_at_once(builds: dict[str, list[dict[str, Any]]]) -> None:
+    for name, kernels in builds.items():
+        for kernel in kernels:
+            if kernel["kernel"] == "attend":
+                assert kernel["copies of 16 bytes"] > 0, (name, kernel)
+                assert kernel["copies left on their way"] == 2, (name, kernel)
+
+
+def test_prompts_are_multiplied_by_warpgroups_and_several_decodes_fit_beside_each_other(
+    builds: dict[str, list[dict[str, Any]]],
+) -> None:
+    for name, (decode, _, prompt, _) in builds.items():
+        assert prompt["wgmma"], name
+        assert prompt["registers"] * prompt["warps"] * 32 <= 1 << 16, name
+        # Three, as the tables in attention.py say; each takes 1 KiB more than its own.
+        assert 3 * (decode["shared"] + 1024) <= MOST_SHARED + 1024, name
+        assert 3 * decode["registers"] * decode["warps"] * 32 <= 1 << 16, name
