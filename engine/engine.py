@@ -15,6 +15,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.loop import StepLoop
+from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.placement import place, runner_for
@@ -45,6 +46,10 @@ class EngineStats:
     cached_tokens: int
     preemptions: int
     aborted: int
+    out_of_memory: int
+    """Steps for which the device had no memory."""
+    shrinks: int
+    """Times that steps were made smaller for it."""
     last_step_ms: float
     dtype: str
     """Of the weights."""
@@ -97,7 +102,7 @@ class Engine:
         overlap = config.overlap
         if overlap is None:
             overlap = int(model.device.type == "cuda")
-        self._loop = StepLoop(scheduler, runner, lambda: _use_threads(config.threads), overlap=overlap)
+        self._loop = StepLoop(scheduler, runner, lambda: _use_threads(config.threads), overlap=overlap, release=release)
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -185,6 +190,8 @@ class Engine:
             cached_tokens=found.cached_tokens,
             preemptions=found.preemptions,
             aborted=found.aborted,
+            out_of_memory=found.out_of_memory,
+            shrinks=found.shrinks,
             last_step_ms=self._loop.last_step_s * 1e3,
             dtype=_name(self._model.dtype),
             compute_dtype=_name(self._model.kernels.compute_dtype),

@@ -33,9 +33,16 @@ class StepLoop:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, on_start: Callable[[], None], *, overlap: int = 0
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        on_start: Callable[[], None],
+        *,
+        overlap: int = 0,
+        release: Callable[[BaseException], bool] | None = None,
     ) -> None:
-        """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1."""
+        """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1.
+        `release`: see Shrink."""
         self._scheduler = scheduler
         self._on_start = on_start
         #: Called on the loop's thread when all events of a step have been delivered.
@@ -49,7 +56,7 @@ class StepLoop:
         self._state = threading.Lock()
         # Of the loop's thread alone: the tickets that the scheduler knows.
         self._known: dict[str, _Ticket] = {}
-        self._pipeline = Pipeline(scheduler, executor, self._state, self._end_step, overlap)
+        self._pipeline = Pipeline(scheduler, executor, self._state, self._end_step, overlap, release)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 

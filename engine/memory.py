@@ -15,6 +15,8 @@ GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 #: On a CPU the cache shares the machine with everything else.
 _CPU_PART, _CPU_MOST = 0.25, 4 * GIB
+#: The driver, cuBLAS, torch's allocator for the CPU.
+_LACKING = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 #: How long a typical sequence is, in windows: groups with a window and without share the memory so that such sequences
 #: use up both. Longer ones run out of blocks without a window first, shorter ones of those with one.
 _TYPICAL_WINDOWS = 4
@@ -91,6 +93,18 @@ def free_bytes(device: torch.device, share: float, step: int) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * share) - (total - free) - step)
     return min(int(_available_on_host() * _CPU_PART), _CPU_MOST)
+
+
+def release(error: BaseException) -> bool:
+    """Whether `error` says that memory is lacking, which some libraries tell by their text alone. If so, what torch
+    keeps on GPUs for later is given back."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _LACKING)
+    ):
+        return False
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return True
 
 
 def _available_on_host() -> int:

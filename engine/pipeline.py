@@ -20,6 +20,7 @@ then callers' aborts are read.
   before N+2.
 - **N+1 cannot be launched**: N is entered first; then the rows of N+1 that are left run one by one, with tokens that
   are known, so that only the culprit fails. The same is done for any step that fails when none was planned after it.
+- **The device has no memory for N+1**: N is entered; then N+1 is planned anew, smaller (engine/shrink.py).
 - **N fails when it is collected** and N+1 was planned: memory has changed hands, so that the rows of N cannot run
   again. N+1 is waited for and ignored; the sequences of both are put out of the batch with the tokens that are known
   (Scheduler.take_back). Steps do not overlap until each of them has got on, so that the culprit is found as above.
@@ -39,6 +40,7 @@ from engine.errors import EngineError, brief
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Sequence, Status
 from engine.scheduler import Scheduler
+from engine.shrink import Shrink
 
 logger = logging.getLogger("penstock.engine")
 
@@ -70,6 +72,8 @@ class _Flight:
     plan: StepPlan
     began: float
     launched: Any = None
+    error: Exception | None = None
+    """With which it failed."""
 
 
 class Pipeline:
@@ -82,9 +86,10 @@ class Pipeline:
         state: threading.Lock,
         entered: Callable[[list[Event]], None],
         overlap: int,
+        release: Callable[[BaseException], bool] | None = None,
     ) -> None:
         """`state` is held while the scheduler changes, not while a step computes. `entered` is called with the events
-        of each step."""
+        of each step. `release`: see Shrink."""
         self._scheduler = scheduler
         self._executor = executor
         self._state = state
@@ -96,6 +101,7 @@ class Pipeline:
         self.last_step_s = 0.0
         # Sequences of a step that failed when it was collected, and their lengths then.
         self._suspects: dict[Sequence, int] = {}
+        self._shrink = Shrink(scheduler, state, release)
 
     @property
     def in_flight(self) -> bool:
@@ -120,11 +126,14 @@ class Pipeline:
             sampled = self._collect()
             if sampled is None:
                 self._take_back([flight.plan for flight in (under, over) if flight is not None])
+                self._shrink.answer(under.error)
                 return True
             self._enter(under, sampled, [])
         if over is None or (launched and self._overlap > 0 and not self._suspected()):
             return True
         found = self._collect() if launched else None
+        if self._shrink.answer(over.error):
+            return True
         failures: list[Event] = []
         self._enter(over, self._one_by_one(over.plan, failures) if found is None else found, failures)
         return True
@@ -148,8 +157,10 @@ class Pipeline:
         self._executor.copy_blocks(flight.plan.copies)
         try:
             flight.launched = self._executor.launch(replace(flight.plan, copies=[]))
-        except Exception:
+        except Exception as error:
             logger.exception("a step of %d sequences could not be launched", len(flight.plan.rows))
+            # Without the traceback, whose frames hold the step's tensors.
+            flight.error = error.with_traceback(None)
             return False
         self._flights.append(flight)
         return True
@@ -158,10 +169,13 @@ class Pipeline:
         """The results of the oldest step in flight; None if it failed."""
         flight = self._flights.popleft()
         try:
-            return self._executor.collect(flight.launched)
-        except Exception:
+            found = self._executor.collect(flight.launched)
+        except Exception as error:
             logger.exception("a step of %d sequences failed", len(flight.plan.rows))
+            flight.error = error.with_traceback(None)
             return None
+        self._shrink.went_well()
+        return found
 
     def _enter(self, flight: _Flight, sampled: list[Sampled], failures: list[Event]) -> None:
         with self._state:

@@ -52,13 +52,14 @@ class Planner:
         """`groups` are the unfinished requests by id, which the scheduler keeps."""
         self._tables = tables
         self._groups = groups
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue(ageing_s)
         self.running: list[Sequence] = []  # sorted by running_key
         self._slots = list(range(max_num_seqs))  # a heap: low rows are used first, which keeps batches compact
         self.preemptions = 0
         self.cached_tokens = 0
+        self.out_of_memory = self.shrinks = 0
         #: Serials of the sequences of a step whose results are awaited while the next is planned.
         self.in_flight: Set[int] = frozenset()
 
@@ -66,7 +67,7 @@ class Planner:
         """The next step, or None when there is nothing to compute."""
         running = self.running
         decodes = sum(len(seq.tokens) - seq.computed == 1 for seq in running)
-        step = _Step(now, self._max_num_batched_tokens, decodes)
+        step = _Step(now, self.max_num_batched_tokens, decodes)
         place = 0
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only in the place of others
@@ -183,6 +184,23 @@ class Planner:
         self.waiting.push(seq)
         self.preemptions += 1
 
+    def shrink(self, now: float, *, tried: bool) -> bool:
+        """The device had no memory for a step: make those to come half as large, down to one token for each sequence
+        there may be, and put the last sequence out of the batch unless it is the only one.
+
+        False, and nothing done, where they are as small already and that was `tried`, or where nothing can be done.
+        """
+        self.out_of_memory += 1
+        smaller = max(self.max_num_seqs, self.max_num_batched_tokens // 2)
+        several = len(self.running) > 1
+        if smaller == self.max_num_batched_tokens and (tried or not several):
+            return False
+        self.max_num_batched_tokens = smaller
+        if several:
+            self.preempt(self.running[-1], now)
+        self.shrinks += 1
+        return True
+
     def remove(self, seq: Sequence) -> None:
         """Take a running or waiting sequence out and free what it holds."""
         if seq.status is Status.RUNNING:
@@ -201,7 +219,7 @@ class Planner:
 
     @property
     def slots_used(self) -> int:
-        return self._max_num_seqs - len(self._slots)
+        return self.max_num_seqs - len(self._slots)
 
     def check_integrity(self) -> None:
         """Raise EngineError if blocks, slots and queues do not agree. Takes time with the size of the pool."""
@@ -209,7 +227,7 @@ class Planner:
         self._tables.check_integrity(running)
         if running != sorted(running, key=running_key):
             raise EngineError("the running sequences are out of order")
-        if sorted([*self._slots, *(seq.slot for seq in running)]) != list(range(self._max_num_seqs)):
+        if sorted([*self._slots, *(seq.slot for seq in running)]) != list(range(self.max_num_seqs)):
             raise EngineError("the slots are not each free or held by one running sequence")
         for seq in running:
             in_flight = seq.serial in self.in_flight

@@ -39,6 +39,10 @@ class SchedulerStats:
     generated_tokens: int
     preemptions: int
     aborted: int
+    out_of_memory: int
+    """Steps for which the device had no memory."""
+    shrinks: int
+    """Times that steps were made smaller for it."""
 
 
 class Scheduler:
@@ -227,6 +231,15 @@ class Scheduler:
             if row.seq.status is Status.RUNNING:
                 self._planner.preempt(row.seq, now)
 
+    def shrink(self, now: float, *, tried: bool) -> bool:
+        """See Planner.shrink. Not while a plan is in flight."""
+        return self._planner.shrink(now, tried=tried)
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step."""
+        return self._planner.max_num_batched_tokens
+
     def update(self, plan: StepPlan, sampled: list[Sampled], now: float) -> list[Event]:
         """Enter a step's results: `sampled` has one entry for each row with samples=True, in order.
 
@@ -341,6 +354,8 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             preemptions=self._planner.preemptions,
             aborted=self._aborted,
+            out_of_memory=self._planner.out_of_memory,
+            shrinks=self._planner.shrinks,
         )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:

@@ -71,7 +71,8 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Of one runner. Where recording fails once, steps run as they are from then on, which is slower and as good."""
+    """Of one runner. Where recording fails once, nothing more is recorded: steps without a recording then run as they
+    are, which is slower and as good."""
 
     def __init__(self, record: Record, *, slots: int, most_places: int, device: torch.device) -> None:
         """`most_places`: tokens of the longest sequence."""
@@ -89,11 +90,12 @@ class DecodeGraphs:
         return len(self._recordings)
 
     def padded(self, shape: Shape) -> Shape | None:
-        """The shape whose recording serves a step of this shape; None where it does not only decode."""
-        if self._fails or not shape.decodes:
+        """The shape whose recording serves a step of this shape; None where there is none and will be none."""
+        if not shape.decodes:
             return None
         rows = self._sizes[bisect.bisect_left(self._sizes, shape.rows)]
-        return Shape(rows, rows, 1, tuple(self._places(most) for most in shape.most_places))
+        padded = Shape(rows, rows, 1, tuple(self._places(most) for most in shape.most_places))
+        return None if self._fails and padded not in self._recordings else padded
 
     def _places(self, most: int) -> int:
         bound = _FEWEST_PLACES
@@ -121,8 +123,9 @@ class DecodeGraphs:
             recording = self._record(lambda: step(shape))
         except Exception:
             self._fails = True
-            self._recordings.clear()
-            logger.exception("decode steps cannot be recorded as CUDA graphs; they run without from here on")
+            logger.exception(
+                "a decode step could not be recorded as a CUDA graph; what is not recorded by now runs without"
+            )
             return None
         self._recordings[shape] = recording
         taken = _reserved(self._device) - before

@@ -21,6 +21,9 @@ from engine.request import Sequence
 from engine.sampling import score_prompts
 from engine.upload import upload
 
+#: Bytes of blocks that are copied at a time.
+_COPIED = 64 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -202,4 +205,7 @@ class DeviceRunner:
             columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
             sources, destinations = upload(columns, self._model.device)
             cache = self._caches[group]
-            cache[:, :, destinations] = cache[:, :, sources]
+            # A few at a time: on their way they take memory beside the cache.
+            size = max(1, _COPIED * len(cache[0, 0]) // cache.nbytes)
+            for some in range(0, len(pairs), size):
+                cache[:, :, destinations[some : some + size]] = cache[:, :, sources[some : some + size]]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine import Engine, EngineConfig, SamplingParams
 from engine.device import DeviceRunner, step_bytes
 from engine.device.footprint import largest_steps
 from engine.errors import EngineError
 from engine.kernels.reference import Ragged
 from engine.kv import KvSpace
 from engine.models import load_model
+from tests.engine.random_models import write_model
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -76,3 +79,21 @@ def test_a_device_without_memory_for_a_step_says_what_to_do(model_folder: Path) 
             step_bytes(model, block_size=16, max_num_seqs=64, max_num_batched_tokens=1 << 19, length=512)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@cuda
+def test_an_engine_with_less_memory_than_its_steps_want_makes_smaller_ones(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, hidden_size=512, intermediate_size=16384, vocab_size=320)
+    config = EngineConfig(device="cuda", kernels="ragged", max_num_seqs=4, max_num_batched_tokens=8192)
+    _, total = torch.cuda.mem_get_info()
+    with Engine.load(folder, replace(config, kv_cache_bytes=32 << 20, max_model_len=512)) as engine:
+        try:
+            torch.cuda.empty_cache()
+            # Gate and up of 16 tokens alone take 2 MiB.
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (48 << 20)) / total)
+            params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+            found = engine.generate([[7 + i] * 500 for i in range(4)], params)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert [one.finish_reason for one in found] == ["length"] * 4
+        assert engine.stats().shrinks > 0

@@ -214,8 +214,32 @@ def test_where_recording_fails_steps_run_without_and_it_is_said_once(
         found = generated(made(model, record=record), 0, temperature=1.0)
     assert found == generated(made(model, graphs=False), 0, temperature=1.0)
     assert [record.message for record in caplog.records] == [
-        "decode steps cannot be recorded as CUDA graphs; they run without from here on"
+        "a decode step could not be recorded as a CUDA graph; what is not recorded by now runs without"
     ]
+
+
+def test_what_was_recorded_before_is_still_replayed(model: Model) -> None:
+    replayed: list[int] = []
+
+    class Noted(Recorded):
+        def replay(self) -> None:
+            replayed.append(1)
+            super().replay()
+
+    def record(run: Callable[[], None]) -> Recording:
+        if replayed:
+            raise RuntimeError("one is enough")
+        return Noted(run)
+
+    runner = made(model, record=record)
+    seqs = [seq(i, PROMPT, [5 * i, 5 * i + 1, 5 * i + 2]) for i in range(2)]
+    for count in (1, 2, 1):
+        for one in seqs[:count]:
+            logprobs(runner, scheduled(one, 0, 10))
+        alone = [logprobs(runner, scheduled(one, 10, 1))[0] for one in seqs[:1]]
+        found = logprobs(runner, *(scheduled(one, 10, 1) for one in seqs[:count]))
+        assert found[0] == pytest.approx(alone[0], abs=1e-4)
+    assert len(replayed) == 5
 
 
 def test_recordings_are_dropped_when_the_tables_move(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
