@@ -6,6 +6,7 @@ W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted a
 512 prompt and 16 to 256 output tokens. Greedy, EOS ignored, fresh token ids in every repeat, so that no prefix cache
 helps; a short warm-up goes first. With `--peer transformers-cb`, transformers' continuous batching then runs the same
 requests in a process of its own, and the ratio of the best repeats is given (for development: needs transformers).
+With `--breakdown` it is told in place of throughput where the time of a step goes (engine/breakdown.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine.breakdown import Meter, shown
+from engine.engine import device_named
+from engine.kernels import Kernels, select
+from engine.models import load_model
 from engine.text.config import Config, read_config
 
 #: (prompt token ids, output tokens)
@@ -102,20 +109,32 @@ def run_jobs(engine: Engine, jobs: list[Job]) -> dict[str, float]:
     return measure(began, jobs, times, time.process_time() - cpu_began)
 
 
-def bench_engine(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    plans = {
+def workloads(args: argparse.Namespace, vocab_size: int) -> dict[str, list[list[Job]]]:
+    """The jobs of each repeat of each workload."""
+    return {
         name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
         for name in args.workload
     }
+
+
+def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> EngineConfig:
     every = [jobs for repeats in plans.values() for jobs in repeats]
-    config = EngineConfig(
+    return EngineConfig(
         dtype=args.dtype,
         device=args.device,
         threads=args.threads,
         max_num_seqs=max(map(len, every)),
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=max(len(prompt) + output for jobs in every for prompt, output in jobs),
+        kernels=args.kernels,
+        graphs=args.graphs,
+        overlap=args.overlap,
     )
+
+
+def bench_engine(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    plans = workloads(args, vocab_size)
+    config = settings(args, plans)
     began = time.perf_counter()
     with Engine.load(args.model, config) as engine:
         load_s = time.perf_counter() - began
@@ -135,6 +154,36 @@ def bench_engine(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
             "preemptions": stats.preemptions,
             "results": results,
         }
+
+
+def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    """Of each workload where the host's time goes, and on CUDA the device's, with every kernel launched by itself."""
+    plans = workloads(args, vocab_size)
+    config = settings(args, plans)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = device_named(config.device)
+    runs: list[tuple[str, EngineConfig, torch.device | None]] = [("host", config, None)]
+    if device.type == "cuda":
+        runs.append(("device", replace(config, graphs=False, overlap=0), device))
+    found: dict[str, Any] = {name: {} for name in plans}
+    for whose, how, timed in runs:
+        meter = Meter(timed)
+        model = load_model(args.model, config.dtype, device, partial(_timed, meter, device, args.kernels))
+        with Engine(model, how, folder=Path(args.model), version="") as engine:
+            meter.watch(engine)
+            for name, repeats in plans.items():
+                run_jobs(engine, warm_up(name, vocab_size, args.seed))
+                meter.forget()
+                for jobs in repeats:
+                    run_jobs(engine, jobs)
+                found[name][whose] = meter.report()
+                print(shown(f"{name}, {whose}", found[name][whose]), flush=True)
+    return found
+
+
+def _timed(meter: Meter, device: torch.device, name: str, dtype: torch.dtype) -> Kernels:
+    return meter.kernels(select(device, dtype, name))
 
 
 def summary(name: str, who: str, runs: list[dict[str, float]]) -> dict[str, Any]:
@@ -188,11 +237,18 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument("--peer", choices=["transformers-cb"], default=None)
     parser.add_argument("--peer-dtype", choices=["float32", "bfloat16", "float16"], default=None)
+    parser.add_argument("--kernels", default="auto", help="the kernel set, as EngineConfig has it")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
+    parser.add_argument("--breakdown", action="store_true", help="time the parts of steps in place of throughput")
     args = parser.parse_args()
     vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
     report: dict[str, Any] = {"torch": torch.__version__, "seed": args.seed, "threads": args.threads}
     report["load_average_before"] = os.getloadavg()
-    report["penstock"] = bench_engine(args, vocab_size)
+    if args.breakdown:
+        report["breakdown"] = bench_breakdown(args, vocab_size)
+    else:
+        report["penstock"] = bench_engine(args, vocab_size)
     if args.peer is not None:
         report[args.peer] = bench_peer(args)
         report["ratio"] = {}

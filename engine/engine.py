@@ -110,7 +110,7 @@ class Engine:
         config = config or EngineConfig()
         _use_threads(config.threads)
         folder = Path(path)
-        model = load_model(folder, config.dtype, _device(config.device), config.kernels)
+        model = load_model(folder, config.dtype, device_named(config.device), config.kernels)
         return cls(model, config, folder=folder, version=model_version(folder.resolve()))
 
     # ---- requests
@@ -260,7 +260,8 @@ class _Collector:
         )
 
 
-def _device(asked: str) -> torch.device:
+def device_named(asked: str) -> torch.device:
+    """That of EngineConfig.device. Raises EngineError where there is none."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise EngineError("device='cuda', but torch finds no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")

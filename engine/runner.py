@@ -6,13 +6,14 @@ from collections.abc import Sequence as Sequence_
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.batch import BatchBuilder
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.plan import Sampled, StepPlan
 from engine.request import UNKNOWN, Sequence
-from engine.sampling import SamplingRows, sample, score_prompts
+from engine.sampling import SamplingBatch, SamplingRows, sample, score_prompts
 from engine.upload import upload
 
 
@@ -87,7 +88,10 @@ class Runner:
             scored = [(row, span) for row in plan.rows if (span := row.wanted())]
             score_prompts(scored, hidden[len(sampling) :], self._model.logits, self._model.vocab_size)
             hidden = hidden[: len(sampling)]
-        return [] if how is None else sample(self._model.logits(hidden), how)
+        return [] if how is None else self._sample(hidden, how)
+
+    def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
+        return sample(self._model.logits(hidden), how)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
@@ -82,11 +82,13 @@ class Model(Protocol):
         """Logits [rows, vocabulary] of what `forward` gave; apart, so that those of a long prompt come in pieces."""
 
 
-def load_model(folder: str | Path, dtype: str, device: torch.device, kernels: type[Kernels] | str = "auto") -> Model:
+def load_model(
+    folder: str | Path, dtype: str, device: torch.device, kernels: Callable[[torch.dtype], Kernels] | str = "auto"
+) -> Model:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names.
 
-    `kernels` is a set, or the name by which `engine.kernels.select` chooses one. Raises ModelError about the folder,
-    EngineError where the set is not for `device`.
+    `kernels` makes the set for a dtype, or is the name by which `engine.kernels.select` chooses one. Raises ModelError
+    about the folder, EngineError where the set is not for `device`.
     """
     path = Path(folder)
     settings = read_config(path)

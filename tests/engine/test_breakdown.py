@@ -1,0 +1,75 @@
+"""Timers around an engine's parts find them all, add up, and change nothing of what it says."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.breakdown import Meter, shown
+from engine.kernels import Kernels, select
+from engine.models import load_model
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPTS = [[5, 9, 200, 31], [7, 7, 90, 14, 3, 250, 11]]
+KERNELS = {"linear", "attention", "norm", "rope and cache", "gate"}
+HOST = {"loop", "plan", "launch", "upload", "forward, rest", "logits", "sample", "collect", "enter", "publish"}
+
+
+def timed(meter: Meter, device: torch.device, name: str, dtype: torch.dtype) -> Kernels:
+    return meter.kernels(select(device, dtype, name))
+
+
+@pytest.mark.parametrize(("name", "more"), [("reference", set()), ("ragged", {"inputs", "replay"})])
+def test_every_part_is_found_and_the_tokens_are_the_same(
+    model_folder: Path, device: torch.device, name: str, more: set[str]
+) -> None:
+    config = EngineConfig(device=device.type, kernels=name, kv_cache_bytes=1 << 20, max_num_seqs=4)
+    with Engine.load(model_folder, config) as plain:
+        expected = [one.token_ids for one in plain.generate(PROMPTS, PARAMS)]
+    meter = Meter()
+    model = load_model(model_folder, "auto", device, partial(timed, meter, device, name))
+    with Engine(model, config, folder=model_folder, version="") as engine:
+        meter.watch(engine)
+        assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
+    report = meter.report()
+    assert set(report) == {"decode", "prefill"}
+    assert report["decode"]["steps"] >= 5
+    for found in report.values():
+        assert sum(found["parts_ms"].values()) == pytest.approx(found["ms"])
+        assert all(took >= 0 for took in found["parts_ms"].values())
+    inside = KERNELS if device.type == "cpu" else set()
+    assert set(report["decode"]["parts_ms"]) >= HOST - (set() if inside else {"forward, rest"}) | inside | more
+    text = shown("a", report)
+    assert "a, decode:" in text
+    assert "100.0%" not in text
+
+
+def test_a_part_is_told_without_those_within_it() -> None:
+    meter = Meter()
+    with meter.part("outer"):
+        with meter.part("inner"):
+            time.sleep(0.02)
+        with meter.part("inner"):
+            time.sleep(0.02)
+    assert meter._now["inner"] >= 0.04
+    assert meter._now["outer"] < meter._now["inner"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_devices_own_times_are_found(model_folder: Path) -> None:
+    device = torch.device("cuda")
+    meter = Meter(device)
+    model = load_model(model_folder, "auto", device, partial(timed, meter, device, "auto"))
+    config = EngineConfig(device="cuda", kv_cache_bytes=1 << 20, max_num_seqs=4, graphs=False, overlap=0)
+    with Engine(model, config, folder=model_folder, version="") as engine:
+        meter.watch(engine)
+        engine.generate(PROMPTS, PARAMS)
+    report = meter.report()
+    assert set(report["decode"]["parts_ms"]) >= KERNELS | {"logits", "sample"}
+    # Far less than what the device was held up for.
+    assert 0 < report["decode"]["ms"] < 20
