@@ -24,6 +24,9 @@ _LOG2_E: Final = math.log2(math.e)
 _MULTIPROCESSORS: Final = 132
 #: Rows of partial sums that the scratch memory holds: a part of a walk takes as many as its tile has.
 _SCRATCH_ROWS: Final = 1 << 16
+#: How often a grid may fill the GPU: under a graph for long sequences most parts of a short one are programs that find
+#: nothing to do, of which a GPU ends some hundreds in a microsecond.
+_WAVES: Final = 4
 #: Parts that `join` adds at a time.
 _PARTS: Final = 16
 
@@ -93,8 +96,9 @@ class Division:
         As many parts as it takes to fill the GPU; and for long walks beside short ones, as many as keep one from being
         the last for long. Parts cost scratch memory and a second launch: none where the GPU is full anyway.
         """
-        room = max(_SCRATCH_ROWS // (programs * tiles.rows), 1)
-        even = max(min(multiprocessors * tiles.resident // programs, rounds // tiles.least, room), 1)
+        at_once = multiprocessors * tiles.resident
+        room = max(min(_SCRATCH_ROWS // tiles.rows, _WAVES * at_once) // programs, 1)
+        even = max(min(at_once // programs, rounds // tiles.least, room), 1)
         parts = min(max(even, -(-rounds * tiles.places // tiles.longest)), room)
         return cls(parts, even, max(-(-rounds // parts), 1))
 

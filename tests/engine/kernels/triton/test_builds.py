@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 #: Of one block, in bytes (CUDA C++ Programming Guide, technical specifications, compute capability 9.0).
 MOST_SHARED = 232_448
