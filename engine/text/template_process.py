@@ -3,8 +3,8 @@
     python -m engine.text.template_process CPU MEMORY OUTPUT     the limits of one render, see `Limits`
 
 Frames (`engine.text.frames`) come on standard input: the template, then messages; each of the latter is answered on
-standard output. The kernel holds the limits: a timer that ends the process when its processor time is spent, also in the midst of one long
-call, and a bound on address space, at which an allocation fails.
+standard output. The kernel holds the limits: a timer that ends the process when its processor time is spent, also in
+the midst of one long call, and a bound on address space, at which an allocation fails.
 """
 
 from __future__ import annotations
