@@ -47,6 +47,11 @@ def cancel(task_id: str) -> Call:
     return Call(script(PACKAGE, "cancel"), (keys.task(task_id), keys.stream(task_id)), (task_id,))
 
 
+def unread(task_id: str, over_ms: int) -> Call:
+    """`over_ms`: when its reader lease ended, as LAPSED answered. Answers `[1, accepted 0|1, status]`, or `[0]`."""
+    return Call(script(PACKAGE, "unread"), (keys.task(task_id), keys.stream(task_id), keys.READERS), (task_id, over_ms))
+
+
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """What CLAIM said: `lost`, `done`, `busy`, or `settle` and `go` with the record."""

@@ -1,7 +1,7 @@
 """Reader leases: a task whose caller waits on a connection is cancelled when its reader is heard of no more.
 
     ReaderLeases (a gateway):  enter, before ADMIT -> renewed for all at once, three times a lease -> leave, at the end
-    LapsedReaders (who sweeps: gateways, workers):  lapsed twice in a row -> CANCEL -> removed, if still lapsed
+    LapsedReaders (who sweeps: gateways, workers):  lapsed for a while -> UNREAD: cancelled and removed, if still lapsed
 
 The set `penstock:readers` holds task ids by when their lease ends, in server time. It decides only who calls CANCEL,
 and when: the protocol is as it is without it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
@@ -35,14 +36,19 @@ def hold(task_ids: Iterable[str], lease_ms: int) -> Call:
     return Call(script(protocol.PACKAGE, "hold"), (keys.READERS,), (lease_ms, *task_ids))
 
 
-def lapsed(done: Sequence[str] = ()) -> Call:
+def lapsed() -> Call:
     """Answers `[id, ms, ...]`, see `read_lapsed`."""
-    return Call(script(protocol.PACKAGE, "lapsed"), (keys.READERS,), (MANY, *done))
+    return Call(script(protocol.PACKAGE, "lapsed"), (keys.READERS,), (MANY,))
 
 
 def read_lapsed(answer: Sequence[Any]) -> dict[str, int]:
     """When the lease of each ended (server ms)."""
     return {text(name): int(float(over)) for name, over in zip(answer[::2], answer[1::2], strict=True)}
+
+
+def renewed_within(lease_s: float) -> float:
+    """Seconds within which whoever lives has renewed a lease, also where the store was away or its clock set."""
+    return lease_s / RENEWALS + 2 * RETRY_S
 
 
 class ReaderLeases:
@@ -92,22 +98,37 @@ class ReaderLeases:
 
 
 class LapsedReaders:
-    """Cancels for those who are gone. One for each process that sweeps: it remembers what it saw the last time.
+    """Cancels for those who are gone. One for each process that sweeps: it remembers what it saw, and since when.
 
-    After the store was away for a while all leases are over, of living readers too. So a lease must be found lapsed in
-    two sweeps, some seconds apart: in between, whoever lives has renewed it.
+    After the store was away for a while, or its clock was set, all leases are over, of living readers too. So one must
+    have been found lapsed for as long as a renewal takes, in looks that all came through.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        """`lease_s`: of the gateways."""
+        self._wait_s = renewed_within(lease_s)
+        # When the lease of each ended (server ms), and when that was first seen (our clock, s).
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    @property
+    def every_s(self) -> float:
+        """How often to look."""
+        return self._wait_s / 2
 
     def sweep(self) -> Steps[int]:
         """How many tasks were cancelled, or had ended before. Raises what the store does."""
+        seen, self._seen = self._seen, {}  # unless this comes to its end: then everybody's time begins anew
         found = read_lapsed((yield lapsed()))
-        due = [task_id for task_id, over in found.items() if self._seen.get(task_id) == over]
-        self._seen = found
-        for task_id in due:
-            yield protocol.cancel(task_id)
-        if due:
-            yield lapsed(due)
-        return len(due)
+        now = time.monotonic()
+        lasting: dict[str, tuple[int, float]] = {}
+        gone = 0
+        for task_id, over in found.items():
+            ended, since = seen.get(task_id, (over, now))
+            if ended != over:
+                since = now
+            if now - since < self._wait_s:
+                lasting[task_id] = (over, since)
+            else:
+                gone += int((yield protocol.unread(task_id, over))[0])
+        self._seen = lasting
+        return gone

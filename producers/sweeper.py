@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, WatchError
 from producers import keys, protocol
 from producers.aio import AsyncClient
 from producers.message import Message
-from producers.readers import LapsedReaders
+from producers.readers import LEASE_S, LapsedReaders
 from producers.record import Record
 from producers.script import arun, text
 from producers.steps import lost
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 PAGE: Final = 100
 #: Seconds between sweeps, on average.
 EVERY_S: Final = 10.0
-#: Seconds between looks at lapsed readers: time for a living one to renew its lease.
-READERS_EVERY_S: Final = 5.0
 #: Seconds after which a sweep is broken off: a server accepts connections but does not answer.
 LIMIT_S: Final = 60.0
 
@@ -69,12 +67,12 @@ async def sweep(client: AsyncClient, age_ms: int = protocol.SWEEP_AGE_MS) -> Swe
             return swept
 
 
-async def run(client: AsyncClient, every_s: float = EVERY_S, readers_every_s: float = READERS_EVERY_S) -> None:
-    """Sweep until cancelled."""
-    readers = LapsedReaders()
+async def run(client: AsyncClient, every_s: float = EVERY_S, reader_lease_s: float = LEASE_S) -> None:
+    """Sweep until cancelled. `reader_lease_s`: of the gateways."""
+    readers = LapsedReaders(reader_lease_s)
     async with asyncio.TaskGroup() as group:
         group.create_task(_repeat(lambda: _submits(client), every_s))
-        group.create_task(_repeat(lambda: _readers(client, readers), readers_every_s))
+        group.create_task(_repeat(lambda: _readers(client, readers), readers.every_s))
 
 
 async def _repeat(work: Callable[[], Awaitable[None]], every_s: float) -> None:

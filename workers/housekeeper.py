@@ -50,7 +50,7 @@ class Housekeeper(threading.Thread):
         self._control = connect(runtime.settings.store, socket_timeout=None)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._readers = LapsedReaders()
+        self._readers = LapsedReaders(runtime.settings.reader_lease)
         self._lapsed: deque[tuple[Incarnation, list[Delivery]]] = deque()
         self._letting_go = threading.Lock()
         self._heard_at = time.monotonic()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from producers.protocol import MAX_DEATHS
+from producers.readers import LEASE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class WorkerSettings:
     model's tokenizer files by name."""
     lease: float = 10.0
     """A worker that is not heard of for this long is dead, and its tasks go to others."""
+    reader_lease: float = LEASE_S
+    """That of the gateways: what nobody reads any more is cancelled here where no gateway is left."""
     drain: float = 30.0
     """On SIGTERM, how long running tasks may go on before they are handed back with their tokens."""
     ageing: float = 30.0

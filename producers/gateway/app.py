@@ -21,7 +21,7 @@ from producers.gateway.prompts import Prompts
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
 from producers.gateway.templates import Templates
-from producers.readers import RENEWALS, ReaderLeases
+from producers.readers import ReaderLeases
 
 #: Large results (`outcome.LARGE`) in memory at once; each may have some tens of megabytes.
 LARGE_RESULTS: Final = 4
@@ -45,7 +45,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             app.state.gateway = Gateway(settings, client, prompts, templates, readers, figures, streams, large)
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
             if settings.sweep:
-                sweeping = sweeper.run(client, readers_every_s=settings.reader_lease / RENEWALS)
+                sweeping = sweeper.run(client, reader_lease_s=settings.reader_lease)
                 keeping.append(asyncio.create_task(sweeping, name="sweep"))
             try:
                 yield

@@ -1,5 +1,5 @@
 -- LAPSED(done) | those of `done` that are still lapsed are removed; answers the others that are.
--- Whoever sweeps CANCELs each first and names it here then, so that one who dies between the two is followed by another.
+-- `done` is what the caller has CANCELled; UNREAD does both in one.
 -- KEYS: readers   ARGV: limit, id, ...
 -- Answers: id, when its lease ended (ms), ...; oldest first, at most `limit` of them
 local t = redis.call('TIME')

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,9 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from producers import AsyncClient, keys, protocol, sweeper
-from producers.readers import LapsedReaders, ReaderLeases, hold, lapsed, read_lapsed
+from producers.readers import LEASE_S, LapsedReaders, ReaderLeases, hold, lapsed, read_lapsed, renewed_within
 from producers.script import run
-from producers.steps import Step
+from producers.steps import Step, drive
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import until
@@ -39,8 +41,30 @@ def held(valkey: Redis) -> set[str]:
     return {name.decode() for name in valkey.zrange(keys.READERS, 0, -1)}
 
 
-async def sweep(client: AsyncClient, readers: LapsedReaders) -> int:
-    return await client.run(readers.sweep())
+class Looks:
+    """One process's looks, with a clock of its own: each is as long after the one before as a renewal takes."""
+
+    def __init__(self, clock: SimpleNamespace, client: AsyncClient) -> None:
+        self._clock = clock
+        self._client = client
+        self.readers = LapsedReaders()
+
+    async def look(self, after: float = renewed_within(LEASE_S)) -> int:
+        self._clock.now += after
+        return await self._client.run(self.readers.sweep())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("producers.readers.time", clock)
+    return clock
+
+
+@pytest.fixture
+def looks(clock: SimpleNamespace, aclient: AsyncClient) -> Looks:
+    return Looks(clock, aclient)
 
 
 class TestScripts:
@@ -63,85 +87,108 @@ class TestScripts:
     def test_lapsed_removes_only_what_is_still_lapsed(self, valkey: Redis) -> None:
         lapse(valkey, "gone", "back")
         run(valkey, hold(["back"], 5000))
-        assert read_lapsed(run(valkey, lapsed(["gone", "back", "unheard of"]))) == {}
+        call = lapsed()
+        assert run(valkey, replace(call, args=(*call.args, "gone", "back", "unheard of"))) == []
         assert held(valkey) == {"back"}
 
 
 class TestSweep:
-    async def test_a_task_is_cancelled_at_the_second_look(
-        self, aclient: AsyncClient, valkey: Redis, worker: FakeWorker
+    async def test_a_task_is_cancelled_once_its_lease_was_seen_lapsed_for_as_long_as_a_renewal_takes(
+        self, looks: Looks, aclient: AsyncClient, valkey: Redis, worker: FakeWorker
     ) -> None:
         queued = await aclient.submit(model="tiny", prompt=[1])
         running = await aclient.submit(model="tiny", prompt=[1])
         worker.claim(running.id)
         lapse(valkey, queued.id, running.id)
-        readers = LapsedReaders()
-        assert await sweep(aclient, readers) == 0
-        assert (await queued.status()).status == "queued"
-        assert await sweep(aclient, readers) == 2
+        assert [await looks.look() for _ in range(2)] == [0, 2]
         assert (await queued.status()).status == "cancelled"
         assert worker.append(running.id, 0, ["x"])[0] == "cancel"
         assert held(valkey) == set()
-        assert await sweep(aclient, readers) == 0
+        assert await looks.look() == 0
 
-    async def test_a_reader_that_came_back_in_between_is_left_alone(self, aclient: AsyncClient, valkey: Redis) -> None:
+    async def test_looks_that_come_faster_cancel_no_sooner(
+        self, looks: Looks, aclient: AsyncClient, valkey: Redis
+    ) -> None:
+        """A living reader's next renewal may be a third of its lease away, and need a second try."""
+        task = await aclient.submit(model="tiny", prompt=[1])
+        lapse(valkey, task.id)
+        assert [await looks.look(after=1.0) for _ in range(6)] == [0] * 6
+        assert (await task.status()).status == "queued"
+        assert await looks.look(after=1.0) == 1
+
+    async def test_an_outage_begins_everybodys_time_anew(
+        self, looks: Looks, proxy: Proxy, clock: SimpleNamespace, aclient: AsyncClient, valkey: Redis, model: str
+    ) -> None:
+        task = await aclient.submit(model="tiny", prompt=[1])
+        lapse(valkey, task.id)
+        async with AsyncClient(proxy.url) as client:
+            behind = Looks(clock, client)
+            assert await behind.look() == 0
+            proxy.fail(b"EVALSHA", "before", 1)
+            with pytest.raises((RedisError, OSError)):
+                await behind.look()
+            assert [await behind.look(after=0.1), await behind.look()] == [0, 1]
+
+    async def test_a_reader_that_came_back_in_between_is_left_alone(
+        self, looks: Looks, aclient: AsyncClient, valkey: Redis
+    ) -> None:
         """After an outage of the store all leases are over."""
         task = await aclient.submit(model="tiny", prompt=[1])
         lapse(valkey, task.id)
-        readers = LapsedReaders()
-        await sweep(aclient, readers)
+        await looks.look()
         run(valkey, hold([task.id], 60_000))
-        assert await sweep(aclient, readers) == 0
+        assert await looks.look() == 0
         lapse(valkey, task.id, ago_ms=5)  # and lapses anew: it is seen for the first time again
-        assert await sweep(aclient, readers) == 0
+        assert await looks.look() == 0
         assert (await task.status()).status == "queued"
+
+    async def test_one_that_comes_back_between_the_look_and_the_cancel_is_left_alone(
+        self, looks: Looks, aclient: AsyncClient, valkey: Redis, clock: SimpleNamespace
+    ) -> None:
+        task = await aclient.submit(model="tiny", prompt=[1])
+        lapse(valkey, task.id)
+        await looks.look()
+        clock.now += renewed_within(LEASE_S)
+
+        def perform(step: Step) -> Any:
+            if step != lapsed():
+                run(valkey, hold([task.id], 60_000))
+            return run(valkey, step)  # type: ignore[arg-type]
+
+        assert drive(looks.readers.sweep(), perform) == 0
+        assert held(valkey) == {task.id}
+        assert (await task.status()).fields.get("cancel") is None
 
     @pytest.mark.parametrize("state", ["final", "gone"])
     async def test_what_has_ended_is_only_removed(
-        self, aclient: AsyncClient, valkey: Redis, worker: FakeWorker, state: str
+        self, looks: Looks, aclient: AsyncClient, valkey: Redis, worker: FakeWorker, state: str
     ) -> None:
         task = await aclient.submit(model="tiny", prompt=[1])
         worker.serve(task.id)
         if state == "gone":
             valkey.delete(keys.task(task.id))
         lapse(valkey, task.id)
-        readers = LapsedReaders()
-        assert [await sweep(aclient, readers), await sweep(aclient, readers)] == [0, 1]
+        assert [await looks.look(), await looks.look()] == [0, 1]
         assert held(valkey) == set()
         if state == "final":
             assert (await task.status()).status == "completed"
 
-    async def test_a_sweeper_that_dies_between_cancel_and_removal_is_followed_by_another(
-        self, aclient: AsyncClient, valkey: Redis
+    async def test_what_one_sweeper_has_cancelled_another_leaves(
+        self, looks: Looks, clock: SimpleNamespace, aclient: AsyncClient, valkey: Redis
     ) -> None:
         task = await aclient.submit(model="tiny", prompt=[1])
         lapse(valkey, task.id)
-        dying = LapsedReaders()
-        await sweep(aclient, dying)
-        steps = dying.sweep()
-        answer: Any = None
-        while True:  # it dies after its CANCEL
-            step: Step = steps.send(answer)
-            answer = run(valkey, step)  # type: ignore[arg-type]
-            if step == protocol.cancel(task.id):
-                break
-        assert held(valkey) == {task.id}
-        other = LapsedReaders()
-        await sweep(aclient, other)
-        assert await sweep(aclient, other) == 1
-        assert held(valkey) == set()
-        assert (await task.status()).status == "cancelled"
+        other = Looks(clock, aclient)
+        assert [await looks.look(), await other.look(), await other.look(), await looks.look(0.0)] == [0, 0, 1, 0]
 
     async def test_one_that_was_never_sent_ends_cancelled_once_it_is(
-        self, aclient: AsyncClient, valkey: Redis, worker: FakeWorker
+        self, looks: Looks, aclient: AsyncClient, valkey: Redis, worker: FakeWorker
     ) -> None:
         """Its gateway died between ADMIT and the broker."""
         record: dict[str, Any] = {"task": "{}", "model": "tiny", "queue": QUEUE, "tier": "default", "n": 1, "tokens": 9}
         run(valkey, protocol.admit("t", "t", now_ms(valkey), record))
         lapse(valkey, "t")
-        readers = LapsedReaders()
-        await sweep(aclient, readers)
-        assert await sweep(aclient, readers) == 1
+        assert [await looks.look(), await looks.look()] == [0, 1]
         await sweeper.sweep(aclient, age_ms=0)
         assert worker.claim(worker.take(QUEUE) or "").answer == "settle"
         assert (await aclient.get("t").result(5, raise_for_status=False)).status == "cancelled"

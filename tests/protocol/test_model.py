@@ -27,6 +27,7 @@ SMALL = {
     "sqs": with_faults(SCENARIOS["sqs"], dup=1, crash=1),
     "prompt": with_faults(SCENARIOS["prompt"], tail=1, crash=1, lost=1),
     "prompt-alone": with_faults(SCENARIOS["prompt-alone"], tail=1, drain=1, lost=1),
+    "unread": with_faults(SCENARIOS["unread"], leave=1, lapse=1, lost=1),
     "two": with_faults(SCENARIOS["two"], crash=1),
     **{
         name: SCENARIOS[name]

@@ -12,7 +12,7 @@ from tests.workers.rig import Rig
 
 @pytest.mark.slow
 def test_a_task_whose_readers_lease_lapsed_is_cancelled_and_its_room_is_free(rig: Rig) -> None:
-    rig.worker(STUB_STEP_S=0.02)
+    rig.worker(STUB_STEP_S=0.02, reader_lease=0.3)
     running, read, unread = rig.fill(3, max_tokens=150)
     waiting = rig.fill(1, max_tokens=4, tier="batch")
     run(rig.store, hold([running], 60_000))

@@ -68,6 +68,8 @@ def good(s: State, cfg: Cfg) -> bool:
             return False
         if r and r.why == "dead" and not (t in s.dead or g.unlisted or cfg.sqs):
             return False
+    if s.lease and s.lease[0] != "none":
+        return False
     return not (s.reader and s.ghosts[0].accepted and not s.reader[3])
 
 

@@ -1,13 +1,20 @@
-"""One reader of task 0: subscribe, replay the stream, follow the channel; drop what was seen, read again on a gap."""
+"""One reader of task 0: subscribe, replay the stream, follow the channel; drop what was seen, read again on a gap.
+
+And its lease, where it has one: held, renewed, lapsed; found lapsed by a sweeper, which cancels the task then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from tests.protocol.model.scripts import Rules
+from tests.protocol.model import scripts
+from tests.protocol.model.scripts import FINAL, Rules
 from tests.protocol.model.state import State, spend
+from tests.protocol.model.worker import haunt, store
 
+# A lease is (held | lapsed | none, whether its reader lives, what a sweeper has found lapsed: nothing, this or an old
+# one).
 # A reader is (new | replay | follow, messages waiting on its channel, text seen, ended).
 
 
@@ -40,3 +47,41 @@ def reader_steps(s: State, rules: Rules) -> Iterator[tuple[str, bool, State]]:
             yield "reader's connection drops", False, to(pc, (), seen, False)._replace(budget=b)
     elif reread and (len(r.stream) > len(seen) or r.end):
         yield "reader: silence", True, to("replay", channel, seen, False)
+
+
+def lease_steps(s: State, rules: Rules) -> Iterator[tuple[str, bool, State]]:
+    """How long a sweeper waits between LAPSED and UNREAD is not modelled: a living reader may renew its lease too late,
+    and its task is cancelled. It must not be where the lease was renewed in time.
+    """
+    state, lives, found = s.lease
+    r = s.recs[0]
+    ended = r is not None and r.status in FINAL
+
+    def to(*lease: Any) -> State:
+        return s._replace(lease=lease)
+
+    if lives and (b := spend(s, "leave")):
+        yield "the gateway of the reader dies", False, to(state, False, found)._replace(budget=b)
+    if state == "held" and lives and (b := spend(s, "lapse")):
+        yield "the lease of a living reader lapses", False, to("lapsed", lives, found)._replace(budget=b)
+    if state == "held" and not lives:
+        yield "the lease of a dead reader lapses", True, to("lapsed", lives, found)
+    if lives and ended and state != "none":
+        yield "the reader leaves at the end", True, to("none", lives, found)
+    if lives and not ended and state != "held" and s.ghosts[0].accepted:
+        yield "the reader renews its lease", True, to("held", lives, found and "old")
+    if state == "lapsed" and found != "this":
+        yield "LAPSED", True, to(state, lives, "this")
+    if not found:
+        return
+    # What was found ended at 1; what was renewed since ends at 2.
+    ends = None if state == "none" else 1 if state == "lapsed" and found == "this" else 2
+    said, left, after = scripts.unread(r, ends, 1, 1, s.ls, rules)
+    s2 = to(state if left else "none", lives, "")
+    if said:
+        s2 = haunt(store(s2, 0, after), 0, cancelled=said[0] or s.ghosts[0].cancelled)
+        if state == "held":
+            s2 = haunt(s2, 0, bad="S11 a task was cancelled for a reader's lease that had been renewed")
+    yield f"UNREAD -> {said}", True, s2
+    if lost := spend(s, "lost"):
+        yield f"UNREAD -> {said}, reply lost", False, s2._replace(lease=(*s2.lease[:2], found), budget=lost)

@@ -76,6 +76,7 @@ RULES: dict[str, Rule] = {
     # the reader
     "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),
     "reader_reread": Rule("reader", "a reader reads the stream again on a gap or silence"),
+    "unread_lease": Rule("unread", "UNREAD cancels only where the lease is the one that was found lapsed"),
 }
 
 ALL = frozenset(RULES)

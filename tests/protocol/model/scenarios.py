@@ -20,6 +20,7 @@ def _world(
     rival: bool = False,
     killer: int = 0,
     prompt: bool = False,
+    lease: bool = False,
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -32,7 +33,22 @@ def _world(
     budget = tuple(faults.get(k, 0) for k in FAULTS)
     sent = sent and not plain
     return Cfg(
-        name, tasks, workers, length, limit, plain, sqs, split, differ, reader, rival, killer, prompt, sent, budget
+        name,
+        tasks,
+        workers,
+        length,
+        limit,
+        plain,
+        sqs,
+        split,
+        differ,
+        reader,
+        rival,
+        killer,
+        prompt,
+        lease,
+        sent,
+        budget,
     )
 
 
@@ -60,6 +76,8 @@ _LIST = [
     _world("innocent", tasks=2, workers=(0, 0), killer=2, limit=2, length=1),
     _world("innocent-both", tasks=2, workers=(0, 0, 1), killer=2, limit=2, length=1),
     _world("reader", reader=True, drop=1, crash=1, expire=1, cancel=1),
+    _world("unread", lease=True, leave=1, lapse=1, lost=1, crash=1, length=1),
+    _world("unread-producer", lease=True, sent=False, leave=1, lapse=1, pcrash=1, workers=(0,), length=1),
     _world("tail", reader=True, tail=1, expire=1, lost=1),
     _world("prompt", prompt=True, tail=1, crash=1, expire=1, lost=1, deadline=1, length=1),
     _world("prompt-alone", prompt=True, tail=1, crash=1, expire=1, lost=1, drain=1, length=0),

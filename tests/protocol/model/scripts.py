@@ -200,3 +200,14 @@ def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str
     if (r.owner is not None and r.owner in live) or (r.status == "submitting" and "cancel_submitting" in rules):
         return True, r.status, r
     return True, "cancelled", _final(r, "cancelled", rules, claim=None, owner=None)
+
+
+def unread(
+    r: Rec | None, lease: int | None, over: int, now: int, live: Container[Any], rules: Rules
+) -> tuple[tuple[bool, str] | None, int | None, Rec | None]:
+    """What CANCEL said, None where nothing was done; and the lease after it. `lease`: when that of the task's reader
+    ends; `over`: when the one ended that was found lapsed."""
+    if "unread_lease" in rules and (lease is None or lease != over or over > now):
+        return None, lease, r
+    accepted, status, r = cancel(r, live, rules)
+    return (accepted, status), None, r

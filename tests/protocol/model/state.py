@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from tests.protocol.model.scripts import Rec
 
-#: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it.
+#: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it. `leave`: the gateway of task
+#: 0's reader dies; `lapse`: its lease lapses, and it lives.
 FAULTS = (
     "crash",
     "expire",
@@ -22,6 +23,8 @@ FAULTS = (
     "drop",
     "tail",
     "turn",
+    "leave",
+    "lapse",
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
@@ -32,7 +35,7 @@ SQS = -1
 
 class Cfg(NamedTuple):
     """A scenario. `workers[i]` is the process that slot i belongs to; `killer`: how many workers task 0 may kill;
-    `prompt`: tasks have an entry for their prompt, before their tokens."""
+    `prompt`: tasks have an entry for their prompt, before their tokens; `lease`: task 0's reader holds a lease."""
 
     name: str
     tasks: int
@@ -47,6 +50,7 @@ class Cfg(NamedTuple):
     rival: bool
     killer: int
     prompt: bool
+    lease: bool
     sent: bool
     budget: tuple[int, ...]
 
@@ -97,6 +101,7 @@ class State(NamedTuple):
     prods: tuple[str, ...]
     sweep: tuple[str, int] | None
     reader: Any
+    lease: Any
     reaped: tuple[int, ...]
     dead: frozenset[int]
     kills: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.protocol.model.outside import client_steps, fault_steps, producer_steps, sweeper_steps
-from tests.protocol.model.reader import reader_steps
+from tests.protocol.model.reader import lease_steps, reader_steps
 from tests.protocol.model.scripts import QUEUED, Rules
 from tests.protocol.model.state import IDLE, SQS, Cfg, Ghost, Slot, State, enqueue, fresh, put, spend, toxic
 from tests.protocol.model.worker import slot_steps, take_back
@@ -28,6 +28,7 @@ def start(cfg: Cfg) -> State:
         prods=("done" if sent else "send" if cfg.plain else "admit",) * (cfg.tasks * (1 + cfg.rival)),
         sweep=None,
         reader=("new", (), (), False) if cfg.reader else None,
+        lease=("held", True, "") if cfg.lease else None,
         reaped=(0,) * cfg.tasks,
         dead=frozenset(),
         kills=0,
@@ -51,6 +52,8 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield from fault_steps(s, t, cfg, rules)
     if s.reader:
         yield from reader_steps(s, rules)
+    if s.lease:
+        yield from lease_steps(s, rules)
     if b := spend(s, "turn"):
         yield "from now on task 0 kills whoever decodes it", False, s._replace(budget=b)
 
