@@ -121,6 +121,7 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
     every = [jobs for repeats in plans.values() for jobs in repeats]
     return EngineConfig(
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         threads=args.threads,
         max_num_seqs=max(map(len, every)),
@@ -169,7 +170,7 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
     found: dict[str, Any] = {name: {} for name in plans}
     for whose, how, timed in runs:
         meter = Meter(timed)
-        model = load_model(args.model, config.dtype, device, partial(_timed, meter, device, args.kernels))
+        model = load_model(args.model, config.dtype, device, partial(_timed, meter, config, device))
         with Engine(model, how, folder=Path(args.model), version="") as engine:
             meter.watch(engine)
             for name, repeats in plans.items():
@@ -182,8 +183,8 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
     return found
 
 
-def _timed(meter: Meter, device: torch.device, name: str, dtype: torch.dtype) -> Kernels:
-    return meter.kernels(select(device, dtype, name))
+def _timed(meter: Meter, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+    return meter.kernels(select(device, dtype, config.kernels, config.quantization))
 
 
 def summary(name: str, who: str, runs: list[dict[str, float]]) -> dict[str, Any]:
@@ -215,6 +216,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--workload", type=_names, default="W1,W8,W32,W64mix", help="one or several, by commas")
+    parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
     parser.add_argument("--dtype", default="bfloat16", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")

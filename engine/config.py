@@ -9,13 +9,15 @@ from engine.errors import EngineError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-KernelSet = Literal["auto", "reference", "ragged", "sdpa", "cpu"]
+KernelSet = Literal["auto", "reference", "ragged", "sdpa", "cpu", "triton"]
+Quantization = Literal["none", "fp8"]
 
 #: As good as never.
 _MAX_AGEING_S = 1e9
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
-_KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu")
+_KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu", "triton")
+_QUANTIZATIONS = ("none", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class EngineConfig:
 
     dtype: DType = "auto"
     device: Device = "auto"
+    quantization: Quantization = "none"
+    """Of the weights of all matrix products but the last, when they are loaded. "fp8": 8-bit floats with one scale for
+    each output, activations with one for each token; on CUDA devices of compute capability 8.9 or more."""
     max_num_seqs: int = 64
     """Sequences in one batch (a request with n choices makes n of them)."""
     max_num_batched_tokens: int | None = None
@@ -37,8 +42,8 @@ class EngineConfig:
     """On a GPU, the part of its memory that weights, steps and KV cache may take together where kv_cache_bytes is None.
     What a step takes is found out by running the largest ones; what is left is for what nobody foresees."""
     kernels: KernelSet = "auto"
-    """By what the model is computed: "cpu", "sdpa", or what they are tested by: "reference" (plain torch) and "ragged"
-    (the same under the runner that CUDA has)."""
+    """By what the model is computed: "triton", "sdpa", "cpu", or what they are tested by: "reference" (plain torch) and
+    "ragged" (the same under the runner that CUDA has)."""
     graphs: bool = True
     """Whether steps in which every sequence decodes are recorded as CUDA graphs, at the first of each size, and
     replayed. Without, the host launches each kernel, which at small batches takes longer than the kernels."""
@@ -62,6 +67,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("device", self.device, _DEVICES)
         _one_of("kernels", self.kernels, _KERNELS)
+        _one_of("quantization", self.quantization, _QUANTIZATIONS)
         _integer("max_num_seqs", self.max_num_seqs, 1, 4096)
         _integer("block_size", self.block_size, 1, 1024)
         if self.max_num_batched_tokens is not None:

@@ -110,7 +110,7 @@ class Engine:
         config = config or EngineConfig()
         _use_threads(config.threads)
         folder = Path(path)
-        model = load_model(folder, config.dtype, device_named(config.device), config.kernels)
+        model = load_model(folder, config.dtype, device_named(config.device), config.kernels, config.quantization)
         return cls(model, config, folder=folder, version=model_version(folder.resolve()))
 
     # ---- requests

@@ -1,12 +1,16 @@
 """The operations that models are made of, one set a device, chosen in one place: `select`.
 
-reference.py is every operation in plain torch and the oracle of the others; sdpa.py replaces attention by padded
-batches (CUDA runs on it); cpu.py replaces what oneDNN and reused memory make faster. A set also says in which
-dtype it computes. Weights come in through `prepare_linear`, which may repack them; attention reads the paged
-cache through the groups of sequences that groups.py describes.
+reference.py is every operation in plain torch and the oracle of the others; gpu.py is CUDA's, of the kernels in
+triton/; sdpa.py replaces attention by padded batches (CUDA without triton runs on it); cpu.py replaces what oneDNN and
+reused memory make faster. A set also says in which dtype it computes. Weights come in through `prepare_linear`, which
+may repack or quantise them (fp8.py, packed.py); attention reads the paged cache by what ragged.py or groups.py say of
+a step.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +20,9 @@ from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import PreparedLinear, Ragged, Reference
 from engine.kernels.sdpa import Sdpa
+
+if TYPE_CHECKING:
+    from engine.kernels.gpu import Gpu
 
 #: The interface: every set is a Reference.
 Kernels = Reference
@@ -34,17 +41,60 @@ __all__ = [
 
 #: By the names that EngineConfig has for them.
 _SETS: dict[str, type[Kernels]] = {one.name: one for one in (Reference, Ragged, Sdpa, Cpu)}
+#: The first compute capability with tensor cores for 8-bit floats: Ada.
+_FP8_CAPABILITY = (8, 9)
 
 
-def select(device: torch.device, dtype: torch.dtype, name: str = "auto") -> Kernels:
+def select(device: torch.device, dtype: torch.dtype, name: str = "auto", quantization: str = "none") -> Kernels:
     """The set for weights of `dtype` on `device`, the one that is asked for by name or the device's own.
 
     Where a CPU only emulates `dtype`, weights are still rounded to it, but held and computed in fp32: measured
-    5 to 8 times as fast at 8 rows and more, for twice the memory. Raises EngineError where the set is not for `device`.
+    5 to 8 times as fast at 8 rows and more, for twice the memory. Raises EngineError where the set is not for `device`,
+    or `quantization` ("none" or "fp8") is not for the device, the dtype or the set.
     """
+    if quantization == "fp8":
+        return _fp8(device, dtype, name)
     if name == "auto":
-        name = "cpu" if device.type == "cpu" else "sdpa"
+        name = "cpu" if device.type == "cpu" else ("triton" if _has_triton() else "sdpa")
     if name == "cpu" and device.type != "cpu":
         raise EngineError(f"kernels='cpu' are for CPUs, and the device is {device.type}; use 'auto'")
+    if name == "triton":
+        return _triton(device)(dtype)
     native = device.type != "cpu" or computes_natively(dtype)
     return _SETS[name](dtype if native else torch.float32)
+
+
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _triton(device: torch.device) -> type[Gpu]:
+    if not _has_triton():
+        raise EngineError("kernels='triton' need triton, which is not installed: pip install 'penstock[gpu]'")
+    from engine.kernels.gpu import Gpu, interpreted
+
+    if device.type == "cpu" and not interpreted():
+        raise EngineError("kernels='triton' are for CUDA devices, and the device is cpu; use 'auto'")
+    return Gpu
+
+
+def _fp8(device: torch.device, dtype: torch.dtype, name: str) -> Kernels:
+    if device.type != "cuda":
+        raise EngineError(f"quantization='fp8' needs a CUDA device, and the device is {device.type}; use 'none'")
+    found, least = torch.cuda.get_device_capability(device), _FP8_CAPABILITY
+    if found < least:
+        raise EngineError(
+            f"quantization='fp8' needs a GPU of compute capability {least[0]}.{least[1]} or more (Ada, Hopper), and "
+            f"this one has {found[0]}.{found[1]}; use 'none'"
+        )
+    if dtype != torch.bfloat16:
+        raise EngineError(
+            f"quantization='fp8' computes in bfloat16, and dtype is {str(dtype).removeprefix('torch.')}; "
+            f"use dtype='bfloat16'"
+        )
+    if name not in ("auto", "triton"):
+        raise EngineError(f"quantization='fp8' goes with kernels='triton', not with {name!r}; use 'auto'")
+    _triton(device)
+    from engine.kernels.gpu import Fp8Gpu
+
+    return Fp8Gpu(dtype)

@@ -37,6 +37,10 @@ class Reference:
 
         return linear
 
+    def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        """As `prepare_linear`, for the matrix that makes logits: sets that quantise the others leave it as it is."""
+        return self.prepare_linear(weight, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32.
 

@@ -12,9 +12,17 @@ class Linear:
     """`parts` names the checkpoint's matrices and their outputs, in order: {"q_proj": 576, "k_proj": 192, ...}."""
 
     def __init__(
-        self, kernels: Kernels, inputs: int, parts: dict[str, int], *, bias: bool, device: torch.device
+        self,
+        kernels: Kernels,
+        inputs: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        device: torch.device,
+        head: bool = False,
     ) -> None:
-        self._kernels = kernels
+        """`head`: it makes logits."""
+        self._prepare = kernels.prepare_head if head else kernels.prepare_linear
         self._parts = parts
         outputs = sum(parts.values())
         self._weight: Tensor | None = torch.empty(outputs, inputs, dtype=kernels.compute_dtype, device=device)
@@ -37,7 +45,7 @@ class Linear:
         """Give the weight to the kernel set, which may keep it in a layout of its own; ours is dropped."""
         if self._weight is None:
             raise RuntimeError("a Linear is packed once")
-        self._run = self._kernels.prepare_linear(self._weight, self._bias)
+        self._run = self._prepare(self._weight, self._bias)
         self._weight = None
 
     def __call__(self, x: Tensor) -> Tensor:

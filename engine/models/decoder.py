@@ -99,7 +99,9 @@ class Decoder(ABC):
         self._layers = [self.LAYER(c, kernels, device) for _ in range(c.layers)]
         self._norm = RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
         self._head = (
-            None if c.tied else Linear(kernels, c.hidden_size, {"lm_head": c.vocab_size}, bias=False, device=device)
+            None
+            if c.tied
+            else Linear(kernels, c.hidden_size, {"lm_head": c.vocab_size}, bias=False, device=device, head=True)
         )
         self._softcap = c.logit_softcap
         # Of each layer: its KV group, its place in that group's cache, and its rope.

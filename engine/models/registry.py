@@ -83,12 +83,16 @@ class Model(Protocol):
 
 
 def load_model(
-    folder: str | Path, dtype: str, device: torch.device, kernels: Callable[[torch.dtype], Kernels] | str = "auto"
+    folder: str | Path,
+    dtype: str,
+    device: torch.device,
+    kernels: Callable[[torch.dtype], Kernels] | str = "auto",
+    quantization: str = "none",
 ) -> Model:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names.
 
-    `kernels` makes the set for a dtype, or is the name by which `engine.kernels.select` chooses one. Raises ModelError
-    about the folder, EngineError where the set is not for `device`.
+    `kernels` makes a set, or is the name by which `engine.kernels.select` chooses one that quantises as `quantization`
+    says. Raises ModelError about the folder, EngineError where the set is not for `device`.
     """
     path = Path(folder)
     settings = read_config(path)
@@ -102,7 +106,9 @@ def load_model(
     if "quantization_config" in config:
         raise ModelError(f"{path}: config.json has a quantization_config; quantised checkpoints are not supported")
     weight_dtype = _dtype(path, config, dtype)
-    kernel_set = select(device, weight_dtype, kernels) if isinstance(kernels, str) else kernels(weight_dtype)
+    kernel_set = (
+        select(device, weight_dtype, kernels, quantization) if isinstance(kernels, str) else kernels(weight_dtype)
+    )
     module, name = family.split(":")
     make = getattr(import_module(module), name)
     located = locate(path)

@@ -20,6 +20,8 @@ def test_the_defaults_are_valid_and_cannot_be_changed():
     [
         ("dtype", "int8"),
         ("device", "tpu"),
+        ("quantization", "int4"),
+        ("quantization", None),
         ("max_num_seqs", 0),
         ("max_num_seqs", True),
         ("max_num_seqs", 2.0),

@@ -26,6 +26,10 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output;
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")]
 Outputs = Annotated[int | None, typer.Option("-n", help="How many outputs.")]
 DType = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(help="none, or fp8: weights and activations in 8 bits, on CUDA from compute capability 8.9."),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Gpus = Annotated[
     str | None,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
-from workers.cli.options import Device, DType, Gpus, Threads
+from workers.cli.options import Device, DType, Gpus, Quantization, Threads
 from workers.cli.references import MODEL, complete_model
 
 Broker = Annotated[
@@ -53,6 +53,7 @@ def worker(
     max_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
     kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,
     dtype: DType = None,
+    quantization: Quantization = None,
     device: Device = None,
     gpus: Gpus = None,
     threads: Threads = None,
@@ -71,6 +72,7 @@ def worker(
         "max_num_batched_tokens": max_batched_tokens,
         "kv_cache_bytes": kv_cache_bytes,
         "dtype": dtype,
+        "quantization": quantization,
         "device": device,
         "threads": threads,
     }

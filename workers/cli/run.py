@@ -23,6 +23,7 @@ from workers.cli.options import (
     MinTokens,
     Outputs,
     PresencePenalty,
+    Quantization,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -65,6 +66,7 @@ def run(
     n: Outputs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     dtype: DType = None,
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
@@ -91,7 +93,13 @@ def run(
         "ignore_eos": ignore_eos or None,
         "n": n,
     }
-    setup: dict[str, Any] = {"dtype": dtype, "device": device, "threads": threads, "max_num_seqs": n}
+    setup: dict[str, Any] = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "device": device,
+        "threads": threads,
+        "max_num_seqs": n,
+    }
     try:
         asked = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(**asked)  # what is wrong with it is said before a model is loaded for seconds

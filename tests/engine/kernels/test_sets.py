@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,17 +11,18 @@ from torch import Tensor
 
 from engine.kernels import AttentionBatch, AttentionGroup, Kernels, select, visibility
 from engine.kernels.cpu import Cpu
-from engine.kernels.reference import Reference
-from engine.kernels.sdpa import Sdpa
 
 BLOCK = 8
+SETS = ["reference", "sdpa", "cpu", *(["triton"] if find_spec("triton") is not None else [])]
 
 
-@pytest.fixture(params=[Reference, Sdpa, Cpu])
+@pytest.fixture(params=SETS)
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> Kernels:
-    if request.param is Cpu and device.type != "cpu":
+    if request.param == "cpu" and device.type != "cpu":
         pytest.skip("the cpu set runs on CPUs alone")
-    return request.param(torch.float32)
+    if request.param == "triton" and device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, not interpreted")
+    return select(device, torch.float32, request.param)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -228,4 +230,4 @@ def test_bfloat16_is_computed_in_float32_where_the_cpu_only_emulates_it(
 
 def test_an_accelerator_computes_in_the_dtype_of_the_weights() -> None:
     chosen = select(torch.device("cuda"), torch.bfloat16)
-    assert (chosen.name, chosen.compute_dtype) == ("sdpa", torch.bfloat16)
+    assert (chosen.name, chosen.compute_dtype) == ("triton" if "triton" in SETS else "sdpa", torch.bfloat16)

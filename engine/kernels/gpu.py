@@ -1,0 +1,82 @@
+"""CUDA: what the kernels in triton/ replace, and cuBLAS for the dense products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from engine.kernels.fp8 import fp8_linear
+from engine.kernels.packed import Int4Weight, Int8Weight
+from engine.kernels.ragged import Attended, RaggedBatch
+from engine.kernels.reference import PreparedLinear, Reference
+from engine.kernels.triton.attention import PagedAttention
+from engine.kernels.triton.fp8 import quantise_rows
+from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
+from engine.kernels.triton.norm import WIDEST, add_rms_norm, rms_norm
+from engine.kernels.triton.quantised import int4_linear, int8_linear
+from engine.kernels.triton.rope_kv import rope_and_write
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on a CPU."""
+    return bool(knobs.runtime.interpret)
+
+
+class Gpu(Reference):
+    """Everything here can be recorded into a CUDA graph, once it ran outside of one: kernels are compiled then.
+
+    On a CPU it runs in Triton's interpreter (TRITON_INTERPRET=1), for tests.
+    """
+
+    name = "triton"
+    ragged = True
+
+    def __init__(self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None) -> None:
+        """`multiprocessors`: how many attention is cut for; None asks the GPU."""
+        super().__init__(compute_dtype)
+        self._attention = PagedAttention(multiprocessors)
+        # cuBLAS may else add the parts of a sum over the inputs in half precision, which costs digits and saves nothing
+        # that was published for decoding, where reading the weights is what takes long. For the whole process.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
+        """As `prepare_linear`, of a weight that is packed already."""
+        return int4_linear(weight, bias) if isinstance(weight, Int4Weight) else int8_linear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps) if x.shape[-1] <= WIDEST else super().rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.shape[-1] > WIDEST:
+            return super().add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up)
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        return gelu_tanh_mul(gate_up)
+
+    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Attended) -> Tensor:
+        return rope_and_write(heads, cos, sin, cache, batch.slots)
+
+    def paged_attention(
+        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        if isinstance(batch, RaggedBatch):
+            return self._attention(query, cache, batch, scale, softcap)
+        return super().paged_attention(query, cache, batch, scale, softcap)
+
+
+class Fp8Gpu(Gpu):
+    """All products but that of the output head in 8-bit floats (kernels/fp8.py). Computes in bfloat16."""
+
+    name = "triton-fp8"
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        return fp8_linear(weight, bias, quantise_rows)
+
+    def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        return super().prepare_linear(weight, bias)
