@@ -26,6 +26,8 @@ from workers.library.shelf import INDEX, Pulled, Shelf, Source, needed, sha256_o
 _REFERENCE: Final = re.compile(r"hf://((?:[\w\-.]+/)?[\w\-.]+)(?:@([\w\-./]+))?", re.ASCII)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")
 MAIN: Final = "main"
+#: Bytes of an index of weights; the largest checkpoints' have some 10 MB.
+LONGEST_INDEX: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,9 @@ def pull(model: HubModel, shelf: Shelf, name: str, say: Callable[[str], None]) -
             return old
         index = None
         if INDEX in files:
+            if files[INDEX].size > LONGEST_INDEX:
+                raise Refused(f"{INDEX} of {model} has {files[INDEX].size} bytes; at most {LONGEST_INDEX} are read")
+            _check_room(model, [files[INDEX]], place)
             _fetch(model, files[INDEX], commit, place)
             index = (place / INDEX).read_bytes()
         wanted = [files[file] for file in needed(str(model), set(files), index)]
@@ -132,12 +137,14 @@ def _fetch(model: HubModel, file: _File, commit: str, place: Path) -> str:
 
     path = place / file.name
     with _refusals(model):
-        cached = None if path.exists() else try_to_load_from_cache(model.repo, file.name, revision=commit)
-        if isinstance(cached, str):
-            _link(Path(cached), path)
+        if path.exists() and path.stat().st_nlink > 1:
+            # A run that was killed has linked it. It is the cache's too: nothing may be written to it.
             if (digest := _checked(path, file)) is not None:
                 return digest
-            path.unlink()  # what the cache has is damaged
+            path.unlink()
+        cached = None if path.exists() else try_to_load_from_cache(model.repo, file.name, revision=commit)
+        if isinstance(cached, str) and (digest := _take(Path(cached), path, file)) is not None:
+            return digest
         _download(model, file, commit, path)
         digest = _checked(path, file)
     if digest is None:
@@ -185,12 +192,22 @@ def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
         )
 
 
-def _link(path: Path, target: Path) -> None:
-    """A hard link to a file that never changes; a copy, where that cannot be."""
+def _take(cached: Path, path: Path, file: _File) -> str | None:
+    """Take a file of huggingface_hub's cache, which never changes, by a hard link; by a copy, where that cannot be.
+
+    SHA-256 in hex; None where what the cache has is not what the hub says.
+    """
+    digest = _checked(cached, file)
+    if digest is None:
+        return None
     try:
-        os.link(path.resolve(), target)
+        os.link(cached.resolve(), path)
     except OSError:
-        shutil.copyfile(path, target)
+        shutil.copyfile(cached, path)
+        digest = _checked(path, file)
+        if digest is None:
+            path.unlink()
+    return digest
 
 
 def _check_room(model: HubModel, files: list[_File], place: Path) -> None:
