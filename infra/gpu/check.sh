@@ -1,54 +1,104 @@
 #!/usr/bin/env bash
-# Tests and benches the engine on a machine with an NVIDIA GPU, in under 9 minutes.
+# Tests and benches the engine on a machine with an NVIDIA GPU, in parts that each take less than 9 minutes.
 #
-#   infra/gpu/check.sh [--allow-cpu]
+#   infra/gpu/check.sh [kernels] [engine] [parity] [bench] [peer] [all] [--allow-cpu]
+#
+#   kernels  every kernel against kernels/reference, the device's runner, and a second start that compiles nothing
+#   engine   the rest of the engine's tests
+#   parity   transformers' output in fp32 and bf16, on the GPU
+#   bench    the shape of Llama 3.1 8B, bf16, random weights: steps, prefill, offline, and where the time goes
+#   peer     transformers' continuous batching beside it, on the same requests
+#   all      all of them, one after the other (the default)
 #
 # Needs Python 3.11+ (PYTHON, default python3) with torch, transformers, tokenizers, safetensors, jinja2, numpy, pytest
-# and hypothesis; no network, no other package. Writes report.json and report.txt into OUT (default ./gpu-report).
-# Exits 0 if every test passed and every bench ran. --allow-cpu runs the same on a CPU, with a tiny model.
+# and hypothesis; no network, no other package. MEASURES chooses those of bench (infra/gpu/bench.py lists them). Each
+# part leaves what it found in OUT (default ./gpu-report), also when it is ended before its time; report.json, report.txt
+# and report.md there hold all parts that were ever run. Exits 0 if every test of the parts that were asked for passed
+# and every figure was taken. --allow-cpu does the same on a CPU, with a tiny model.
 set -uo pipefail
 
 cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
 out=${OUT:-./gpu-report}
 allow_cpu=no
+parts=()
 for argument in "$@"; do
     case $argument in
         --allow-cpu) allow_cpu=yes ;;
-        *) echo "usage: infra/gpu/check.sh [--allow-cpu]" >&2; exit 2 ;;
+        kernels | engine | parity | bench | peer) parts+=("$argument") ;;
+        all) parts+=(kernels engine parity bench peer) ;;
+        *) echo "usage: infra/gpu/check.sh [kernels|engine|parity|bench|peer|all]... [--allow-cpu]" >&2; exit 2 ;;
     esac
 done
+[ ${#parts[@]} -gt 0 ] || parts=(kernels engine parity bench peer)
 
-export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    device=cuda shape=1b threads=8
+    shape=llama-8b tiny=() only=(-k cuda)
 elif [ $allow_cpu = yes ]; then
-    device=cpu shape=tiny threads=1
+    shape=tiny tiny=(--tiny) only=()
 else
     echo "torch finds no CUDA device; pass --allow-cpu to check on the CPU" >&2
     exit 2
 fi
-
 mkdir -p "$out" || exit 2
-work=$(mktemp -d) || exit 2
-trap 'rm -rf "$work"' EXIT
-rm -f "$out"/report.json "$out"/report.txt
-began=$SECONDS
+out=$(cd "$out" && pwd) || exit 2
+# What one part compiles the next ones find, as on a machine whose cache was filled by `penstock warm`.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$out/triton-cache}
+
+# finish NAME STATUS: its exit status and seconds, once it has come to its end.
+finish() {
+    echo "$2 $((SECONDS - began))" >"$out/$1.status"
+}
+
+# limited SECONDS COMMAND...: so that a signal is taken at once, and the command ended with us.
+limited() {
+    timeout -k 10 "$@" &
+    running=$!
+    wait "$running"
+}
 
 # Of its own folder alone, --confcutdir: the other rooms' fixtures need packages that are not here.
 run_tests() {
-    timeout "$2" "$python" -m pytest "tests/$1" --confcutdir "tests/$1" -p no:cacheprovider -o addopts= -q \
-        --junitxml "$work/$1.xml" >"$work/$1.log" 2>&1
-    echo $? >"$work/$1.status"
+    local name=$1 limit=$2 folder=$3
+    shift 3
+    limited "$limit" "$python" -m pytest "$@" --confcutdir "tests/$folder" -p no:cacheprovider -o addopts= -v \
+        --junitxml "$out/$name.xml" >"$out/$name.log" 2>&1
 }
 
-run_tests engine 160
-run_tests parity 170
-{
-    timeout 60 "$python" infra/gpu/random_model.py "$work/model" --shape $shape &&
-        timeout 130 "$python" -m engine.bench --model "$work/model" --workload W1,W8,W32,W64mix --device $device \
-            --dtype bfloat16 --threads $threads --repeats 1 --json "$work/bench.json"
-} >"$work/bench.log" 2>&1
-echo $? >"$work/bench.status"
+kernels() {
+    run_tests kernels 420 engine tests/engine/kernels tests/engine/device
+}
 
-"$python" infra/gpu/report.py "$work" "$out" --shape $shape --seconds $((SECONDS - began))
+engine() {
+    run_tests engine 480 engine tests/engine --ignore tests/engine/kernels --ignore tests/engine/device
+}
+
+parity() {
+    # On a GPU only what runs there: the CPU's rows are any machine's to check.
+    run_tests parity 480 parity tests/parity "${only[@]}"
+}
+
+bench() {
+    limited 500 "$python" infra/gpu/bench.py "$out/bench.json" --shape $shape "${tiny[@]}" \
+        --measures "${MEASURES:-decode:1,decode:16,decode:64,decode:256,prefill,profile,offline}" >"$out/bench.log" 2>&1
+}
+
+peer() {
+    limited 200 "$python" infra/gpu/bench.py "$out/short.json" --shape $shape "${tiny[@]}" --measures short \
+        >"$out/peer.log" 2>&1 || return
+    limited 300 "$python" infra/gpu/peer.py "$out/peer.json" --shape $shape "${tiny[@]}" >>"$out/peer.log" 2>&1
+}
+
+# Ended before its time or not, what was found so far is reported.
+running=
+trap '[ -z "$running" ] || kill "$running" 2>/dev/null; exit 143' TERM INT
+exec 3>&1 4>&2  # a signal may come while these are a part's log
+trap '"$python" infra/gpu/report.py "$out" "${parts[@]}" >&3 2>&4; exit $?' EXIT
+declare -A made=([kernels]=kernels.xml [engine]=engine.xml [parity]=parity.xml [bench]=bench.json [peer]="short.json peer.json")
+for part in "${parts[@]}"; do
+    began=$SECONDS
+    (cd "$out" && rm -f "$part.status" "$part.log" ${made[$part]})
+    "$part"
+    finish "$part" $?
+done

@@ -1,100 +1,183 @@
-"""Puts what check.sh left in its work folder into report.json and report.txt; exits 0 if all of it went well."""
+"""Puts what check.sh's parts left in a folder into report.json, report.txt and report.md; exits 0 if all went well.
+
+    python infra/gpu/report.py FOLDER PART...
+
+Parts that were not asked for now are in the report, too, where they were run before; only those asked for decide.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+import re
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
+TESTS, FIGURES = ("kernels", "engine", "parity"), ("bench", "peer")
 #: Lines of a log that a failure is shown with.
 TAIL = 60
 
 
 def machine() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
-    }
-    if torch.cuda.is_available():
-        traits = torch.cuda.get_device_properties(0)
-        found["gpu"] = {
-            "name": traits.name,
-            "capability": f"{traits.major}.{traits.minor}",
-            "memory_gib": round(traits.total_memory / (1 << 30), 1),
-            "cuda": torch.version.cuda,
-        }
+    found: dict[str, Any] = {"python": platform.python_version(), "packages": {}}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found["packages"][name] = version(name)
+    asked = ("name", "compute_cap", "memory.total", "driver_version")
+    with suppress(OSError, subprocess.CalledProcessError):
+        command = ["nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        found["gpus"] = [dict(zip(asked, map(str.strip, line.split(",")), strict=False)) for line in said]
     return found
 
 
-def status(work: Path, name: str) -> int:
-    return int((work / f"{name}.status").read_text())
+def ended(folder: Path, part: str) -> dict[str, Any]:
+    """Exit status and seconds; none of one that was killed."""
+    path = folder / f"{part}.status"
+    if not path.is_file():
+        return {"exit_status": None, "seconds": None}
+    status, seconds = map(int, path.read_text().split())
+    return {"exit_status": status, "seconds": seconds}
 
 
-def tests(work: Path, name: str) -> dict[str, Any]:
-    """Counts, and the names of what failed. A run that was killed left no XML."""
-    found: dict[str, Any] = {"exit_status": status(work, name), "failed": []}
-    path = work / f"{name}.xml"
-    if path.is_file():
-        suite = ElementTree.parse(path).getroot().find("testsuite")  # noqa: S314  # pytest's own output
-        assert suite is not None
-        found |= {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
-        found["seconds"] = float(suite.attrib["time"])
-        found["failed"] = [
-            f"{case.attrib['classname']}::{case.attrib['name']}"
-            for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
-        ]
+def tests(folder: Path, part: str) -> dict[str, Any]:
+    """Counts, and the names of what failed; by the log, where pytest was ended before it wrote its XML."""
+    found: dict[str, Any] = ended(folder, part)
+    path = folder / f"{part}.xml"
+    if not path.is_file():
+        log = (folder / f"{part}.log").read_text(errors="replace")
+        outcomes = re.findall(r"^(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)", log, re.MULTILINE)
+        failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+        skipped = sum(outcome == "SKIPPED" for _, outcome in outcomes)
+        return found | {"whole": False, "tests": len(outcomes), "skipped": skipped, "failed": failed}
+    suite = ElementTree.parse(path).getroot().find("testsuite")  # noqa: S314  # pytest's own output
+    assert suite is not None
+    failed = [
+        f"{case.attrib['classname']}::{case.attrib['name']}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    counts = {key: int(suite.attrib[key]) for key in ("tests", "skipped")}
+    return found | {"whole": True, **counts, "failed": failed}
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    bench, short, peer = (read(folder / f"{name}.json") for name in ("bench", "short", "peer"))
+    found: dict[str, Any] = {"bench": bench, "short": short, "peer": peer}
+    ours = (short or {}).get("measures", {}).get("short", {}).get("output_tokens_per_s")
+    if ours and peer:
+        found["ratio"] = ours / peer["output_tokens_per_s"]
     return found
 
 
-def text(report: dict[str, Any], work: Path) -> str:
-    lines = [f"Penstock engine check: {'ok' if report['ok'] else 'FAILED'}, {report['seconds']} s, {report['when']}"]
+def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """What was measured, the figure, its limit, the share of it, and the goal."""
+    measures = (found["bench"] or {}).get("measures", {})
+    made = []
+    for name, one in measures.items():
+        if "error" in one:
+            made.append((name, one["error"], "", "", ""))
+            continue
+        share = f"{100 * one['share']:.0f} %" if one.get("share") else "-"
+        goal = f"{100 * one['goal']:.0f} %" if one.get("goal") else "-"
+        if name.startswith("decode"):
+            limit = f"{one['limit_ms']:.2f} ms" if "limit_ms" in one else "-"
+            title = f"a step at batch {one['batch']}, context {one['context']:.0f}"
+            made.append((title, f"{one['step_ms']:.2f} ms", limit, share, goal))
+        elif "tokens_per_s" in one or "output_tokens_per_s" in one:
+            limit = f"{one['limit_tokens_per_s']:,.0f} tokens/s" if "limit_tokens_per_s" in one else "-"
+            if name == "prefill":
+                title, rate = f"prefill, prompts of {one['prompt']}", one["tokens_per_s"]
+            else:
+                title = f"offline, {one['requests']} requests of {one['prompt']} + {one['output']}"
+                rate = one["output_tokens_per_s"]
+            made.append((title, f"{rate:,.0f} tokens/s", limit, share, goal))
+    if found["short"] and found["peer"]:
+        ours, theirs = found["short"]["measures"]["short"], found["peer"]
+        what = f"{theirs['requests']} requests of {theirs['prompt']} + {theirs['output']}"
+        made.append((f"{what}, Penstock", f"{ours.get('output_tokens_per_s', 0):,.0f} tokens/s", "-", "-", "-"))
+        name = f"{what}, transformers {theirs['transformers']}, continuous batching"
+        made.append((name, f"{theirs['output_tokens_per_s']:,.0f} tokens/s", "-", "-", "-"))
+    if "ratio" in found:
+        made.append(("ratio of these two", f"{found['ratio']:.1f}", "-", "-", "3"))
+    return made
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Ready for docs/performance.md."""
+    bench = report["figures"]["bench"] or report["figures"]["short"]
+    if bench is None:
+        return "Nothing was measured.\n"
+    packages = ", ".join(f"{name} {number}" for name, number in report["machine"]["packages"].items())
+    shape, where = bench["shape"], bench.get("gpu", "a CPU, tiny")
+    head = ("| figure | limit | share | goal |", "| --- | --- | --- | --- |")
+    lines = [f"{where}, {shape} shape, bf16, random weights; {report['when'][:10]}; {packages}:", ""]
+    lines += [f"| {shape} {head[0]}", f"| --- {head[1]}"]
+    lines += [f"| {' | '.join(row)} |" for row in rows(report["figures"])]
+    profile = bench.get("measures", {}).get("profile", {})
+    if "parts_ms" in profile:
+        lines += ["", f"| a step of {profile['batch']} | {profile['step_ms']:.2f} ms |", "| --- | --- |"]
+        lines += [f"| {part} | {spent:.2f} ms |" for part, spent in profile["parts_ms"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def text(report: dict[str, Any], folder: Path) -> str:
+    lines = [f"Penstock engine check: {'ok' if report['ok'] else 'FAILED'}, {report['when']}"]
     lines.append(json.dumps(report["machine"]))
-    for name, found in report["tests"].items():
-        counts = ", ".join(f"{found[key]} {key}" for key in ("tests", "failures", "errors", "skipped") if key in found)
-        lines.append(f"tests/{name}: {counts or 'did not end'} (exit status {found['exit_status']})")
+    for part, found in report["tests"].items():
+        whole = f"{found['seconds']} s" if found["whole"] else "did not come to its end"
+        counts = f"{found['tests']} tests, {len(found['failed'])} failed, {found['skipped']} skipped"
+        lines.append(f"{part}: {counts} ({whole}, exit status {found['exit_status']})")
         lines += [f"  failed: {case}" for case in found["failed"]]
-    lines.append(f"bench, {report['shape']} shape (exit status {report['bench_exit_status']}):")
-    lines.append((work / "bench.log").read_text(errors="replace").rstrip())
-    for name, found in report["tests"].items():
-        if found["exit_status"] != 0:
-            log = (work / f"{name}.log").read_text(errors="replace").splitlines()
-            lines += ["", f"tests/{name}, end of its log:", *log[-TAIL:]]
+    for part, found in report["ended"].items():
+        lines.append(f"{part}: exit status {found['exit_status']}, {found['seconds']} s")
+    compiled = (report["figures"]["bench"] or {}).get("compiled")
+    if compiled is not None:
+        built = ", ".join(sorted(set(compiled["built"]))) or "none"
+        lines.append(f"kernels compiled during the bench: {built}; found in the cache: {len(compiled['from_cache'])}")
+    table = rows(report["figures"])
+    if table:
+        widths = [max(len(row[k]) for row in table) for k in range(5)]
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    bad = [part for part, found in (report["tests"] | report["ended"]).items() if found["exit_status"] != 0]
+    for part in bad:
+        log = folder / f"{part}.log"
+        if log.is_file():
+            lines += ["", f"{part}, end of its log:", *log.read_text(errors="replace").splitlines()[-TAIL:]]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", required=True)
-    parser.add_argument("--seconds", type=int, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("parts", nargs="+", choices=[*TESTS, *FIGURES])
     args = parser.parse_args()
-    bench = args.work / "bench.json"
+    ran = [part for part in (*TESTS, *FIGURES) if (args.folder / f"{part}.log").is_file()]
     report: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": args.seconds,
         "machine": machine(),
-        "tests": {name: tests(args.work, name) for name in ("engine", "parity")},
-        "shape": args.shape,
-        "bench_exit_status": status(args.work, "bench"),
-        "bench": json.loads(bench.read_text()) if bench.is_file() else None,
+        "tests": {part: tests(args.folder, part) for part in TESTS if part in ran},
+        "ended": {part: ended(args.folder, part) for part in FIGURES if part in ran},
+        "figures": figures(args.folder),
     }
-    report["ok"] = report["bench_exit_status"] == 0 and not any(
-        found["exit_status"] for found in report["tests"].values()
-    )
-    (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    written = text(report, args.work)
-    (args.out / "report.txt").write_text(written)
+    statuses = {part: found["exit_status"] for part, found in (report["tests"] | report["ended"]).items()}
+    report["ok"] = all(statuses.get(part) == 0 for part in args.parts)
+    (args.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.folder / "report.md").write_text(markdown(report))
+    written = text(report, args.folder)
+    (args.folder / "report.txt").write_text(written)
     sys.stdout.write(written)
     return 0 if report["ok"] else 1
 

@@ -1,0 +1,238 @@
+"""Figures of one engine of random weights, each written as soon as it is known.
+
+    python infra/gpu/bench.py OUT.json --shape llama-8b --measures decode:1,decode:64,prefill,profile,offline
+
+    decode:N    milliseconds a step in which N sequences decode, at a context of about 1,024 tokens
+    prefill     prompt tokens a second, prompts of 1,024
+    offline     256 requests of 1,000 prompt and 1,000 output tokens at once, from the first to the last
+    short       256 requests of 1,000 and 250: what transformers is asked, too (peer.py)
+    profile     on what a step of 64 spends its time
+
+Each comes after a short run of its own, so that kernels are compiled and graphs recorded. With `--tiny`, all is so
+small that a CPU does it in seconds: to see that it works, not how fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine.bench import Job, run_jobs
+from infra.gpu.compiled import count_compiled
+from infra.gpu.limits import Speed, Work, speed_of
+from infra.gpu.random_engine import random_engine
+from infra.gpu.shapes import SHAPES
+from infra.gpu.step_parts import profiled
+
+#: Shares of the limit that are asked for.
+GOALS = {"decode:1": 0.80, "decode:16": 0.75, "decode:64": 0.72, "decode:256": 0.70, "prefill": 0.60, "offline": 0.60}
+
+
+class Bench:
+    """`measure` adds to `figures` and writes them."""
+
+    def __init__(self, out: Path, shape: str, device: torch.device, *, tiny: bool) -> None:
+        self._out, self._shape, self._device, self._tiny = out, shape, device, tiny
+        self._config = SHAPES[shape]
+        self._work = Work(self._config)
+        self._speed: Speed | None = None
+        self.figures: dict[str, Any] = {"shape": shape, "device": str(device), "measures": {}}
+        if device.type == "cuda":
+            self.figures["gpu"] = torch.cuda.get_device_name(device)
+            self._speed = speed_of(self.figures["gpu"])
+        self._ids = random.Random(1234)  # noqa: S311  # data, not secrets
+        self.sequences, self.length = (8, 160) if tiny else (256, 2304)
+        self.context, self.outputs = (64, 24) if tiny else (1024, 192)
+
+    def load(self) -> Engine:
+        began = time.perf_counter()
+        config = EngineConfig(max_num_seqs=self.sequences, max_model_len=self.length, enable_prefix_caching=False)
+        engine = random_engine(self._shape, config, self._device)
+        stats = engine.stats()
+        self.figures["engine"] = {
+            "load_s": time.perf_counter() - began,
+            "kernels": stats.kernels,
+            "compute_dtype": stats.compute_dtype,
+            "kv_tokens": stats.kv_tokens_total,
+        }
+        self.save()
+        return engine
+
+    def save(self) -> None:
+        beside = self._out.with_suffix(".part")
+        beside.write_text(json.dumps(self.figures, indent=1) + "\n")
+        beside.replace(self._out)
+
+    def measure(self, engine: Engine, name: str) -> None:
+        kind, _, count = name.partition(":")
+        began = time.perf_counter()
+        try:
+            found = getattr(self, f"_{kind}")(engine, *([min(int(count), self.sequences)] if count else []))
+        except Exception as error:  # noqa: BLE001  # one that fails leaves the others' figures
+            found = {"error": f"{type(error).__name__}: {error}"}
+        found["took_s"] = time.perf_counter() - began
+        if name in GOALS and found.get("share") is not None:
+            found |= {"goal": GOALS[name], "met": found["share"] >= GOALS[name]}
+        self.figures["measures"][name] = found
+        self.save()
+        print(name, json.dumps(found), flush=True)
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._ids.randrange(2, self._config["vocab_size"]) for _ in range(length)]
+
+    def _jobs(self, count: int, prompt: int, output: int) -> list[Job]:
+        return [(self._prompt(prompt), output) for _ in range(count)]
+
+    def _decode(self, engine: Engine, batch: int) -> dict[str, Any]:
+        prompt = self.context - self.outputs // 2
+        run_jobs(engine, self._jobs(batch, prompt, 8))
+        steps = Steps(engine, batch, self.outputs)
+        steps.run(self._jobs(batch, prompt, self.outputs))
+        spans, made = steps.whole()
+        context = prompt + statistics.fmean(made)
+        step_s = statistics.median(spans)
+        found: dict[str, Any] = {
+            "batch": batch,
+            "context": context,
+            "step_ms": step_s * 1e3,
+            "step_ms_p95": sorted(spans)[int(0.95 * len(spans))] * 1e3,
+            "steps": len(spans),
+            "tokens_per_s": batch / step_s,
+        }
+        if self._speed is not None:
+            limit = self._work.step_s(self._speed, batch, context)
+            found |= {"limit_ms": limit * 1e3, "share": limit / step_s}
+        return found
+
+    def _prefill(self, engine: Engine) -> dict[str, Any]:
+        length, count = self.context, min(64, self.sequences)
+        run_jobs(engine, self._jobs(count // 4, length, 1))
+        wall = min(run_jobs(engine, self._jobs(count, length, 1))["wall_s"] for _ in range(2))
+        found: dict[str, Any] = {"prompt": length, "prompts": count, "tokens_per_s": count * length / wall}
+        if self._speed is not None:
+            limit = self._work.prefill_tokens_per_s(self._speed, length)
+            found |= {"limit_tokens_per_s": limit, "share": found["tokens_per_s"] / limit}
+        return found
+
+    def _offline(self, engine: Engine) -> dict[str, Any]:
+        prompt, output = (60, 60) if self._tiny else (1000, 1000)
+        return self._at_once(engine, prompt, output)
+
+    def _short(self, engine: Engine) -> dict[str, Any]:
+        prompt, output = short(self._tiny)
+        return self._at_once(engine, prompt, output)
+
+    def _at_once(self, engine: Engine, prompt: int, output: int) -> dict[str, Any]:
+        run_jobs(engine, self._jobs(self.sequences, prompt, 2))
+        run = run_jobs(engine, self._jobs(self.sequences, prompt, output))
+        found: dict[str, Any] = {"requests": self.sequences, "prompt": prompt, "output": output}
+        found |= {name: run[name] for name in ("wall_s", "output_tokens_per_s", "ttft_p50_s", "tpot_mean_ms")}
+        if self._speed is not None:
+            limit = self._work.offline_tokens_per_s(self._speed, self.sequences, prompt, output)
+            found |= {"limit_tokens_per_s": limit, "share": run["output_tokens_per_s"] / limit}
+        return found
+
+    def _profile(self, engine: Engine) -> dict[str, Any]:
+        batch = min(64, self.sequences)
+        prompt = self.context - self.outputs // 2
+        steps = Steps(engine, batch, self.outputs)
+        with profiled(engine, steps, count=min(20, self.outputs // 4)) as found:
+            steps.run(self._jobs(batch, prompt, self.outputs))
+        return {"batch": batch, **found}
+
+
+def short(tiny: bool) -> tuple[int, int]:
+    """Prompt and output tokens of the measure that transformers takes part in."""
+    return (60, 20) if tiny else (1000, 250)
+
+
+class Steps:
+    """Requests at once, and when each step of the engine ended that they were all decoding in."""
+
+    def __init__(self, engine: Engine, batch: int, output: int) -> None:
+        self._engine, self._batch, self._output = engine, batch, output
+        self._made = [0] * batch
+        self._ends: list[tuple[float, int, int]] = []
+        self.on_step: Any = None
+
+    @property
+    def decoding(self) -> bool:
+        """All of them, now. On the engine's thread."""
+        return min(self._made) > 0 and max(self._made) < self._output
+
+    def run(self, jobs: list[Job]) -> None:
+        done, errors = threading.Semaphore(0), list[str]()
+
+        def listener(i: int) -> Any:
+            def on_event(event: Event) -> None:
+                self._made[i] += len(event.token_ids)
+                if event.error is not None:
+                    errors.append(event.error)
+                if event.done:
+                    done.release()
+
+            return on_event
+
+        self._engine.on_step = self._ended
+        try:
+            for i, (prompt, output) in enumerate(jobs):
+                params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+                self._engine.submit(Request(f"step-{id(self)}-{i}", prompt, params), listener(i))
+            for _ in jobs:
+                done.acquire()
+        finally:
+            self._engine.on_step = None
+        if errors:
+            raise RuntimeError(errors[0])
+
+    def _ended(self) -> None:
+        self._ends.append((time.perf_counter(), sum(self._made), self.decoding))
+        if self.on_step is not None:
+            self.on_step()
+
+    def whole(self) -> tuple[list[float], list[float]]:
+        """Seconds of each step in which every one made a token, and how many each had made by then on average."""
+        spans, made = [], []
+        for (began, before, whole), (ended, after, _) in zip(self._ends, self._ends[1:], strict=False):
+            if whole and after - before == self._batch:
+                spans.append(ended - began)
+                made.append(after / self._batch)
+        if not spans:
+            raise RuntimeError("there was no step in which all decoded")
+        return spans, made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=list(SHAPES), required=True)
+    parser.add_argument("--measures", required=True, help="by commas")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    bench = Bench(args.out, args.shape, device, tiny=args.tiny)
+    bench.save()
+    with count_compiled() as compiled, bench.load() as engine:
+        for name in args.measures.split(","):
+            bench.measure(engine, name)
+            bench.figures["compiled"] = {"built": compiled.built, "from_cache": compiled.cached}
+            bench.save()
+    return int(any("error" in found for found in bench.figures["measures"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Engines and peers of random weights, made on the device itself: no checkpoint of 16 GB is written or read."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Engine, EngineConfig
+from engine.kernels import select
+from engine.models.llama import Llama
+from engine.text.config import Config
+from infra.gpu.shapes import SHAPES
+
+#: As checkpoints are initialised; sums of products stay of the size of one.
+_SPREAD = 0.02
+
+
+def random_engine(shape: str, config: EngineConfig, device: torch.device) -> Engine:
+    """An engine without a tokenizer, of bf16 weights that were never trained (in fp32 where a CPU has no bf16)."""
+    settings = SHAPES[shape]
+    dtype = torch.bfloat16
+    model = Llama(Config.of_model(settings), select(device, dtype, config.kernels), dtype, device)
+    torch.manual_seed(1234)
+    for name, place in model.weights().items():
+        place.fill_(1.0) if "norm" in name else place.normal_(0.0, _SPREAD)
+    model.pack()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        return Engine(model, config, folder=Path(folder), version="random")
+
+
+def random_peer(shape: str, device: torch.device) -> Any:
+    """The same in transformers."""
+    import transformers
+
+    config = transformers.LlamaConfig(**{k: v for k, v in SHAPES[shape].items() if k not in ("architectures", "dtype")})
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.eval()

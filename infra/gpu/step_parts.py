@@ -1,0 +1,79 @@
+"""On what steps spend their time, by kind of kernel."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+if TYPE_CHECKING:
+    from engine import Engine
+    from infra.gpu.bench import Steps
+
+#: The first that a kernel's name (or on a CPU, an operation's) agrees with.
+PARTS = {
+    "attention": r"attention|attn|flash|fmha|reduce_split",
+    "norm": r"norm",
+    "rope and cache": r"rope|index_copy|roll",
+    "activation": r"gated|silu|gelu",
+    "sampling": r"sampl|argmax|topk|sort|penalt|noise|softmax|choose|pick",
+    "dense": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm|matmul|linear|int4|int8",
+    "copies": r"memcpy|memset|copy|fill",
+}
+
+
+def part_of(name: str) -> str:
+    low = name.lower()
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, low)), "other")
+
+
+@contextmanager
+def profiled(engine: Engine, steps: Steps, count: int) -> Iterator[dict[str, Any]]:
+    """Fills what it gives: milliseconds a step of each part, over `count` steps in which all decode.
+
+    The profiler is started and stopped on the engine's thread, whose operations alone it sees on a CPU.
+    """
+    cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with profile(activities=activities):  # its library wants to be used first by the thread that loaded it
+        pass
+    profiler = profile(activities=activities)
+    state = {"seen": 0, "began": 0.0, "took": 0.0}
+
+    def on_step() -> None:
+        if not steps.decoding or state["took"]:
+            return
+        if state["seen"] == 4:  # after the first few, when nothing is made for the first time any more
+            profiler.start()
+            state["began"] = time.perf_counter()
+        state["seen"] += 1
+        if state["seen"] == 5 + count:
+            if cuda:
+                torch.cuda.synchronize()
+            state["took"] = time.perf_counter() - state["began"]
+            profiler.stop()
+
+    found: dict[str, Any] = {}
+    steps.on_step = on_step
+    yield found
+    if not state["took"]:
+        raise RuntimeError(f"only {state['seen']} steps were seen")
+    parts, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+        parts[part_of(event.key)] += spent / 1e3 / count
+        kernels[event.key] += spent / 1e3 / count
+    busy = sum(parts.values())
+    found |= {
+        "steps": count,
+        "step_ms": state["took"] * 1e3 / count,
+        "parts_ms": dict(sorted(parts.items(), key=lambda one: -one[1])),
+        "busy_ms": busy,
+        "longest_kernels_ms": dict(sorted(kernels.items(), key=lambda one: -one[1])[:25]),
+    }
