@@ -1,6 +1,6 @@
 """The sampler of the device runner: permanent rows, a launch that waits for nothing, results by a copy.
 
-    sampler = DeviceSampler(slots, vocab_size, device, choose)
+    sampler = DeviceSampler(slots, vocab_size, device)
     features = sampler.admit(sequences)                       # host: sends what is new of their rows
     sampler.launch(logits, slots, positions, features)        # device only: may be recorded in a CUDA graph
     drawn = sampler.fetch(logits, sequences)                  # begins the copy of the results to the host
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Each
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -70,13 +71,14 @@ class DeviceSampler:
         slots: int,
         vocab_size: int,
         device: torch.device,
-        choose: Choose = choose_plainly,
+        choose: Choose | None = None,
         last_tokens: Tensor | None = None,
     ) -> None:
-        """`last_tokens`: int64 [slots] of the device, where that is somebody else's."""
+        """`choose` is the device's own, unless a test has another. `last_tokens`: int64 [slots] of the device, where
+        that is somebody else's."""
         self._rows = DeviceSamplingRows(slots, vocab_size, device, last_tokens)
         self._device = device
-        self._choose = choose
+        self._choose = chooser(slots, vocab_size, device) if choose is None else choose
 
     @property
     def state(self) -> SamplingState:
@@ -90,7 +92,8 @@ class DeviceSampler:
         return self._rows.admit(sequences)
 
     def launch(self, logits: Tensor, slots: Tensor, positions: Tensor, features: Features) -> Tensor:
-        """See Choose. Returns int64 [2, rows], tokens and faults, on the device: memory that the next step reuses."""
+        """See Choose; at most as many rows as slots. Returns int64 [2, rows], tokens and faults, on the device: memory
+        that the next step reuses."""
         self._choose(logits, slots, positions, self.state, features)
         return self.state.chosen[:, : len(slots)]
 
@@ -128,6 +131,16 @@ class DeviceSampler:
     def forget(self) -> None:
         """After a step that failed: what the device has of the rows may be anything, and will be sent again."""
         self._rows.forget()
+
+
+def chooser(slots: int, vocab_size: int, device: torch.device) -> Choose:
+    """How tokens are chosen on a device, for up to `slots` rows a step."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return choose_plainly
+    # Only here: triton is there where there is a GPU.
+    from engine.kernels.triton.sampling import TritonChoose
+
+    return TritonChoose(slots, vocab_size, device)
 
 
 def _to_host(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:

@@ -22,7 +22,7 @@ def step(sampler: DeviceSampler, logits: torch.Tensor, sequences: list[Sequence]
     device = logits.device
     slots = torch.tensor([one.slot for one in sequences] + [-1] * padding, dtype=torch.int32, device=device)
     positions = torch.tensor([len(one.tokens) - 1 for one in sequences] + [0] * padding, device=device)
-    rows = torch.cat((logits, logits[:1].expand(padding, -1) * float("nan")))
+    rows = torch.cat((logits, logits[:1].expand(padding, -1) * float("nan"))) if padding else logits
     features = sampler.admit(sequences)
     chosen = sampler.launch(rows, slots, positions, features)
     assert chosen.shape == (2, len(slots))

@@ -1,0 +1,110 @@
+"""Penalties, biases, masks and temperature: from a step's logits to rows of fp32 that filters and noise read."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.kernels import sampling_state as layout
+
+_WIDTH = tl.constexpr(layout.WIDTH)
+_FLAGS, _ARMED_AT, _BIASES = (tl.constexpr(column) for column in (layout.FLAGS, layout.ARMED_AT, layout.BIASES))
+_TEMPERATURE, _REPETITION, _PRESENCE, _FREQUENCY = (
+    tl.constexpr(column) for column in (layout.TEMPERATURE, layout.REPETITION, layout.PRESENCE, layout.FREQUENCY)
+)
+_PENALISED, _BIASED, _MASKED = (tl.constexpr(flag) for flag in (layout.PENALISED, layout.BIASED, layout.MASKED))
+_NOT_FINITE = tl.constexpr(layout.NOT_FINITE)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def edit_kernel(
+    logits,
+    logits_stride,
+    slots,
+    positions,
+    table,
+    reals,
+    counts,
+    bias_ids,
+    biases,
+    masks,
+    work,
+    work_stride,
+    tops,
+    faults,
+    vocab,
+    EDITS: tl.constexpr,
+    BIASES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk of the vocabulary of one row, of those whose slots have flags.
+
+    Into `work` what is to be chosen from, scaled; into `tops` and `faults` [rows, parts] the chunk's largest and
+    whether the logits are finite. `table` and `reals` are the same memory.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    flags = tl.load(table + slot * _WIDTH + _FLAGS)
+    if flags == 0:
+        return
+    reals += slot * _WIDTH
+    temperature = tl.load(reals + _TEMPERATURE)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    logits += row.to(tl.int64) * logits_stride
+    work += row.to(tl.int64) * work_stride
+    token = part * CHUNK + tl.arange(0, CHUNK)
+    inside = token < vocab
+    x = tl.load(logits + token, inside, other=0.0).to(tl.float32)
+    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
+    place = row * tl.num_programs(1) + part
+    tl.store(faults + place, tl.where(finite == 1, 0, _NOT_FINITE))
+    words = tl.cdiv(vocab, 32)
+    count, mask = counts + slot * vocab, masks + 2 * slot * words
+    if EDITS:
+        length = tl.load(positions + row) + 1
+        mask += tl.where(length < tl.load(table + slot * _WIDTH + _ARMED_AT), words, 0)
+        x = _edited(x, 0.0, token, inside, flags, reals, count, mask)
+    x = tl.where(inside, _scaled(x, temperature), float("-inf"))
+    tl.store(work + token, x, inside)
+    if EDITS:
+        listed = tl.arange(0, BIASES)
+        own = listed < tl.load(table + slot * _WIDTH + _BIASES)
+        if (flags & _BIASED) != 0:
+            # The few that have a bias are written over by those who know which they are.
+            biased = tl.load(bias_ids + slot * BIASES + listed, own, other=-1)
+            own = own & (biased // CHUNK == part)
+            bias = tl.load(biases + slot * BIASES + listed, own, other=0.0)
+            y = tl.load(logits + biased, own, other=0.0).to(tl.float32)
+            y = _edited(y, bias, biased, own, flags, reals, count, mask)
+            tl.debug_barrier()
+            tl.store(work + biased, _scaled(y, temperature), own)
+            tl.debug_barrier()
+            x = tl.load(work + token, inside, other=float("-inf"))
+    tl.store(tops + place, tl.max(x, 0))
+
+
+@triton.jit
+def _scaled(x, temperature):
+    """Without a negative zero, whose bits would rank below those of zero."""
+    x = tl.div_rn(x, temperature)
+    return tl.where(x == 0.0, 0.0, x)
+
+
+@triton.jit
+def _edited(x, bias, token, inside, flags, reals, count, mask):
+    """As engine.sampling.edits.edit does, in its order and with its roundings."""
+    if (flags & _PENALISED) != 0:
+        found = tl.load(count + token, inside, other=0)
+        repetition = tl.load(reals + _REPETITION)
+        generated = (found >> 1).to(tl.float32)
+        presence = tl.where(generated > 0, tl.load(reals + _PRESENCE), 0.0)
+        minus = tl.fma(generated, tl.load(reals + _FREQUENCY), presence)
+        penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition) - minus
+        x = tl.where(found != 0, penalised, x)
+    x += bias
+    if (flags & _MASKED) != 0:
+        free = (tl.load(mask + (token >> 5), inside, other=0) >> (token & 31)) & 1
+        x = tl.where(free != 0, x, float("-inf"))
+    return x
