@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -133,6 +134,22 @@ class TestPull:
         folder = bring(shelf)
         assert sha256_of(folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
 
+    @pytest.mark.parametrize("damaged", [b"", b"damaged", b"and more"])
+    def test_never_writes_to_huggingface_hubs_cache(self, shelf: Shelf, hub: Hub, damaged: bytes) -> None:
+        """Killed as soon as it had linked a file there, which is whole, or has lost its end, or is too long."""
+        snapshot = Path(huggingface_hub.snapshot_download(REPO, endpoint=hub.url))
+        blob = (snapshot / "model.safetensors").resolve()
+        whole = blob.read_bytes()
+        blob.write_bytes({b"damaged": whole[:1000]}.get(damaged, whole + damaged))
+        before = blob.read_bytes()
+        partial = shelf.root / "tiny-py" / f".{COMMIT}.partial"
+        partial.mkdir(parents=True)
+        os.link(blob, partial / "model.safetensors")
+        folder = bring(shelf)
+        assert (folder / "model.safetensors").read_bytes() == whole
+        assert blob.read_bytes() == before
+        assert ("model.safetensors" in hub.fetched()[len(FILES) :]) == bool(damaged)
+
     def test_goes_on_where_the_connection_broke(self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         size = len(FILES["model.safetensors"])
         hub.breaks = [size // 3]
@@ -208,6 +225,21 @@ class TestRefusal:
     def test_of_a_model_that_does_not_fit_the_disk_comes_before_it_is_downloaded(self, shelf: Shelf, hub: Hub) -> None:
         hub.repos[REPO].sizes["model.safetensors"] = 10**16
         with pytest.raises(Refused, match="MB free: make room, or set PENSTOCK_MODELS"):
+            bring(shelf)
+        assert hub.fetched() == []
+
+    @pytest.mark.parametrize(
+        ("size", "says"), [(60_000_000, "MB free: make room"), (10**9, "at most 67108864 are read")]
+    )
+    def test_of_an_index_of_odd_size_comes_before_it_is_downloaded(
+        self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch, size: int, says: str
+    ) -> None:
+        usage = shutil.disk_usage(shelf.root.parent)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000_000))
+        repo, index = hub.repos[REPO], "model.safetensors.index.json"
+        repo.files[index] = b"{}"
+        repo.sizes[index] = size
+        with pytest.raises(Refused, match=says):
             bring(shelf)
         assert hub.fetched() == []
 
