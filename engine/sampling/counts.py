@@ -11,30 +11,37 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-#: Tokens that a slot's list has room for at first.
-_ROOM = 256
+#: Tokens that a slot's list has room for at least.
+_ROOM = 64
 
 
 class TokenCounts:
-    """Nothing is allocated before the first `start`."""
+    """The lists lie in one pool, each with room to grow; one that has outgrown its place moves to the pool's end. So a
+    long one costs what it holds, whatever the number of slots. Nothing is allocated before the first `start`."""
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         self._shape = (slots, vocab_size)
         # 0: not listed; else one more than how often it was generated. Untouched pages of it take no memory.
         self._seen: NDArray[np.int32] = np.zeros((0, 0), np.int32)
-        self._listed: Ids = np.zeros((0, 0), np.int64)
+        self._pool: Ids = np.zeros(0, np.int64)
+        self._end = 0
+        self._starts = np.zeros(slots, np.int64)
+        self._rooms = np.zeros(slots, np.int64)
         self._lengths = np.zeros(slots, np.int64)
 
     def start(self, slot: int, prompt: Ids, output: Ids) -> None:
         """Count anew what stands in a slot. Tokens of `prompt` are listed too, as generated 0 times."""
         if not len(self._seen):
             self._seen = np.zeros(self._shape, np.int32)
-            self._listed = np.zeros((self._shape[0], _ROOM), np.int64)
-        self._seen[slot, self._listed[slot, : self._lengths[slot]]] = 0
+        own = np.array([slot])
+        self._seen[slot, self._pool[self._places(own)]] = 0
+        self._lengths[slot] = 0
         listed = np.unique(np.concatenate((prompt, output)))
-        self._make_room(len(listed))
-        self._listed[slot, : len(listed)] = listed
+        room = _room(np.array([len(listed)]))
+        if not len(listed) <= self._rooms[slot] <= 2 * room[0]:
+            self._move(own, room)
         self._lengths[slot] = len(listed)
+        self._pool[self._places(own)] = listed
         self._seen[slot, listed] = 1
         ids, counts = np.unique(output, return_counts=True)
         self._seen[slot, ids] += counts.astype(np.int32)
@@ -45,21 +52,46 @@ class TokenCounts:
         fresh = seen == 0
         if fresh.any():
             own = slots[fresh]
-            self._make_room(int(self._lengths[own].max()) + 1)
-            self._listed[own, self._lengths[own]] = tokens[fresh]
+            full = own[self._lengths[own] == self._rooms[own]]
+            if len(full):
+                self._move(full, _room(self._lengths[full]))
+            self._pool[self._starts[own] + self._lengths[own]] = tokens[fresh]
             self._lengths[own] += 1
         self._seen[slots, tokens] = np.maximum(seen, 1) + 1
 
     def pairs(self, slots: Ids) -> tuple[Ids, Ids, NDArray[np.int32]]:
         """(how many tokens each slot lists, their ids one slot after the other, how often each was generated)."""
         lengths = self._lengths[slots]
-        owners = slots.repeat(lengths)
-        places = np.arange(len(owners)) - (lengths.cumsum() - lengths).repeat(lengths)
-        ids = self._listed[owners, places]
-        return lengths, ids, self._seen[owners, ids] - 1
+        ids = self._pool[self._places(slots)]
+        return lengths, ids, self._seen[slots.repeat(lengths), ids] - 1
 
-    def _make_room(self, wanted: int) -> None:
-        have = self._listed.shape[1]
-        if wanted > have:
-            more = np.zeros((self._shape[0], max(wanted, 2 * have) - have), np.int64)
-            self._listed = np.concatenate((self._listed, more), 1)
+    def _places(self, slots: Ids) -> Ids:
+        """Of all that these slots list, one slot after the other."""
+        lengths = self._lengths[slots]
+        before: Ids = lengths.cumsum() - lengths
+        return np.arange(lengths.sum()) + (self._starts[slots] - before).repeat(lengths)
+
+    def _move(self, slots: Ids, rooms: Ids) -> None:
+        """Give each of these slots another place, with so much room."""
+        more = int(rooms.sum())
+        if self._end + more > len(self._pool):
+            self._close_gaps(more)
+        listed = self._pool[self._places(slots)]
+        self._starts[slots] = self._end + rooms.cumsum() - rooms
+        self._rooms[slots] = rooms
+        self._pool[self._places(slots)] = listed
+        self._end += more
+
+    def _close_gaps(self, more: int) -> None:
+        """Leave behind the places that lists have moved from, for a pool with room for `more` and as much again."""
+        every = np.arange(len(self._rooms))
+        listed = self._pool[self._places(every)]
+        self._starts = self._rooms.cumsum() - self._rooms
+        self._end = int(self._rooms.sum())
+        self._pool = np.zeros(2 * (self._end + more), np.int64)
+        self._pool[self._places(every)] = listed
+
+
+def _room(lengths: Ids) -> Ids:
+    """For lists that have so many tokens now."""
+    return np.maximum(_ROOM, lengths + lengths // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -108,6 +109,14 @@ def test_repetition_is_transformers_own(penalty: float) -> None:
         torch.testing.assert_close(found, expected[row])
 
 
+def same_counts(counts: TokenCounts, known: list[Counter[int]]) -> None:
+    slots = np.arange(len(known))
+    lengths, ids, found = counts.pairs(slots)
+    pairs = list(zip(slots.repeat(lengths).tolist(), ids.tolist(), found.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs)
+    assert set(pairs) == {(slot, token, n) for slot in slots.tolist() for token, n in known[slot].items()}
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 19)), max_size=80))
 def test_counts_are_those_of_a_counter(history: list[tuple[int, int]]) -> None:
     counts, known = TokenCounts(4, 20), [Counter[int]() for _ in range(4)]
@@ -117,11 +126,45 @@ def test_counts_are_those_of_a_counter(history: list[tuple[int, int]]) -> None:
     for slot, token_id in history:
         counts.grow(np.array([slot]), np.array([token_id]))
         known[slot][token_id] += 1
-    lengths, ids, found = counts.pairs(np.arange(4))
-    owners = np.arange(4).repeat(lengths).tolist()
-    pairs = list(zip(owners, ids.tolist(), found.tolist(), strict=True))
-    assert len(set(pairs)) == len(pairs)
-    assert set(pairs) == {(slot, token, n) for slot in range(4) for token, n in known[slot].items()}
+    same_counts(counts, known)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_counts_stay_right_as_lists_outgrow_their_places_and_slots_begin_anew(data: st.DataObject) -> None:
+    vocabulary, slots = 1000, 5
+    counts, known = TokenCounts(slots, vocabulary), [Counter[int]() for _ in range(slots)]
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    for slot in range(slots):
+        counts.start(slot, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    for _ in range(data.draw(st.integers(1, 6))):
+        slot = data.draw(st.integers(0, slots - 1))
+        prompt = random.integers(0, vocabulary, data.draw(st.sampled_from([0, 10, 100, 900])))
+        output = random.integers(0, vocabulary, data.draw(st.sampled_from([0, 1, 70])))
+        counts.start(slot, prompt, output)
+        known[slot] = Counter(dict.fromkeys(prompt.tolist(), 0))
+        known[slot].update(output.tolist())
+        same_counts(counts, known)
+        for _ in range(data.draw(st.sampled_from([0, 1, 90]))):
+            own = random.permutation(slots)[: random.integers(1, slots + 1)]
+            tokens = random.integers(0, vocabulary, len(own))
+            counts.grow(own, tokens)
+            for one, token in zip(own.tolist(), tokens.tolist(), strict=True):
+                known[one][token] += 1
+        same_counts(counts, known)
+
+
+def test_a_long_prompt_in_one_slot_takes_no_room_in_the_others() -> None:
+    slots, distinct = 256, 100_000
+    counts = TokenCounts(slots, distinct)
+    for slot in range(slots):
+        counts.start(slot, np.arange(10), np.arange(3))
+    tracemalloc.start()
+    counts.start(0, np.arange(distinct), np.arange(3))
+    counts.start(1, np.arange(10), np.arange(3))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 4 * 8 * distinct
 
 
 def test_biases_lists_and_bans_in_their_order() -> None:
