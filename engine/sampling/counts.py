@@ -69,7 +69,8 @@ class TokenCounts:
         """Of all that these slots list, one slot after the other."""
         lengths = self._lengths[slots]
         before: Ids = lengths.cumsum() - lengths
-        return np.arange(lengths.sum()) + (self._starts[slots] - before).repeat(lengths)
+        places: Ids = np.arange(lengths.sum()) + (self._starts[slots] - before).repeat(lengths)
+        return places
 
     def _move(self, slots: Ids, rooms: Ids) -> None:
         """Give each of these slots another place, with so much room."""
@@ -94,4 +95,5 @@ class TokenCounts:
 
 def _room(lengths: Ids) -> Ids:
     """For lists that have so many tokens now."""
-    return np.maximum(_ROOM, lengths + lengths // 2)
+    rooms: Ids = np.maximum(_ROOM, lengths + lengths // 2)
+    return rooms
