@@ -90,9 +90,11 @@ class DeviceRunner:
         self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device, last_tokens=self._rows.last_tokens)
         self._every = torch.arange(max_num_seqs, device=device)
         self._hidden: Tensor | None = None
+        # A CUDA graph in which something was waited for is not only none: it leaves torch's allocator recording.
+        recordable = record is not None or device.type != "cuda" or model.kernels.recordable
         self.graphs = (
             DecodeGraphs(record or recorder(device), slots=max_num_seqs, most_places=max_model_len, device=device)
-            if graphs
+            if graphs and recordable
             else None
         )
 

@@ -25,6 +25,8 @@ class Reference:
     padding = (1.0, 0)
     #: Which batch the set reads: RaggedBatch, or AttentionBatch. Every set takes the other one too, but slowly.
     ragged = False
+    #: Whether a CUDA graph may record its operations: with a ragged batch they ask the device for nothing.
+    recordable = False
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
