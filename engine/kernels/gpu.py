@@ -31,6 +31,7 @@ class Gpu(Reference):
 
     name = "triton"
     ragged = True
+    recordable = True
 
     def __init__(self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None) -> None:
         """`multiprocessors`: how many attention is cut for; None asks the GPU."""
