@@ -1,6 +1,6 @@
 """A final task as JSON, put together piece by piece.
 
-    stream, a page at a time -> each token's JSON, by choice -> sent in chunks, no faster than they are taken
+    stream, a page at a time -> each token's JSON, by choice -> `large`: sent in chunks
 
 What a task may give is tens of megabytes as JSON, and many times that as objects; nor may making it stop the loop.
 """
@@ -9,30 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring as quote
-from typing import Any, Final
+from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from producers.aio import AsyncHandle
 from producers.events import Event, Prompt, Token
-from producers.gateway.connection import cut
+from producers.gateway import large
 from producers.gateway.context import Gateway
-from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.sse import logprobs_view, prompt_view
 from producers.gateway.views import TaskView
 from producers.record import Record
-
-logger = logging.getLogger(__name__)
-
-#: An answer beyond this (bytes) is one of few that are in memory at once.
-LARGE: Final = 1 << 20
-#: Bytes handed to the server at a time.
-CHUNK: Final = 1 << 16
 
 
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record) -> Response:
@@ -46,31 +36,17 @@ async def answer(gateway: Gateway, handle: AsyncHandle, record: Record) -> Respo
                     await asyncio.to_thread(outcome.take, events)
                 else:
                     outcome.take(events)
-                if release is None and outcome.size > LARGE:
-                    release = await _turn(gateway)
+                if release is None and outcome.size > large.LARGE:
+                    release = await large.turn(gateway, gateway.settings.patience)
+        return large.Sent(outcome.pieces(), gateway.settings.stall, release)
     except BaseException:
         if release is not None:
             release()
         raise
-    return _Sent(outcome, gateway.settings.stall, release)
-
-
-async def _turn(gateway: Gateway) -> Callable[[], None]:
-    try:
-        async with asyncio.timeout(gateway.settings.patience):
-            await gateway.large.acquire()
-    except TimeoutError:
-        raise Problem(
-            503,
-            "As many large results as this gateway keeps in memory are being read; try again in a moment.",
-            code="too_many_large_results",
-            headers=RETRY_AFTER,
-        ) from None
-    return gateway.large.release
 
 
 class Outcome:
-    """`take` all events, then `pieces`."""
+    """`take` all events, then `pieces`. `size`: bytes so far."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -79,8 +55,7 @@ class Outcome:
 
     @property
     def size(self) -> int:
-        """Bytes of log probabilities: what makes an outcome large."""
-        return len(self._prompt) + sum(len(choice.logprobs) for choice in self._choices)
+        return len(self._prompt) + sum(choice.size for choice in self._choices)
 
     def take(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -110,78 +85,48 @@ class Outcome:
 
 
 class _Choice:
-    __slots__ = ("_ids", "_scored", "_texts", "logprobs")
+    """Its parts as JSON, but for the brackets and quotes around them."""
+
+    __slots__ = ("_count", "_ids", "_logprobs", "_scored", "_text")
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._ids: list[int] = []
+        self._text = bytearray()
+        self._ids = bytearray()
+        self._logprobs = bytearray()
+        self._count = 0
         self._scored = False
-        self.logprobs = bytearray()
+
+    @property
+    def size(self) -> int:
+        return len(self._text) + len(self._ids) + len(self._logprobs)
 
     def take(self, token: Token) -> None:
-        self._texts.append(token.text)
-        self._ids.append(token.token_id)
+        self._text += quote(token.text)[1:-1].encode()
+        self._ids += b",%d" % token.token_id if self._count else b"%d" % token.token_id
+        self._count += 1
         if token.logprobs is None:
             if self._scored:
-                self.logprobs += b",null"
+                self._logprobs += b",null"
             return
         if not self._scored:
             self._scored = True
-            self.logprobs += b"null," * (len(self._ids) - 1)
+            self._logprobs += b"null," * (self._count - 1)
         else:
-            self.logprobs += b","
-        self.logprobs += _json(logprobs_view(token.logprobs))
+            self._logprobs += b","
+        self._logprobs += _json(logprobs_view(token.logprobs))
 
     def pieces(self, index: int, reason: str | None) -> Iterator[bytes | bytearray]:
-        text, ids = quote("".join(self._texts)), ",".join(map(str, self._ids))
-        shown = "null" if reason is None else quote(reason)
-        yield f'{{"index":{index},"text":{text},"token_ids":[{ids}],"finish_reason":{shown},"logprobs":'.encode()
+        yield b'{"index":%d,"text":"' % index
+        yield self._text
+        yield b'","token_ids":['
+        yield self._ids
+        yield b'],"finish_reason":%b,"logprobs":' % (b"null" if reason is None else quote(reason).encode())
         if self._scored:
             yield b"["
-            yield self.logprobs
+            yield self._logprobs
             yield b"]}"
         else:
             yield b"null}"
-
-
-class _Sent(Response):
-    """Sends an outcome. A reader that takes nothing is cut off; `release` is called when all is over."""
-
-    media_type = "application/json"
-
-    def __init__(self, outcome: Outcome, stall: float, release: Callable[[], None] | None) -> None:
-        self.status_code = 200
-        self.background = None
-        self._pieces = list(outcome.pieces())
-        self._stall = stall
-        self._release = release
-        self.init_headers({"content-length": str(sum(map(len, self._pieces)))})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for chunk in self._chunks():
-                async with asyncio.timeout(self._stall):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            logger.info("cut off a reader that took nothing of a result for %s s", self._stall)
-            cut(scope)
-        finally:
-            if self._release is not None:
-                self._release()
-
-    def _chunks(self) -> Iterator[bytes]:
-        """The pieces in chunks of even size; each piece is let go when it was given."""
-        buffer = bytearray()
-        for at, piece in enumerate(self._pieces):
-            self._pieces[at] = b""
-            for start in range(0, len(piece), CHUNK):
-                buffer += piece[start : start + CHUNK]
-                if len(buffer) >= CHUNK:
-                    yield bytes(buffer)
-                    buffer.clear()
-        yield bytes(buffer)
 
 
 def _json(value: Any) -> bytes:

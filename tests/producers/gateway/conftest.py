@@ -6,10 +6,10 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -23,6 +23,8 @@ from producers import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.server import configured, listen
 from tests.producers.fake_worker import FakeWorker
+
+T = TypeVar("T")
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 CARD = ModelCard.from_folder(TINY)
@@ -45,6 +47,15 @@ class Door:
     async def _serve(self, listener: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
         await self._server.serve([listener])
+
+    @property
+    def thread_id(self) -> int | None:
+        """The event loop's thread."""
+        return self._thread.ident
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine gives on the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
     def end_streams(self) -> None:
         self._loop.call_soon_threadsafe(self.app.state.streams.end)

@@ -1,0 +1,108 @@
+"""Large results: few in memory at once, and each reader's time with one is bounded."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from producers.gateway import app, large
+from producers.gateway.outcome import Outcome
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Door, until
+
+
+@pytest.fixture
+def door(open_door: Callable[..., Door], model: str, monkeypatch: pytest.MonkeyPatch) -> Door:
+    """One large result at a time."""
+    monkeypatch.setattr(large, "LARGE", 1000)
+    monkeypatch.setattr(large, "SLOWEST", 8 << 20)
+    monkeypatch.setattr(app, "LARGE_RESULTS", 1)
+    return open_door(patience=0.2, stall=1)
+
+
+@pytest.fixture
+def small(submit: Callable[..., str], worker: FakeWorker) -> str:
+    task_id = submit(prompt=[5])
+    worker.serve(task_id)
+    return task_id
+
+
+@pytest.fixture
+def huge(submit: Callable[..., str], worker: FakeWorker) -> str:
+    """More (8 MB) than sockets hold."""
+    task_id = submit(prompt=[5])
+    worker.serve(task_id, ["x" * 100_000] * 80)
+    return task_id
+
+
+@pytest.fixture
+def reader(door: Door, huge: str) -> Iterator[socket.socket]:
+    """Has asked for `huge`, and taken nothing but the first line."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", door.port))
+        client.sendall(f"GET /v1/tasks/{huge} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert client.recv(12) == b"HTTP/1.1 200"
+        yield client
+
+
+def test_few_are_in_memory_at_once(http: httpx.Client, small: str, huge: str, reader: socket.socket) -> None:
+    answer = http.get(f"/v1/tasks/{huge}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_large_results")
+    assert "retry-after" in answer.headers
+    assert http.get(f"/v1/tasks/{small}").status_code == 200
+    with pytest.raises(ConnectionResetError):  # who takes nothing is cut off, and makes room
+        until(lambda: not reader.send(b" "))
+    assert len(until(lambda: http.get(f"/v1/tasks/{huge}").json().get("choices"))[0]["text"]) == 8_000_000
+
+
+def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: socket.socket) -> None:
+    """It takes something every now and then, and so it never takes nothing for long."""
+    taken = 0
+
+    def cut_off() -> bool:
+        nonlocal taken
+        try:
+            piece = len(reader.recv(4096))
+        except ConnectionResetError:
+            return True
+        taken += piece
+        assert piece, "closed, not cut off"
+        time.sleep(0.01)
+        return False
+
+    reader.settimeout(20)
+    until(cut_off, 60)
+    assert 0 < taken < 8_000_000
+    until(lambda: not door.app.state.gateway.large.locked())
+
+
+def test_text_alone_may_be_large(
+    door: Door, http: httpx.Client, submit: Callable[..., str], worker: FakeWorker
+) -> None:
+    for text in ("", "x" * 1000):  # many tokens, or few of much text
+        task_id = submit(prompt=[5])
+        worker.serve(task_id, [text] * (10 if text else 400))
+        door.run(door.app.state.gateway.large.acquire())
+        assert http.get(f"/v1/tasks/{task_id}").status_code == 503
+        door.app.state.gateway.large.release()
+        assert http.get(f"/v1/tasks/{task_id}").status_code == 200
+
+
+def test_a_turn_is_over_when_its_answer_cannot_be_made(
+    http: httpx.Client, submit: Callable[..., str], worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_id = submit(prompt=[5])
+    worker.serve(task_id, ["x" * 2000])
+    with monkeypatch.context() as patched:
+
+        def broken(self: Outcome) -> Iterator[bytes]:
+            raise RuntimeError
+
+        patched.setattr(Outcome, "pieces", broken)
+        assert http.get(f"/v1/tasks/{task_id}").status_code == 500
+    assert http.get(f"/v1/tasks/{task_id}").status_code == 200

@@ -1,0 +1,181 @@
+"""`/v1/tasks` over real HTTP: what is refused, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers import keys
+from tests.producers.gateway.conftest import CARD, Door, until
+
+Submit = Callable[..., str]
+
+
+def bad(**fields: Any) -> bytes:
+    """A task that would be fine, but for these fields."""
+    return json.dumps({"model": CARD.name, "prompt": "def f", **fields}).encode()
+
+
+BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
+    # name: body, status, code, param, what the message says
+    "unknown model": (bad(model="huge"), 404, "model_not_found", "model", "tiny"),
+    "empty model": (bad(model=""), 400, "invalid_value", "model", "1 to 200"),
+    "no model": (b'{"prompt": "x"}', 400, "missing_parameter", "model", "model is missing"),
+    "no prompt": (b'{"model": "tiny"}', 400, "missing_parameter", "prompt", "prompt is missing"),
+    "empty prompt": (bad(prompt=""), 400, "empty_prompt", "prompt", "empty"),
+    "empty list prompt": (bad(prompt=[]), 400, "empty_prompt", "prompt", "empty"),
+    "null prompt": (bad(prompt=None), 400, "invalid_type", "prompt", "null"),
+    "number prompt": (bad(prompt=5), 400, "invalid_type", "prompt", "5"),
+    "lone surrogate": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, "invalid_value", "prompt", "surrogate"),
+    "text over the context": (bad(prompt="pass\n" * 2000), 400, "context_length_exceeded", "prompt", "1024"),
+    "ids over the context": (bad(prompt=[5] * 1024), 400, "context_length_exceeded", "prompt", "1024"),
+    "output over the context": (
+        bad(prompt=[5] * 1000, max_tokens=25),
+        400,
+        "context_length_exceeded",
+        "max_tokens",
+        "1000 prompt tokens and 25",
+    ),
+    "text over a mebibyte": (bad(prompt="x" * (1 << 20) + "y"), 400, "invalid_value", "prompt", "1048577"),
+    "unknown token id": (bad(prompt=[2048]), 400, "invalid_value", "prompt", "0 to 2047"),
+    "negative token id": (bad(prompt=[1, -1]), 400, "invalid_value", "prompt", "prompt[1]"),
+    "bool token id": (bad(prompt=[True]), 400, "invalid_value", "prompt", "prompt[0]"),
+    "negative temperature": (bad(temperature=-0.1), 400, "invalid_value", "temperature", "-0.1"),
+    "NaN temperature": (bad(temperature=float("nan")), 400, "invalid_value", "temperature", "nan"),
+    "infinite temperature": (bad(temperature=float("inf")), 400, "invalid_value", "temperature", "inf"),
+    "text temperature": (bad(temperature="0.5"), 400, "invalid_type", "temperature", "0.5"),
+    "negative max_tokens": (bad(max_tokens=-1), 400, "invalid_value", "max_tokens", "-1"),
+    "best of too few": (bad(n=3, best_of=2), 400, "invalid_value", "best_of", "2"),
+    "a bias of no token": (bad(logit_bias={"5000": 1}), 400, "invalid_value", "logit_bias", "5000"),
+    "huge prompt_logprobs": (bad(prompt_logprobs=10**400), 400, "invalid_value", "prompt_logprobs", "20"),
+    "bool max_tokens": (bad(max_tokens=True), 400, "invalid_type", "max_tokens", "true"),
+    "fractional max_tokens": (bad(max_tokens=1.5), 400, "invalid_type", "max_tokens", "1.5"),
+    "negative top_k": (bad(top_k=-1), 400, "invalid_value", "top_k", "-1"),
+    "NaN top_p": (bad(top_p=float("nan")), 400, "invalid_value", "top_p", "nan"),
+    "zero top_p": (bad(top_p=0), 400, "invalid_value", "top_p", "0"),
+    "negative seed": (bad(seed=-1), 400, "invalid_value", "seed", "-1"),
+    "n of zero": (bad(n=0), 400, "invalid_value", "n", "0"),
+    "n of 65": (bad(n=65), 400, "invalid_value", "n", "65"),
+    "min over max": (bad(min_tokens=5, max_tokens=4), 400, "invalid_value", "min_tokens", "5"),
+    "too many stops": (bad(stop=["x"] * 17), 400, "invalid_value", "stop", "16"),
+    "empty stop": (bad(stop=[""]), 400, "invalid_value", "stop", "stop"),
+    "bare empty stop": (bad(stop=""), 400, "invalid_value", "stop", "stop"),
+    "long stop": (bad(stop=["x" * 257]), 400, "invalid_value", "stop", "256"),
+    "unknown tier": (bad(tier="gold"), 400, "invalid_value", "tier", "gold"),
+    "zero timeout": (bad(timeout=0), 400, "invalid_value", "timeout", "0"),
+    "unknown field": (bad(max_token=5), 400, "unknown_parameter", "max_token", "max_tokens"),
+    "unknown field beyond recognition": (bad(zzz=5), 400, "unknown_parameter", "zzz", "zzz"),
+    "a field called self": (bad(self=1), 400, "unknown_parameter", "self", "self"),
+    "a field's name that is no text": (
+        b'{"model": "tiny", "prompt": "x", "\\ud800": 1}',
+        400,
+        "unknown_parameter",
+        r"\ud800",
+        r"\ud800",
+    ),
+    "a field's name of a megabyte": (bad(**{"k" * (1 << 20): 1}), 400, "unknown_parameter", "k" * 64 + "...", "kkk"),
+    "a null": (b"null", 400, "invalid_type", None, "not null"),
+    "an id of one's own": (bad(id="mine"), 400, "unknown_parameter", "id", "id"),
+    "malformed JSON": (b'{"model": "tiny", "prompt": ', 400, "invalid_json", None, "not JSON"),
+    "empty body": (b"", 400, "invalid_json", None, "not JSON"),
+    "a list": (b"[]", 400, "invalid_type", None, "object"),
+    "a bare number": (b"5", 400, "invalid_type", None, "object"),
+    "deep nesting": (b"[" * 100_000, 400, "invalid_json", None, "not JSON"),
+    "invalid UTF-8": (b'{"model": "tiny", "prompt": "\xff"}', 400, "invalid_utf8", None, "byte at 29"),
+    "UTF-16": ('{"model": "tiny"}'.encode("utf-16"), 400, "invalid_utf8", None, "UTF-8"),
+    "too large": (b'{"model": "' + b"x" * (4 << 20) + b'"}', 413, "body_too_large", None, str(4 << 20)),
+}
+
+
+class TestRefused:
+    @pytest.mark.parametrize("name", BAD_BODIES)
+    def test_bad_input_is_refused_and_leaves_nothing(self, http: httpx.Client, valkey: Redis, name: str) -> None:
+        body, status, code, param, says = BAD_BODIES[name]
+        before = valkey.dbsize()
+        answer = http.post("/v1/tasks", content=body, headers={"content-type": "application/json"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error
+        assert error["type"] == "invalid_request_error"
+        assert says in error["message"]
+        assert len(error["message"]) < 1000
+        assert set(error) == {"message", "type", "param", "code"}
+        assert valkey.dbsize() == before
+
+    @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"])
+    def test_only_json_is_taken(self, http: httpx.Client, valkey: Redis, kind: str | None) -> None:
+        before = valkey.dbsize()
+        headers = {"content-type": kind} if kind else {}
+        answer = http.post("/v1/tasks", content=bad(), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert "application/json" in answer.json()["error"]["message"]
+        assert valkey.dbsize() == before
+
+    @pytest.mark.parametrize("mebibytes", [5, 40])
+    def test_a_large_body_of_unknown_length_is_refused_while_it_is_read(
+        self, http: httpx.Client, valkey: Redis, mebibytes: int
+    ) -> None:
+        before, sent = valkey.dbsize(), 0
+
+        def body() -> Any:
+            nonlocal sent
+            for _ in range(mebibytes * 16):
+                sent += 1
+                yield b" " * (1 << 16)
+
+        try:
+            answer = http.post("/v1/tasks", content=body(), headers={"content-type": "application/json"})
+        except httpx.WriteError:
+            assert mebibytes == 40  # beyond all courtesy: the connection was closed on us
+            assert sent < mebibytes * 16
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert valkey.dbsize() == before
+
+    def test_a_client_that_leaves_while_it_sends_is_no_fault(
+        self, door: Door, http: httpx.Client, valkey: Redis, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        before = valkey.dbsize()
+        head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        with caplog.at_level("INFO", "producers.gateway.edge"):
+            with socket.create_connection(("127.0.0.1", door.port)) as leaving:
+                leaving.sendall(head.encode() + b'{"model"')
+            until(lambda: caplog.records)
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert http.get("/livez").status_code == 200
+        assert valkey.dbsize() == before
+
+    def test_the_connection_serves_on_after_a_large_body(self, http: httpx.Client, submit: Submit) -> None:
+        body = b"x" * (5 << 20)
+        for _ in range(3):
+            answer = http.post("/v1/tasks", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 413
+        submit()
+
+    def test_a_model_that_generates_nothing_is_refused(self, http: httpx.Client, valkey: Redis) -> None:
+        card = {**json.loads(CARD.to_json()), "name": "embedder", "capabilities": ["embed"]}
+        valkey.hset(keys.MODELS, "embedder", json.dumps(card))
+        answer = http.post("/v1/tasks", json={"model": "embedder", "prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_model")
+
+    def test_a_model_whose_tokenizer_is_missing_takes_token_ids_alone(
+        self, http: httpx.Client, valkey: Redis, submit: Submit
+    ) -> None:
+        valkey.delete(keys.blob(CARD.files["tokenizer.json"]))
+        answer = http.post("/v1/tasks", json={"model": "tiny", "prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
+        submit(prompt=[5])
+
+    def test_a_tokenizer_that_is_not_what_its_hash_says_is_not_used(self, http: httpx.Client, valkey: Redis) -> None:
+        blob = keys.blob(CARD.files["tokenizer.json"])
+        right = valkey.get(blob)
+        valkey.set(blob, b"{}")
+        answer = http.post("/v1/tasks", json={"model": "tiny", "prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
+        valkey.set(blob, right)  # a failed load is not remembered
+        assert http.post("/v1/tasks", json={"model": "tiny", "prompt": "x"}).status_code == 202
