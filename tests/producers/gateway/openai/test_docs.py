@@ -24,7 +24,7 @@ def test_limits_are_those_of_a_task(name: str) -> None:
 
 NAMED = [
     *(*CHAT, *CHAT_RENAMED, *COMPLETIONS, *COMPLETIONS_RENAMED),
-    *(*parameters.HINTS, *parameters.NOT_OFFERED, *parameters.SERVICE_TIERS, "stream_options.include_usage"),
+    *(*parameters.HINTS, *parameters.NOT_OFFERED, *parameters.SERVICE_TIERS, "stream_options.include_usage", "seed"),
 ]
 
 
