@@ -75,6 +75,10 @@ class Foreground:
                 if problem is not None:
                     raise problem
 
+    def again(self, number: int, start: int) -> AsyncGenerator[list[Event]]:
+        """Events of one task, once it has ended, from a position on. Raises as `events` does."""
+        return self._gateway.client.get(self.ids[number]).batches(start)
+
     async def close(self) -> None:
         """Cancel what has not ended. What the store does not hear now ends when the reader leases lapse."""
         await asyncio.shield(asyncio.create_task(self._close()))

@@ -1,14 +1,14 @@
-"""Text prompts to token ids, with the tokenizer that the model's card names by hash."""
+"""Text prompts to token ids and back, with the tokenizer that the model's card names by hash."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 
@@ -20,6 +20,9 @@ from producers.gateway.kept import Kept
 from producers.gateway.lane import Lane, LaneBusy, LaneClosed
 
 logger = logging.getLogger(__name__)
+
+P = TypeVar("P")
+T = TypeVar("T")
 
 #: Tokenizers kept.
 KEPT: Final = 16
@@ -59,12 +62,18 @@ class Prompts:
         self, card: Mapping[str, Any], texts: Sequence[str], *, special: bool = True
     ) -> list[tuple[int, ...]]:
         """Of each of a request's prompts. Raises as `encode` does, InvalidPrompt where one text is at fault."""
-        if not texts:
-            return []
-        while True:
-            encoder = await self._encoder(card)
-            with suppress(LaneClosed):  # others wanted its place meanwhile
-                return await encoder.encode(texts, special)
+
+        def encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+            ids = tokenizer.encode(text, special)
+            if not ids:
+                raise RequestError("prompt has no token: the model's tokenizer drops all of it", param="prompt")
+            return tuple(ids)
+
+        return await self._each(card, texts, encoded)
+
+    async def decode_all(self, card: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each of a request's prompts, without special tokens. Raises as `encode_all` does."""
+        return await self._each(card, prompts, Tokenizer.decode)
 
     async def tokenizer(self, card: Mapping[str, Any]) -> Tokenizer:
         """The model's. Raises as `encode` does."""
@@ -72,6 +81,14 @@ class Prompts:
 
     def close(self) -> None:
         self._encoders.clear()
+
+    async def _each(self, card: Mapping[str, Any], prompts: Sequence[P], work: Callable[[Tokenizer, P], T]) -> list[T]:
+        if not prompts:
+            return []
+        while True:
+            encoder = await self._encoder(card)
+            with suppress(LaneClosed):  # others wanted its place meanwhile
+                return await encoder.each(prompts, work)
 
     async def _encoder(self, card: Mapping[str, Any]) -> _Encoder:
         digest = card["files"].get(TOKENIZER)
@@ -95,37 +112,35 @@ class _Encoder:
         self.tokenizer = tokenizer
         self._lane = Lane("penstock-tokenize", THREADS)
 
-    async def encode(self, texts: Sequence[str], special: bool) -> list[tuple[int, ...]]:
+    async def each(self, prompts: Sequence[P], work: Callable[[Tokenizer, P], T]) -> list[T]:
         if self._lane.waiting >= WAITING:
             raise _busy(f"{WAITING} requests wait for this model's tokenizer already")
         given_up = threading.Event()
-        work = partial(self._encode, texts, special, given_up)
         try:
-            return await self._lane.run(work, patience=PATIENCE_S, limit=LIMIT_S)
+            return await self._lane.run(
+                partial(self._each, prompts, work, given_up), patience=PATIENCE_S, limit=LIMIT_S
+            )
         except LaneBusy:
             raise _busy(f"this model's tokenizer was busy with others' prompts for {PATIENCE_S:g} s") from None
         except TimeoutError:
-            what = "the prompt" if len(texts) == 1 else f"the {len(texts)} prompts"
+            what = "the prompt" if len(prompts) == 1 else f"the {len(prompts)} prompts"
             raise InvalidTask(
-                f"the model's tokenizer did not encode {what} within {LIMIT_S:g} s", param="prompt"
+                f"the model's tokenizer was not done with {what} within {LIMIT_S:g} s", param="prompt"
             ) from None
         finally:
             given_up.set()
 
-    def _encode(self, texts: Sequence[str], special: bool, given_up: threading.Event) -> list[tuple[int, ...]]:
-        """On a thread of the lane: one text after the other, so that it can be given up between two."""
-        encoded: list[tuple[int, ...]] = []
-        for at, text in enumerate(texts):
+    def _each(self, prompts: Sequence[P], work: Callable[[Tokenizer, P], T], given_up: threading.Event) -> list[T]:
+        """On a thread of the lane: one prompt after the other, so that it can be given up between two."""
+        done: list[T] = []
+        for at, prompt in enumerate(prompts):
             if given_up.is_set():
                 break
             try:
-                ids = self.tokenizer.encode(text, special)
+                done.append(work(self.tokenizer, prompt))
             except RequestError as error:
                 raise InvalidPrompt(str(error), at, param=error.param, code=error.code) from error
-            if not ids:
-                raise InvalidPrompt("prompt has no token: the model's tokenizer drops all of it", at)
-            encoded.append(tuple(ids))
-        return encoded
+        return done
 
     def close(self) -> None:
         self._lane.close()

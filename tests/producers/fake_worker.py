@@ -55,16 +55,18 @@ class FakeWorker:
         texts: Sequence[str],
         *,
         choice: int = 0,
+        token_ids: Sequence[int] | None = None,
         logprobs: Sequence[Logprobs | None] | None = None,
         finish_reason: str | None = None,
     ) -> tuple[str, int]:
-        """Tokens `index`, `index` + 1, ... of a choice in one step; a token's id is its index + 1000 * its choice."""
+        """Tokens `index`, `index` + 1, ... of a choice in one step; a token's id is its index + 1000 * its choice, or
+        of `token_ids`."""
         last = len(texts) - 1
         entries = [
             encode_token(
                 choice,
                 index + k,
-                index + k + 1000 * choice,
+                token_ids[k] if token_ids else index + k + 1000 * choice,
                 piece,
                 logprobs[k] if logprobs else None,
                 finish_reason if k == last else None,

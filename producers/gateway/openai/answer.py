@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
-from typing import Any, Final
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from typing import Any, Final, TypeVar
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers import keys
@@ -16,13 +16,16 @@ from producers.events import End
 from producers.gateway.context import Gateway
 from producers.gateway.errors import body_of, problem_of
 from producers.gateway.foreground import Foreground, stopping
+from producers.gateway.openai.parameters import Asked
 from producers.gateway.sse import LiveStream
 from producers.submission import Known
 
+T = TypeVar("T")
+
 #: Ends a stream that is complete.
 DONE: Final = b"data: [DONE]\n\n"
-#: Answers with more tokens are made in a thread.
-INLINE_TOKENS: Final = 2000
+#: More tokens and log probabilities at a time are made into JSON in a thread.
+INLINE: Final = 1000
 #: Reasons that OpenAI knows too; a choice of a task that failed has none of them.
 REASONS: Final = ("stop", "length")
 
@@ -45,16 +48,20 @@ def fingerprint(known: Known) -> str | None:
     return f"fp_{known.queue.removeprefix(prefix)}" if known.queue.startswith(prefix) else None
 
 
-async def whole_answer(tokens: int, make: Callable[[], dict[str, Any]]) -> Response:
-    """What `make` makes, of so many tokens, as JSON; put together off the event loop where there are many of them,
-    because others are served meanwhile."""
+async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awaitable[Response]]) -> Response:
+    """Queue the tasks and answer. Where there is no answer, they end; a stream's end with it."""
+    with asked.in_its_words():
+        try:
+            await foreground.submit()
+            return await answer()
+        except BaseException:
+            await foreground.close()
+            raise
 
-    def answer() -> Response:
-        return JSONResponse(make())
 
-    if tokens <= INLINE_TOKENS:
-        return answer()
-    return await asyncio.to_thread(answer)
+async def made(weight: int, make: Callable[[], T]) -> T:
+    """What `make` makes; off the event loop where that is much, because others are served meanwhile."""
+    return make() if weight <= INLINE else await asyncio.to_thread(make)
 
 
 def usage_of(ends: Iterable[End]) -> dict[str, Any]:
@@ -90,6 +97,12 @@ class Chunks:
         """A chunk for each choice."""
         begin, end = self._begin, self._end
         return "".join(f'data: {begin}, "choices": [{json.dumps(one)}]{end}\n\n' for one in choices).encode()
+
+    def alike(self, indexes: Iterable[int], rest: str) -> Iterator[bytes]:
+        """A chunk for each choice, which say the same: `rest` is their JSON after the index."""
+        before, after = f'data: {self._begin}, "choices": [{{"index": ', f", {rest}]{self._end}\n\n"
+        for index in indexes:
+            yield f"{before}{index}{after}".encode()
 
     def usage(self, ends: Iterable[End]) -> bytes:
         return f'data: {self._begin}, "choices": [], "usage": {json.dumps(usage_of(ends))}}}\n\n'.encode()

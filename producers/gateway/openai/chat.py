@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from engine.text import Tokenizer
 from producers.errors import InvalidTask
 from producers.events import End
 from producers.gateway.body import read_object
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.errors import Problem
-from producers.gateway.foreground import Foreground, answered
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, usage_of, whole_answer
-from producers.gateway.openai.logprobs import chat_logprobs
+from producers.gateway.foreground import Foreground
+from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
+from producers.gateway.openai.arrays import joined
+from producers.gateway.openai.logprobs import CHAT, ChatLogprobs
 from producers.gateway.openai.messages import read_messages
-from producers.gateway.openai.outputs import Output, news, whole
+from producers.gateway.openai.outputs import News, news
 from producers.gateway.openai.parameters import Asked, count, flag, read, refusal, request_body
+from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.views import ErrorView
 from producers.task import Task
 
@@ -68,35 +70,29 @@ async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
     chat = _read(await read_object(request, gateway.settings.max_body))
-    task = chat.asked.task([0], logprobs=chat.logprobs)
+    asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     known = await gateway.client.known(task.model)
     task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
-    tokenizer = await gateway.prompts.tokenizer(known.card)
+    scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
     foreground = Foreground(gateway, [task])
-    with chat.asked.in_its_words():
-        await foreground.submit()
-    kind = "chat.completion.chunk" if chat.asked.stream else "chat.completion"
-    first = head(kind, "chatcmpl", foreground.ids[0], known) | {"service_tier": chat.asked.service_tier}
-    if chat.asked.stream:
-        chunks = Chunks(first, chat.asked.include_usage)
-        return ChunkStream(_stream(foreground, chunks, chat, tokenizer), foreground, gateway)
-    try:
-        done = await answered(request, gateway, lambda: whole(foreground.events(), 1, chat.n))
-    finally:
-        await foreground.close()
+    kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+    first = head(kind, "chatcmpl", foreground.ids[0], known) | {"service_tier": asked.service_tier}
 
-    def answer() -> dict[str, Any]:
-        choices = [_choice(index, output, chat, tokenizer) for index, output in done.outputs.items()]
-        return first | {"choices": choices, "usage": usage_of(done.ends.values())}
+    async def answer() -> Response:
+        if asked.stream:
+            stream = _Stream(chat, Chunks(first, asked.include_usage), scorer)
+            return ChunkStream(stream.chunks(foreground), foreground, gateway)
+        whole = Whole([Choice(scorer, CHAT) for _ in range(chat.n)], chat.n, _shape)
+        return await whole_answer(request, gateway, foreground, whole, first)
 
-    return await whole_answer(done.tokens, answer)
+    return await respond(asked, foreground, answer)
 
 
 def _read(body: Mapping[str, Any]) -> _Chat:
     asked = read(body, own=OWN, renamed=RENAMED, required="messages")
     own = asked.own
     wanted, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top is not None and not wanted:
+    if top and not wanted:
         raise Problem(400, "top_logprobs is given without logprobs: true", code="invalid_value", param="top_logprobs")
     going_on = flag(own, "continue_final_message")
     prompting = flag(own, "add_generation_prompt", not going_on)
@@ -116,6 +112,8 @@ def _read(body: Mapping[str, Any]) -> _Chat:
             raise Problem(
                 400, f"chat_template_kwargs may not have {name}", code="invalid_value", param="chat_template_kwargs"
             )
+    if top is not None:
+        asked = replace(asked, names=asked.names | {"logprobs": "top_logprobs"})
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
     return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if wanted else None)
 
@@ -134,39 +132,57 @@ async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: 
         return await gateway.prompts.encode(card, text, special=False)
 
 
-def _choice(index: int, output: Output, chat: _Chat, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None, "annotations": []},
-        "logprobs": None if chat.logprobs is None else chat_logprobs(output.tokens, tokenizer),
-        "finish_reason": output.reason,
-    }
+def _shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
+    """A choice's JSON in an answer in one piece."""
+    yield b'{"index":%d,"message":{"role":"assistant","content":"' % index
+    yield choice.text
+    yield b'","refusal":null,"annotations":[]},"logprobs":'
+    if choice.arrays is None:
+        yield b"null"
+    else:
+        yield b"{"
+        yield from joined(CHAT, choice.arrays)
+        yield b',"refusal":null}'
+    yield b',"finish_reason":%b}' % choice.finish_reason
 
 
-async def _stream(foreground: Foreground, chunks: Chunks, chat: _Chat, tokenizer: Tokenizer) -> AsyncGenerator[bytes]:
-    """Of each choice: a chunk with the role, chunks with content, one with the reason that it ended."""
-    spoken: set[int] = set()
-    ended: set[int] = set()
-    ends: dict[int, End] = {}
-    async with aclosing(news(foreground.events(), chat.n)) as batches:
-        async for batch in batches:
-            ends |= batch.ends
-            made = []
-            for index, output in batch.outputs.items():
-                if index not in spoken:
-                    spoken.add(index)
-                    made.append(_delta(index, {"role": "assistant", "content": "", "refusal": None}))
-                logprobs = None if chat.logprobs is None else chat_logprobs(output.tokens, tokenizer)
-                if (text := output.text) or (logprobs and logprobs["content"]):
-                    made.append(_delta(index, {"content": text}, logprobs))
-                if output.reason in REASONS and index not in ended:
-                    ended.add(index)
-                    made.append(_delta(index, {}, reason=output.reason))
-            if made:
-                yield chunks.of(*made)
-    if chat.asked.include_usage:
-        yield chunks.usage(ends.values())
-    yield DONE
+class _Stream:
+    """The chunks of a stream: of each choice one with the role, then content, then the reason that it ended."""
+
+    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None) -> None:
+        self._chat = chat
+        self._chunks = chunks
+        self._scorer = scorer
+        self._spoken: set[int] = set()
+        self._ended: set[int] = set()
+
+    async def chunks(self, foreground: Foreground) -> AsyncGenerator[bytes]:
+        with self._chat.asked.in_its_words():
+            ends: dict[int, End] = {}
+            async with aclosing(news(foreground.events(), self._chat.n)) as batches:
+                async for batch in batches:
+                    ends |= batch.ends
+                    if batch.outputs and (chunk := await made(batch.weight, partial(self._of, batch))):
+                        yield chunk
+            if self._chat.asked.include_usage:
+                yield self._chunks.usage(ends.values())
+            yield DONE
+
+    def _of(self, batch: News) -> bytes:
+        said = []
+        for index, output in batch.outputs.items():
+            if index not in self._spoken:
+                self._spoken.add(index)
+                said.append(_delta(index, {"role": "assistant", "content": "", "refusal": None}))
+            logprobs = None
+            if self._scorer is not None and output.tokens:
+                logprobs = self._scorer.of(output.tokens) | {"refusal": None}
+            if output.text or logprobs:
+                said.append(_delta(index, {"content": output.text}, logprobs))
+            if output.reason in REASONS and index not in self._ended:
+                self._ended.add(index)
+                said.append(_delta(index, {}, reason=output.reason))
+        return self._chunks.of(*said)
 
 
 def _delta(

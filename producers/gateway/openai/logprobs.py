@@ -3,45 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from engine.text import Tokenizer
 from producers.events import Logprobs, Token
 
+#: A choice's log probabilities in lists by name: a chat's, and the legacy endpoint's.
+CHAT: Final = ("content",)
+COMPLETION: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+#: Lists of a choice's next tokens, with a row for each.
+Lists = dict[str, list[Any]]
 
-def chat_logprobs(tokens: Iterable[Token], tokenizer: Tokenizer) -> dict[str, Any]:
+
+class ChatLogprobs:
     """One entry a token, with its bytes: the text of half a character is U+FFFD."""
-    content = []
-    for token in tokens:
-        if token.logprobs is not None:
-            logprob, top = token.logprobs
-            alternatives = [_entry(tokenizer, other, value) for other, value in top]
-            content.append(_entry(tokenizer, token.token_id, logprob) | {"top_logprobs": alternatives})
-    return {"content": content, "refusal": None}
-
-
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
-
-
-class CompletionLogprobs:
-    """The legacy endpoint's four lists. Offsets (characters) are into the choice's text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._offset = 0
 
-    def of(self, rows: Sequence[tuple[int, str, Logprobs | None]]) -> dict[str, Any]:
-        """Tokens as (id, the piece of text that came with it, its logprobs or None for the first of a prompt)."""
-        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, piece, logprobs in rows:
-            lists["tokens"].append(self._name(token_id))
+    def of(self, tokens: Sequence[Token]) -> Lists:
+        content = []
+        for token in tokens:
+            if token.logprobs is not None:
+                logprob, top = token.logprobs
+                alternatives = [self._entry(other, value) for other, value in top]
+                content.append(self._entry(token.token_id, logprob) | {"top_logprobs": alternatives})
+        return {"content": content}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+class CompletionLogprobs:
+    """The legacy endpoint's four lists, of one text from its beginning.
+
+    An offset (characters) is where a token's own text begins, which is not always where it was sent: text that may be
+    the beginning of a stop string is held back, and comes with a later token. So the tokens are put into text anew. A
+    token of a stop string that was cut off begins at the text's end or behind it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        """`offset`: characters before the first token."""
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.new_detokenizer()
+        self.offset = offset
+
+    def of(self, tokens: Sequence[Token]) -> Lists:
+        return self.rows((token.token_id, token.logprobs) for token in tokens)
+
+    def rows(self, rows: Iterable[tuple[int, Logprobs | None]]) -> Lists:
+        """Tokens as (id, logprobs or None for the first of a prompt)."""
+        lists: Lists = {name: [] for name in COMPLETION}
+        for token_id, logprobs in rows:
+            name = self._name(token_id)
+            lists["tokens"].append(name)
             lists["token_logprobs"].append(None if logprobs is None else logprobs[0])
             lists["top_logprobs"].append(None if logprobs is None else self._top(token_id, logprobs))
-            lists["text_offset"].append(self._offset)
-            self._offset += len(piece)
+            lists["text_offset"].append(self.offset)
+            self.offset += self._length(name, self._detokenizer.push(token_id))
         return lists
+
+    def _length(self, name: str, piece: str) -> int:
+        """Characters that a token adds to the text. `piece`: what the detokenizer makes of it."""
+        return len(piece)
 
     def _top(self, token_id: int, logprobs: Logprobs) -> dict[str, float]:
         """The likeliest and the token itself, which may be one more, by text; of two of one text, the likelier."""
@@ -57,3 +82,15 @@ class CompletionLogprobs:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class PromptLogprobs(CompletionLogprobs):
+    """Those of a prompt, whose text is known; special tokens have a place in it where the text has them."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        super().__init__(tokenizer)
+        self._text = text
+
+    def _length(self, name: str, piece: str) -> int:
+        special = not piece and self._text.startswith(name, self.offset)
+        return min(len(name if special else piece), len(self._text) - self.offset)

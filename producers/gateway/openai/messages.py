@@ -43,7 +43,8 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         elif name not in EMPTY_AS_RECEIVED or part:
             raise Problem(
                 400,
-                f"{place}.{name} is not offered here; a message has role, content, {', '.join(PASSED_ON)}, tool_calls",
+                f"{place} has {shown(name)}, which is not offered here; a message has role, content, "
+                f"{', '.join(PASSED_ON)}, tool_calls",
                 code="unsupported_parameter" if name in EMPTY_AS_RECEIVED else "unknown_parameter",
                 param=f"{place}.{name}",
             )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from producers.events import End, Event, Prompt, Token
+from producers.events import End, Event, Logprobs, Prompt, Token
 
 
 @dataclass(slots=True)
@@ -30,9 +30,11 @@ class News:
     ends: dict[int, End] = field(default_factory=dict)
 
     @property
-    def tokens(self) -> int:
-        """How many there are in all outputs."""
-        return sum(len(output.tokens) for output in self.outputs.values())
+    def weight(self) -> int:
+        """How much there is to be made of it: tokens, and log probabilities."""
+        prompts = (one for parts in self.prompts.values() for part in parts for one in part.logprobs)
+        tokens = (token.logprobs for output in self.outputs.values() for token in output.tokens)
+        return weight(prompts) + weight(tokens)
 
     def take(self, batch: Sequence[tuple[int, Event]], n: int) -> None:
         """Add a batch of events, each with its task's number; `n` choices a task."""
@@ -54,6 +56,11 @@ class News:
         return self.outputs.setdefault(choice, Output())
 
 
+def weight(logprobs: Iterable[Logprobs | None]) -> int:
+    """Of tokens with these log probabilities: how many of both there are."""
+    return sum(1 if one is None else 2 + len(one[1]) for one in logprobs)
+
+
 async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> AsyncGenerator[News]:
     """Each batch by itself: what a stream sends on."""
     async with aclosing(events):
@@ -61,14 +68,3 @@ async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> Async
             fresh = News()
             fresh.take(batch, n)
             yield fresh
-
-
-async def whole(events: AsyncGenerator[list[tuple[int, Event]]], tasks: int, n: int) -> News:
-    """All of it, every choice in order: what an answer in one piece is made from."""
-    all_news = News()
-    for choice in range(tasks * n):
-        all_news.output(choice)
-    async with aclosing(events):
-        async for batch in events:
-            all_news.take(batch, n)
-    return all_news

@@ -12,18 +12,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from producers.errors import InvalidTask
+from producers.errors import InvalidTask, UnknownModel
 from producers.gateway.errors import Problem
-from producers.task import Task, likely, shown
+from producers.task import MAX_SEED, Task, likely, shown
 
 #: The result of a foreground request is kept this long (s), for who looks into what happened.
 KEPT_S: Final = 300
 #: Called the same, and meaning the same, as in a task: OpenAI's, then ours and other servers' (`extra_body`).
 SAME: Final[tuple[str, ...]] = (
-    *("temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "metadata"),
+    *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "metadata"),
     *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("bad_words", "allowed_token_ids", "banned_token_ids", "include_stop", "timeout"),
 )
+#: OpenAI's seeds are 64-bit with a sign; a task's have none.
+MIN_SEED: Final = -MAX_SEED - 1
 #: What OpenAI calls tiers -> (our tier, the name that the answer says). Whoever bought no scale has the default.
 SERVICE_TIERS: Final = {
     "auto": ("default", "default"),
@@ -68,7 +70,7 @@ class Asked:
     """A request, checked as far as it can be without its model.
 
     `own`: the endpoint's own parameters. `fields`: a task's, but for its prompt. `names`: what the caller calls a
-    task's field, where that differs.
+    task's field, or a worker a request's, where that differs.
     """
 
     model: str
@@ -82,18 +84,25 @@ class Asked:
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
-        """A task's refusal, saying what the caller called the field."""
+        """What is said of a task's fields, saying what the caller called them."""
         try:
             yield
+        except UnknownModel:
+            raise
         except InvalidTask as error:
-            ours = error.param or ""
-            theirs = self.names.get(ours)
-            if theirs is None:
-                raise
-            # A prompt is also spoken of in plain words.
-            start = "^" if ours == "prompt" else ""
-            message = re.sub(rf"{start}\b{ours}\b", theirs, str(error))
-            raise InvalidTask(message, param=theirs, code=error.code) from None
+            message, param = self._worded(str(error), error.param)
+            raise InvalidTask(message, param=param, code=error.code) from None
+        except Problem as error:
+            error.message, error.param = self._worded(error.message, error.param)
+            raise
+
+    def _worded(self, message: str, param: str | None) -> tuple[str, str | None]:
+        for ours, theirs in self.names.items():
+            if ours != "prompt":
+                message = re.sub(rf"\b{ours}\b", theirs, message)
+            elif param == ours:  # a prompt is also spoken of in plain words
+                message = re.sub(rf"^{ours}\b", theirs, message)
+        return message, self.names.get(param or "", param)
 
     def task(self, prompt: Any, **fields: Any) -> Task:
         """The task of one prompt. Raises InvalidTask."""
@@ -109,6 +118,7 @@ def request_body(own: Mapping[str, Any], renamed: Mapping[str, str], *, required
         **own,
         **{name: task[name] for name in SAME},
         **{name: task[field] for name, field in renamed.items()},
+        "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
         "service_tier": {"enum": list(SERVICE_TIERS)},
         "stream": {"type": "boolean"},
         "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
@@ -123,7 +133,7 @@ def read(body: Mapping[str, Any], *, own: Collection[str], renamed: Mapping[str,
     `required`: the one of its own that must be there. A parameter that is null was left out. Raises Problem.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    known = {"model", "stream", "stream_options", "service_tier", *SAME, *HINTS, *NOT_OFFERED, *own, *renamed}
+    known = {"model", "stream", "stream_options", "service_tier", "seed", *SAME, *HINTS, *NOT_OFFERED, *own, *renamed}
     for name, value in given.items():
         if name not in known:
             raise _unknown(name, known)
@@ -149,11 +159,12 @@ def read(body: Mapping[str, Any], *, own: Collection[str], renamed: Mapping[str,
             raise Problem(400, f"{other} and {name} mean the same; give one of them", code="invalid_value", param=name)
     fields = {name: given[name] for name in SAME if name in given}
     fields |= {renamed[name]: given[name] for name in renamed if name in given}
+    fields |= _seed(given)
     return Asked(
         model=given["model"],
         own={name: given[name] for name in own if name in given},
         fields=fields | {"tier": ours},
-        names={"prompt": required} | theirs,
+        names={"prompt": required, "prompt_ids": required} | theirs,
         stream=stream,
         include_usage=_include_usage(given, stream),
         service_tier=echoed,
@@ -184,6 +195,12 @@ def count(given: Mapping[str, Any], name: str, least: int, most: int) -> int | N
 
 def refusal(name: str, value: Any, wanted: str, code: str = "invalid_value") -> Problem:
     return Problem(400, f"{name} is {shown(value)}; {name} must be {wanted}", code=code, param=name)
+
+
+def _seed(given: Mapping[str, Any]) -> dict[str, int]:
+    """A task's seed. -1 asks for one by chance, as with vLLM and llama.cpp; other negative ones lose their sign bit."""
+    seed = count(given, "seed", MIN_SEED, MAX_SEED)
+    return {} if seed is None or seed == -1 else {"seed": seed & MAX_SEED}
 
 
 def _include_usage(given: Mapping[str, Any], stream: bool) -> bool:

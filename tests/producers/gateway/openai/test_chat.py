@@ -28,7 +28,7 @@ def prompt_of(messages: list[dict[str, Any]], **options: Any) -> list[int]:
 def test_the_answer_has_openais_shape(
     chat: Ask, answering: Answering, inline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producers.gateway.openai.answer.INLINE_TOKENS", 1000 if inline else 0)
+    monkeypatch.setattr("producers.gateway.openai.answer.INLINE", 1000 if inline else 0)
     answer = chat().json()
     (record,) = answering.records
     assert abs(answer.pop("created") - time.time()) < 60
@@ -82,6 +82,25 @@ def test_parameters_reach_the_task(chat: Ask, answering: Answering) -> None:
         "metadata": {"k": "v"},
     }  # fmt: skip
     assert {name: task[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("seed", "stamped"), [(5, 5), (-2, (1 << 63) - 2), (-(1 << 63), 0), ((1 << 63) - 1, (1 << 63) - 1)]
+)
+def test_a_negative_seed_is_one_of_a_tasks_seeds(chat: Ask, answering: Answering, seed: int, stamped: int) -> None:
+    assert chat(seed=seed).status_code == 200
+    assert answering.records[0].task["seed"] == stamped
+
+
+def test_minus_one_asks_for_any_seed(chat: Ask, answering: Answering) -> None:
+    for _ in range(2):
+        assert chat(seed=-1).status_code == 200
+    assert len({record.task["seed"] for record in answering.records}) == 2
+
+
+def test_no_alternatives_need_no_logprobs(chat: Ask, answering: Answering) -> None:
+    assert chat(top_logprobs=0, logprobs=False).json()["choices"][0]["logprobs"] is None
+    assert answering.records[0].task["logprobs"] is None
 
 
 def test_a_model_decides_what_was_left_open(chat: Ask, answering: Answering) -> None:
@@ -241,3 +260,20 @@ def test_how_a_task_ends_is_how_its_request_does(
     answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=[], **end) and None]
     answer = chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_workers_refusal_is_told_in_the_callers_words(chat: Ask, answering: Answering, stream: bool) -> None:
+    message = "9 tokens of prompt + max_tokens=9 do not fit; shorten the prompt, lower max_tokens"
+    error = {"code": "kv_capacity_exceeded", "message": message, "param": "max_tokens"}
+    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], status="failed", error=error) and None]
+    answer = chat(max_completion_tokens=9, stream=stream)
+    told = (chunks(answer)[-1] if stream else answer.json())["error"]
+    assert (told["param"], told["code"]) == ("max_completion_tokens", "kv_capacity_exceeded")
+    assert told["message"] == message.replace("max_tokens", "max_completion_tokens")
+
+
+def test_a_workers_word_for_the_prompt_is_the_callers(chat: Ask, answering: Answering) -> None:
+    error = {"code": "context_length_exceeded", "message": "It does not fit.", "param": "prompt_ids"}
+    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], status="failed", error=error) and None]
+    assert chat().json()["error"]["param"] == "messages"

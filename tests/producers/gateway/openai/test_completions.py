@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from redis import Redis
 
 from engine.text import Tokenizer
-from tests.producers.gateway.conftest import CARD, TINY
+from producers import keys
+from tests.producers.gateway.conftest import CARD, QUEUE, TINY, publish
 from tests.producers.gateway.openai.conftest import Answering, chunks, nothing_written, says
 
 Ask = Callable[..., httpx.Response]
@@ -80,12 +82,37 @@ class TestPrompts:
         complete(prompt="<|user|>\nx", add_special_tokens=False)
         assert answering.records[0].task["prompt"] == TOKENIZER.encode("<|user|>\nx", add_special_tokens=False)
 
+    @pytest.mark.parametrize("special", [True, False])
+    def test_an_empty_text_is_the_beginning_of_a_document(
+        self, complete: Ask, answering: Answering, special: bool
+    ) -> None:
+        for prompt in ("", ["", "def f"]):
+            answer = complete(prompt=prompt, echo=True, add_special_tokens=special).json()
+            assert answer["choices"][0]["text"] == "Hello, world"
+        assert sorted(len(record.task["prompt"]) for record in answering.records) == [1, 1, 2]
+        assert [CARD.bos_token_id] in [record.task["prompt"] for record in answering.records]
+
+    @pytest.mark.parametrize(
+        ("has", "wanted"),
+        [({"bos_token_id": None}, [CARD.eos_token_ids[0]]), ({"bos_token_id": None, "eos_token_ids": []}, None)],
+    )
+    def test_a_model_without_a_beginning_begins_with_an_end_or_refuses(
+        self, complete: Ask, answering: Answering, valkey: Redis, has: dict[str, Any], wanted: list[int] | None
+    ) -> None:
+        valkey.hset(keys.MODELS, "tiny", json.dumps({**json.loads(CARD.to_json()), **has}))
+        answer = complete(prompt=["x", ""])
+        if wanted is None:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "empty_prompt", "prompt[1]")
+            assert error["message"].startswith("prompt[1] is empty")
+            assert nothing_written(valkey)
+        else:
+            assert wanted in [record.task["prompt"] for record in answering.records]
+
     @pytest.mark.parametrize(
         ("prompt", "param", "says"),
         [
             ([], "prompt", "empty"),
-            ("", "prompt", "empty"),
-            (["a", ""], "prompt[1]", "prompt[1] is empty"),
             ([[5], []], "prompt[1]", "prompt[1] is empty"),
             ([[5], [-1]], "prompt[1]", "prompt[1][0] is -1"),
             ([5, "a"], "prompt", "prompt[1] is 'a'"),
@@ -124,100 +151,39 @@ class TestStream:
         assert sum(c["choices"][0]["finish_reason"] == "stop" for c in said) == 4
 
 
-class TestEcho:
-    def test_the_prompt_comes_first(self, complete: Ask, answering: Answering) -> None:
-        ids = TOKENIZER.encode("class Q")
-        assert complete(echo=True).json()["choices"][0]["text"] == "def fHello, world"
-        assert complete(echo=True, prompt=ids).json()["choices"][0]["text"] == "class QHello, world"
+class TestLimitsOfOneAnswer:
+    """With a model that has room for more."""
 
-    def test_a_stream_begins_with_it(self, complete: Ask, answering: Answering) -> None:
-        *said, _ = chunks(complete(echo=True, stream=True))
-        assert "".join(c["choices"][0]["text"] for c in said) == "def fHello, world"
+    @pytest.fixture
+    def model(self, valkey: Redis) -> str:
+        publish(valkey)
+        card = {**json.loads(CARD.to_json()), "name": "long", "context_length": 1 << 20}
+        valkey.hset(keys.MODELS, "long", json.dumps(card))
+        valkey.hset(keys.ROUTES, "long", QUEUE)
+        return "long"
 
-
-def scores(*pieces: str) -> Any:
-    """A worker that scores the prompt too: token k has the log probability -k, and one alternative, `!`."""
-
-    def play(worker: Any, record: Any) -> None:
-        ids = record.task["prompt"]
-        found = [None, *((-float(k), ((5, -0.25),)) for k in range(1, len(ids)))]
-        worker.prompt(record.id, ids, found)
-        says(*pieces, logprobs=[(-0.5, ())])(worker, record)
-
-    return play
-
-
-class TestScores:
-    """echo and logprobs: how likely the prompt is, as harnesses ask for it."""
-
-    PROMPT = "class Queue:\n    pass 🙂"
-
-    @pytest.mark.parametrize("as_ids", [False, True])
-    def test_the_prompts_tokens_come_before_the_outputs(
-        self, complete: Ask, answering: Answering, as_ids: bool
+    @pytest.mark.parametrize(
+        ("asked", "param", "says"),
+        [
+            ({"prompt": [5] * 20_000, "echo": True, "logprobs": 20}, "logprobs", "logprobs is 20: with 20000 prompt"),
+            (
+                {"prompt": [5] * 200, "max_tokens": 60_000, "logprobs": 20},
+                "logprobs",
+                "lower max_tokens, n or logprobs",
+            ),
+            ({"prompt": [[5], [6]], "max_tokens": 100_000, "n": 64}, "max_tokens", "ask for a stream"),
+        ],
+    )
+    def test_what_is_too_much_is_told_in_the_callers_words(
+        self, complete: Ask, valkey: Redis, asked: dict[str, Any], param: str, says: str
     ) -> None:
-        answering.scripts = [scores("x", "y")]
-        ids = TOKENIZER.encode(self.PROMPT)
-        (choice,) = complete(prompt=ids if as_ids else self.PROMPT, echo=True, logprobs=1).json()["choices"]
-        assert answering.records[0].task["prompt_logprobs"] == 1
-        assert choice["text"] == self.PROMPT + "xy"
-        logprobs = choice["logprobs"]
-        count = len(ids)
-        assert logprobs["token_logprobs"] == [None, *(-float(k) for k in range(1, count)), -0.5, -0.5]
-        assert logprobs["top_logprobs"][0] is None
-        assert logprobs["top_logprobs"][1]["!"] == -0.25
-        assert len(logprobs["top_logprobs"][1]) == 2, "the token itself is there, too"
-        ends = [*logprobs["text_offset"][1:], len(choice["text"])]
-        texts = [choice["text"][at:end] for at, end in zip(logprobs["text_offset"], ends, strict=True)]
-        assert "".join(texts) == choice["text"]
-        plain = [(name, text) for name, text in zip(logprobs["tokens"], texts, strict=True) if "bytes:" not in name]
-        assert all(name == text for name, text in plain[: count - 4])
+        answer = complete(**asked)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+        assert says in error["message"]
+        assert "prompt_logprobs" not in error["message"]
+        assert nothing_written(valkey)
 
-    def test_nothing_need_be_generated(self, complete: Ask, answering: Answering) -> None:
-        def only_scores(worker: Any, record: Any) -> None:
-            worker.prompt(record.id, record.task["prompt"], [None, *[(-1.0, ())] * (len(record.task["prompt"]) - 1)])
-            worker.finish(record.id, [0], reasons=["length"])
-
-        answering.scripts = [only_scores]
-        for stream in (False, True):
-            answer = complete(prompt="import os", echo=True, logprobs=0, max_tokens=0, stream=stream)
-            (choice,) = chunks(answer)[0]["choices"] if stream else answer.json()["choices"]
-            assert (choice["text"], choice["finish_reason"]) == ("import os", "length")
-            assert choice["logprobs"]["token_logprobs"] == [None, -1.0]
-
-    def test_a_stream_of_two_prompts_begins_each_choice_with_its_own(self, complete: Ask, answering: Answering) -> None:
-        answering.scripts = [scores("x")]
-        *said, _ = chunks(complete(prompt=["import os", "def f"], echo=True, logprobs=1, stream=True))
-        for index, prompt in enumerate(["import os", "def f"]):
-            mine = [c["choices"][0] for c in said if c["choices"][0]["index"] == index]
-            assert "".join(one["text"] for one in mine) == prompt + "x"
-            values = [value for one in mine for value in one["logprobs"]["token_logprobs"]]
-            assert values == [None, *(-float(k) for k in range(1, len(TOKENIZER.encode(prompt)))), -0.5]
-
-
-class TestLogprobs:
-    def test_the_four_lists(self, complete: Ask, answering: Answering) -> None:
-        top = ((9, -0.1), (6, -3.0))
-        answering.scripts = [says("ab", "c", logprobs=[(-5.0, top)])]
-        logprobs = complete(logprobs=2).json()["choices"][0]["logprobs"]
-        # The fake worker's tokens are 0 and 1; neither is among the likeliest.
-        assert logprobs == {
-            "tokens": ["<|endoftext|>", "<|user|>"],
-            "token_logprobs": [-5.0, -5.0],
-            "top_logprobs": [{"%": -0.1, '"': -3.0, name: -5.0} for name in ("<|endoftext|>", "<|user|>")],
-            "text_offset": [0, 2],
-        }
-        assert answering.records[0].task["logprobs"] == 2
-
-    def test_offsets_go_on_through_a_stream(self, complete: Ask, answering: Answering) -> None:
-        answering.scripts = [says("ab", "", "c", logprobs=[(-1.0, ())])]
-        *said, _ = chunks(complete(logprobs=0, stream=True))
-        offsets = [at for c in said for at in (c["choices"][0]["logprobs"] or {}).get("text_offset", [])]
-        assert offsets == [0, 2, 2]
-
-    def test_half_a_character_is_named_by_its_bytes(self, complete: Ask, answering: Answering) -> None:
-        (half, *_) = TOKENIZER.encode("🙂")
-        data = TOKENIZER.token_bytes(half)
-        answering.scripts = [says("x", logprobs=[(-1.0, ((half, -0.5),))])]
-        (top,) = complete(logprobs=1).json()["choices"][0]["logprobs"]["top_logprobs"]
-        assert "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) in top
+    def test_a_stream_may_have_any_length(self, complete: Ask, answering: Answering) -> None:
+        answering.scripts = [says("a", n=64)]
+        assert len(chunks(complete(prompt=[[5], [6]], max_tokens=100_000, n=64, stream=True))) > 128

@@ -54,7 +54,7 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"n": 0}, "n", "invalid_value", "1 to 64"),
     ({"n": 65}, "n", "invalid_value", "1 to 64"),
     ({"n": "2"}, "n", "invalid_type", "'2'"),
-    ({"seed": -1}, "seed", "invalid_value", "from 0"),
+    ({"seed": -(1 << 63) - 1}, "seed", "invalid_value", str(-(1 << 63))),
     ({"seed": 1 << 63}, "seed", "invalid_value", str((1 << 63) - 1)),
     ({"seed": "s"}, "seed", "invalid_type", "'s'"),
     ({"stop": ""}, "stop", "invalid_value", "1 to 256"),
@@ -172,6 +172,12 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
         "not offered",
     ),
     (
+        {"messages": [{"role": "user", "content": "x", "k" * 200_000: 1}]},
+        f"messages[0].{'k' * 52}...",
+        "unknown_parameter",
+        "(200002 characters)",
+    ),
+    (
         {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
         "messages[0].tool_calls",
         "invalid_value",
@@ -193,6 +199,18 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"max_completion_tokens": -1}, "max_completion_tokens", "invalid_value", "max_completion_tokens is -1"),
     ({"max_completion_tokens": 5000}, "max_completion_tokens", "context_length_exceeded", "lower max_completion"),
     ({"max_completion_tokens": 5, "max_tokens": 5}, "max_tokens", "invalid_value", "mean the same"),
+    (
+        {"max_completion_tokens": 4, "min_tokens": 5},
+        "min_tokens",
+        "invalid_value",
+        "min_tokens is 5, more than max_completion_tokens (4)",
+    ),
+    (
+        {"max_completion_tokens": 900, "n": 64, "logprobs": True, "top_logprobs": 20},
+        "top_logprobs",
+        "invalid_value",
+        "lower max_completion_tokens, n or top_logprobs",
+    ),
     ({"logprobs": 5}, "logprobs", "invalid_type", "true or false"),
     ({"top_logprobs": 5}, "top_logprobs", "invalid_value", "without logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "0 to 20"),
@@ -233,6 +251,7 @@ def refused(answer: httpx.Response, param: str, code: str, says: str) -> None:
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
     assert (error["param"], error["code"]) == (param, code), error
     assert says in error["message"]
+    assert len(error["message"]) < 1000
 
 
 @pytest.mark.parametrize("case", [*BOTH, *CHAT], ids=lambda case: f"{case[1]}: {json.dumps(case[0])[:60]}")

@@ -1,0 +1,176 @@
+"""A completions request, checked: its prompts, and the tasks that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from producers.errors import InvalidTask
+from producers.gateway.context import Gateway
+from producers.gateway.errors import Problem
+from producers.gateway.openai.parameters import Asked, flag, read
+from producers.gateway.prompts import InvalidPrompt
+from producers.task import MAX_LOGPROBS, Task, shown
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+#: The endpoint's own parameters, with their JSON schemas.
+OWN: Final[dict[str, dict[str, Any]]] = {
+    "prompt": {
+        "description": "text, a list of texts, token ids, or a list of lists of token ids",
+        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}],
+    },
+    "echo": {"type": "boolean"},
+    "add_special_tokens": {"type": "boolean"},
+}
+RENAMED: Final = {name: name for name in ("max_tokens", "best_of", "logprobs")}
+#: OpenAI's default.
+MAX_TOKENS: Final = 16
+MAX_PROMPTS: Final = 256
+#: Tokens of all choices of all prompts that an answer in one piece may have: some tens of megabytes.
+MAX_ANSWER: Final = 1 << 23
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """`special`: whether the tokenizer's own tokens go around a text."""
+
+    asked: Asked
+    prompts: list[Prompt]
+    echo: bool
+    special: bool
+
+    @property
+    def n(self) -> int:
+        return int(self.asked.fields.get("n", 1))
+
+    @property
+    def logprobs(self) -> bool:
+        return "logprobs" in self.asked.fields
+
+    def tasks(self) -> list[Task]:
+        """A task for each prompt, not yet in token ids. Raises InvalidTask."""
+        return [self._task(at, prompt) for at, prompt in enumerate(self.prompts)]
+
+    async def encoded(self, gateway: Gateway, card: Mapping[str, Any], tasks: Sequence[Task]) -> list[Task]:
+        """The tasks with token ids, checked against the model. Raises InvalidTask and what `Prompts.encode` does."""
+        found = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
+        ids = await self._each(found, partial(gateway.prompts.encode_all, card, special=self.special))
+        return [self._checked(card, at, task, ids.get(at)) for at, task in enumerate(tasks)]
+
+    async def texts(self, gateway: Gateway, card: Mapping[str, Any]) -> list[str]:
+        """Of each prompt. Raises as `encoded` does."""
+        found = {at: prompt for at, prompt in enumerate(self.prompts) if not isinstance(prompt, str)}
+        decoded = await self._each(found, partial(gateway.prompts.decode_all, card))
+        return [prompt if isinstance(prompt, str) else decoded[at] for at, prompt in enumerate(self.prompts)]
+
+    async def _each(self, prompts: Mapping[int, P], work: Callable[[Sequence[P]], Awaitable[list[T]]]) -> dict[int, T]:
+        """What `work` makes of prompts by their place, which its refusal names."""
+        places = list(prompts)
+        try:
+            made = await work(list(prompts.values()))
+        except InvalidPrompt as error:
+            with self._words(places[error.at]).in_its_words():
+                raise
+        return dict(zip(places, made, strict=True))
+
+    def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None) -> Task:
+        """`ids`: of its prompt, where that came as text."""
+        with self._words(at).in_its_words():
+            if ids is None and not self.prompts[at]:
+                ids = _beginning(card)
+            if ids is not None:
+                task = task.model_copy(update={"prompt": ids})
+            if "max_tokens" not in self.asked.fields:
+                # Nobody asked for so many: a prompt that leaves less room gets what there is.
+                room = max(1, int(card["context_length"]) - len(task.prompt))
+                task = task.model_copy(update={"max_tokens": min(MAX_TOKENS, room)})
+            task.check(card)
+        return task
+
+    def check_size(self, tasks: Sequence[Task]) -> None:
+        """What one answer tells is bounded: all its prompts' tasks are small enough, and yet there may be many."""
+        output = sum(task.max_tokens or 0 for task in tasks) * self.n
+        if not self.asked.stream and output > MAX_ANSWER:
+            raise Problem(
+                400,
+                f"max_tokens is {self.asked.fields['max_tokens']}: over all prompts and choices these are up to "
+                f"{output} tokens; at most {MAX_ANSWER} are given in one answer; ask for a stream, send fewer prompts, "
+                "or lower max_tokens or n",
+                code="invalid_value",
+                param="max_tokens",
+            )
+        if not self.logprobs:
+            return
+        tokens = output + (sum(len(task.prompt) for task in tasks) * self.n if self.echo else 0)
+        wanted = tokens * (1 + int(self.asked.fields["logprobs"]))
+        if wanted > MAX_LOGPROBS:
+            raise Problem(
+                400,
+                f"logprobs is {self.asked.fields['logprobs']}: over all prompts and choices these are {wanted} log "
+                f"probabilities; at most {MAX_LOGPROBS} are given in one answer; send fewer prompts, or lower the "
+                "others",
+                code="invalid_value",
+                param="logprobs",
+            )
+
+    def _task(self, at: int, prompt: Prompt) -> Task:
+        fields = {} if "max_tokens" in self.asked.fields else {"max_tokens": MAX_TOKENS}
+        if self.echo and self.logprobs:
+            fields["prompt_logprobs"] = self.asked.fields["logprobs"]
+        # What an empty text stands for, only the model's card says: until then, a token that every model has.
+        return self._words(at).task([0] if prompt == "" else prompt, **fields)
+
+    def _words(self, at: int) -> Asked:
+        """What to call the fields of the task of prompt `at`."""
+        names = self.asked.names | {"prompt_logprobs": "logprobs"}
+        if len(self.prompts) > 1:
+            names |= dict.fromkeys(("prompt", "prompt_ids"), f"prompt[{at}]")
+        return replace(self.asked, names=names)
+
+
+def read_completion(body: Mapping[str, Any]) -> Completion:
+    """The request in a body. Raises Problem."""
+    asked = read(body, own=OWN, renamed=RENAMED, required="prompt")
+    n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
+    if asked.stream and best_of is not None and best_of != n:
+        raise Problem(
+            400,
+            f"best_of is {shown(best_of)} and n is {shown(n)}: the best are known at the end only, and not streamed",
+            code="invalid_value",
+            param="best_of",
+        )
+    return Completion(
+        asked, _prompts(asked.own["prompt"]), flag(asked.own, "echo"), flag(asked.own, "add_special_tokens", True)
+    )
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """One prompt or many: text, token ids, or a list of either. What each of them may be, its task says."""
+    many = isinstance(value, list) and bool(value) and all(isinstance(one, (str, list)) for one in value)
+    if not many:
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise Problem(
+            400,
+            f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are taken",
+            code="array_above_max_length",
+            param="prompt",
+        )
+    return list(value)
+
+
+def _beginning(card: Mapping[str, Any]) -> tuple[int, ...]:
+    """What an empty text stands for: as with OpenAI, the token before every document. Raises InvalidTask."""
+    tokens = [token for token in (card["bos_token_id"], *card["eos_token_ids"]) if token is not None]
+    if not tokens:
+        raise InvalidTask(
+            f"prompt is empty, and model {card['name']!r} has no token for a beginning; give text, or a token id",
+            param="prompt",
+            code="empty_prompt",
+        )
+    return (int(tokens[0]),)
