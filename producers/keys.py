@@ -26,6 +26,7 @@ TIERS: Final[dict[str, tuple[int, int]]] = {
 TASK_NAME: Final = "penstock.generate"
 
 SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; what the sweeper looks at
+DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks that have one
 READERS: Final = "penstock:readers"  # zset: task id -> ms; when the lease of its reader ends
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of the pool that serves it

@@ -32,7 +32,7 @@ def admit(task_id: str, nonce: str, asked_ms: int, record: Mapping[str, str | in
     pairs = [part for item in record.items() for part in item]
     return Call(
         script(PACKAGE, "admit"),
-        (keys.task(task_id), keys.SUBMITTING),
+        (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES),
         (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, *pairs),
     )
 
@@ -50,6 +50,11 @@ def cancel(task_id: str) -> Call:
 def unread(task_id: str, over_ms: int) -> Call:
     """`over_ms`: when its reader lease ended, as LAPSED answered. Answers `[1, accepted 0|1, status]`, or `[0]`."""
     return Call(script(PACKAGE, "unread"), (keys.task(task_id), keys.stream(task_id), keys.READERS), (task_id, over_ms))
+
+
+def expire(task_id: str) -> Call:
+    """For a task whose deadline has passed and that nobody runs. Answers the status after it, or `gone`."""
+    return Call(script(PACKAGE, "expire"), (keys.task(task_id), keys.stream(task_id), keys.DEADLINES), (task_id,))
 
 
 @dataclass(frozen=True, slots=True)

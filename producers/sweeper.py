@@ -1,8 +1,9 @@
 """Finishes what others left.
 
 A record that stayed `submitting` is sent (again), so that no accepted task is lost: the set `penstock:submitting` names
-them by age. A task whose reader is gone is cancelled (`producers.readers`). Several sweepers may run: a message sent
-twice finds its task taken, and a cancel may come twice.
+them by age. A task whose reader is gone is cancelled (`producers.readers`), one that nobody runs is ended when its
+deadline has passed (`producers.expiry`). Several sweepers may run: a message sent twice finds its task taken, and a
+cancel may come twice.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from redis.exceptions import RedisError, WatchError
 
 from producers import keys, protocol
 from producers.aio import AsyncClient
+from producers.expiry import expire_late
 from producers.message import Message
 from producers.readers import LEASE_S, LapsedReaders
 from producers.record import Record
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 PAGE: Final = 100
 #: Seconds between sweeps, on average.
 EVERY_S: Final = 10.0
+#: Seconds between looks at deadlines.
+DEADLINES_EVERY_S: Final = 1.0
 #: Seconds after which a sweep is broken off: a server accepts connections but does not answer.
 LIMIT_S: Final = 60.0
 
@@ -73,6 +77,7 @@ async def run(client: AsyncClient, every_s: float = EVERY_S, reader_lease_s: flo
     async with asyncio.TaskGroup() as group:
         group.create_task(_repeat(lambda: _submits(client), every_s))
         group.create_task(_repeat(lambda: _readers(client, readers), readers.every_s))
+        group.create_task(_repeat(lambda: _deadlines(client), DEADLINES_EVERY_S))
 
 
 async def _repeat(work: Callable[[], Awaitable[None]], every_s: float) -> None:
@@ -94,6 +99,11 @@ async def _submits(client: AsyncClient) -> None:
 async def _readers(client: AsyncClient, readers: LapsedReaders) -> None:
     if gone := await client.run(readers.sweep()):
         log.info("swept: %d tasks cancelled whose readers are gone", gone)
+
+
+async def _deadlines(client: AsyncClient) -> None:
+    if ended := await client.run(expire_late()):
+        log.info("swept: %d tasks ended whose deadline had passed", ended)
 
 
 async def _one(client: AsyncClient, task_id: str, swept: Swept) -> None:

@@ -2,8 +2,8 @@
 
 A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
 lapse. On each round it lets go of what its lapsed lives held, renews the lease on store and broker, reaps incarnations
-whose lease is gone, cancels tasks whose readers are gone, gives back tasks that have been preempted for long, and runs
-what was asked for `later`.
+whose lease is gone, ends tasks whose readers are gone and those that waited too long, gives back tasks that have been
+preempted for long, and runs what was asked for `later`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from producers import keys
+from producers.expiry import expire_late
 from producers.protocol import release
 from producers.readers import LapsedReaders
 from producers.script import Call, run, run_many, text
-from producers.steps import Step, drive
+from producers.steps import Read, Step, drive
 from workers.connect import LOST, connect, is_passing
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
@@ -168,12 +169,20 @@ class Housekeeper(threading.Thread):
                 self._runtime.card["version"],
             )
 
-    def _cancel_unread(self) -> None:
-        """Gateways do this too; here it is done when none is left."""
+    def _end_unwanted(self) -> None:
+        """Whose readers are gone, and what is too late. Gateways do this too; here it is done when none is left."""
         if gone := drive(self._readers.sweep(), self._ask_store):
             logger.info("%d tasks are cancelled: their readers are gone", gone)
 
+        if ended := drive(expire_late(), self._ask_store):
+            logger.info("%d tasks are ended: their deadline passed while they waited", ended)
+
     def _ask_store(self, step: Step) -> Any:
+        if isinstance(step, Read):
+            with self._store.pipeline(transaction=False) as pipe:
+                for command in step.commands:
+                    pipe.execute_command(*command)
+                return pipe.execute()
         assert isinstance(step, Call)
         return run(self._store, step)
 
@@ -287,7 +296,7 @@ class Housekeeper(threading.Thread):
             self._reap_at = now + quarter
             self._reap_at = min(self._reap_at, now + self._reap(life) + REAP_AFTER_S)
             self._adopt()
-            self._cancel_unread()
+            self._end_unwanted()
         self._release_preempted()
 
     def _guarded(self, action: Callable[[], None]) -> None:

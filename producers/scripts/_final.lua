@@ -1,6 +1,8 @@
--- Shared by CLAIM, FINISH and CANCEL: whatever makes a record final appends the terminal entry in the same
+-- Shared by CLAIM, FINISH, CANCEL and EXPIRE: whatever makes a record final appends the terminal entry in the same
 -- script, so that no reader ever sees the one without the other.
 local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
+
+local EXPIRED = '{"code":"expired","message":"The deadline passed before the task was finished."}'
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -25,5 +27,6 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   redis.call('HSET', task, 'status', status, 'end', status, 'finished', now_ms(),
     'reasons', reasons, 'usage', usage, 'error', err)
   redis.call('ZREM', 'penstock:submitting', id)
+  redis.call('ZREM', 'penstock:deadlines', id)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
 end

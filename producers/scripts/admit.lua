@@ -1,5 +1,5 @@
 -- ADMIT | no record -> `submitting`; else nothing. Refused when the request is older than the submit window.
--- KEYS: task, submitting
+-- KEYS: task, submitting, deadlines
 -- ARGV: id, nonce, asked (ms, server time as the client reckons it), window (ms), field, value, ...
 -- Answers: new | mine (this very request was admitted before: its reply was lost) | exists | late
 local task, submitting = KEYS[1], KEYS[2]
@@ -19,4 +19,8 @@ for i = 5, #ARGV do
 end
 redis.call('HSET', task, unpack(fields))
 redis.call('ZADD', submitting, now, id)
+local deadline = redis.call('HGET', task, 'deadline')
+if deadline then
+  redis.call('ZADD', KEYS[3], deadline, id)
+end
 return 'new'

@@ -31,6 +31,9 @@ if not r[1] then
   end
   redis.call('HSET', task, unpack(fields))
   r = { 'queued', false, false, false, false, redis.call('HGET', task, 'deadline'), '0', false, false, false }
+  if r[6] then
+    redis.call('ZADD', 'penstock:deadlines', r[6], id)
+  end
 end
 local status, held, owner = r[1], r[2], r[3]
 if held == claim then
@@ -67,7 +70,7 @@ end
 local err
 local limit = tonumber(ARGV[5])
 if r[6] and tonumber(r[6]) <= now then
-  err = '{"code":"expired","message":"The deadline passed before the task was finished."}'
+  err = EXPIRED
 elseif stuck >= limit or deaths >= 4 * limit then
   err = '{"code":"dead_lettered","message":"Given up: ' .. deaths .. ' workers died while they held this task."}'
 elseif ARGV[6] == '1' and not r[8] then

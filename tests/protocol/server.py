@@ -77,6 +77,10 @@ class Server:
         else:
             self.redis.delete(keys.lease(inc))
 
+    def deadlines(self) -> set[str]:
+        """What stands in the index of deadlines."""
+        return {name.decode() for name in self.redis.zrange(keys.DEADLINES, 0, -1)}
+
     def stored(self, task_ids: Iterable[str]) -> dict[str, Stored]:
         """All that the store holds of these tasks."""
         ids = list(task_ids)

@@ -17,6 +17,9 @@ TASKS = {"t1": 1, "t2": 2, "p": 3}
 PROMPT = 7
 LIMIT = 2
 TTL = 500
+#: When the deadline of a task is, ms: long ago, once it has passed. `t1` has none at first.
+FAR, PASSED = 9_000_000_000_000, 1
+DEADLINES = {"t2": FAR, "p": FAR}
 INCS = ("i1", "i2", "i3")
 #: Every field that a record may have (see `producers.record`), but for `next:<choice>`.
 FIELDS = {
@@ -87,6 +90,8 @@ class Pair(RuleBasedStateMachine):
                 controls.append((channel, payload))
         assert controls == self.controls
         self.controls = []
+        waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or t in DEADLINES)}
+        assert self.server.deadlines() == waited_for
         for t, stored in self.server.stored(TASKS).items():
             self._same(t, self.model[t], stored)
 
@@ -102,7 +107,7 @@ class Pair(RuleBasedStateMachine):
         real = Rec(
             status=fields["status"],
             cancel="cancel" in fields,
-            expired="deadline" in fields,
+            expired=fields.get("deadline") == str(PASSED),
             claim=fields.get("claim"),
             owner=fields.get("owner"),
             deaths=int(fields["deaths"]),

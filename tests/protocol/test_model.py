@@ -33,6 +33,7 @@ SMALL = {
         name: SCENARIOS[name]
         for name in (
             "rival",
+            "late-producer",
             "killer",
             "killer-copies",
             "killer-plain",
@@ -51,6 +52,7 @@ FAULTS: dict[str, dict[str, int]] = {
     "gone_drop": {"lost": 1, "cancel": 1, "ttl": 1},
     "owner_first": {"expire": 1, "deadline": 1},
     "append_final": {"expire": 1, "deadline": 1},
+    "expire_submitting": {"pcrash": 1, "deadline": 1},
     "settle_claimed": {"dup": 1},
     "release_fence": {"dup": 1, "drain": 1, "lost": 1},
     "not_busy_back": {"expire": 1},

@@ -16,9 +16,9 @@ from producers.events import encode_prompt, encode_token
 from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.server import Mutant
-from tests.protocol.store import INCS, LIMIT, PROMPT, TASKS, Pair
+from tests.protocol.store import DEADLINES, INCS, LIMIT, PROMPT, TASKS, Pair
 
-TASK = "t2"
+TASK = "t2"  # whose record has a deadline
 CHOICES = TASKS[TASK]
 mostly = st.sampled_from([True, True, True, False])
 
@@ -31,7 +31,7 @@ class PromptMachine(Pair):
         self.open()
         self.claims = itertools.count(1)
         self.owners = itertools.cycle(INCS)
-        fields = {"n": CHOICES, "prompt_tokens": PROMPT}
+        fields = {"n": CHOICES, "prompt_tokens": PROMPT, "deadline": DEADLINES[TASK]}
         self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
         new = scripts.SUBMITTED._replace(next=(0,) * CHOICES)
         _, self.model[TASK] = scripts.admit(None, "mine", False, ALL, new)

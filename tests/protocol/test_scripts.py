@@ -19,7 +19,7 @@ from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import INCS, LIMIT, PROMPT, TASKS, TTL, Pair
+from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, PROMPT, TASKS, TTL, Pair
 
 TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
 
@@ -44,6 +44,10 @@ def claimed(machine: StoreMachine) -> bool:
     return any(r and r.claim for r in machine.model.values())
 
 
+def deadline(t: str) -> dict[str, int]:
+    return {"deadline": DEADLINES[t]} if t in DEADLINES else {}
+
+
 class StoreMachine(Pair):
     """Every rule is one call on both sides; what it does stands in a closure, so that `again` can call it once more."""
 
@@ -65,7 +69,7 @@ class StoreMachine(Pair):
     def admit(self, t: str, nonce: str, late: bool) -> None:
         def step() -> None:
             asked = self.server.now() - (protocol.SUBMIT_WINDOW_MS + 1000 if late else 0)
-            fields = {"n": TASKS[t], "prompt_tokens": PROMPT}
+            fields = {"n": TASKS[t], "prompt_tokens": PROMPT} | deadline(t)
             answer = text(self.server.run(protocol.admit(t, nonce, asked, fields)))
             new = scripts.SUBMITTED._replace(next=(0,) * TASKS[t])
             expected, self.model[t] = scripts.admit(self.model[t], nonce, late, ALL, new)
@@ -90,7 +94,7 @@ class StoreMachine(Pair):
         self.claims += 1
         t = self.apt(t, lambda r: not r.settled and r.owner not in self.live) if valid else t
         c = self.held(t, True) if same else f"c{self.claims}"
-        plain = {"n": TASKS[t], "prompt_tokens": PROMPT} if t == "p" else None
+        plain = {"n": TASKS[t], "prompt_tokens": PROMPT} | deadline(t) if t == "p" else None
         made = scripts.QUEUED._replace(next=(0,) * TASKS[t]) if plain else None
 
         def step() -> None:
@@ -209,6 +213,18 @@ class StoreMachine(Pair):
 
         self.do(step)
 
+    @rule(t=tasks, valid=mostly)
+    @precondition(lambda self: any(self.model.values()))
+    def expire(self, t: str, valid: bool) -> None:
+        t = self.apt(t, lambda r: r.expired and not r.end) if valid else t
+
+        def step() -> None:
+            answer = text(self.server.run(protocol.expire(t)))
+            expected, self.model[t] = scripts.expire(self.model[t], self.live, ALL)
+            assert answer == expected
+
+        self.do(step)
+
     @rule(batch=batches)
     @precondition(running)
     def append_more(self, batch: list[tuple[str, bool, bool, int, int, int]]) -> None:
@@ -231,8 +247,9 @@ class StoreMachine(Pair):
     @precondition(lambda self: any(r and not r.end and not r.expired for r in self.model.values()))
     def deadline_passes(self, t: str, now: bool) -> None:
         r = self.model[t]
-        if r and now:
-            self.server.redis.hset(keys.task(t), "deadline", 1)
+        if r and not r.end and now:
+            self.server.redis.hset(keys.task(t), "deadline", PASSED)
+            self.server.redis.zadd(keys.DEADLINES, {t: PASSED})
             self.model[t] = r._replace(expired=True)
 
     @rule(t=tasks)

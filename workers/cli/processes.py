@@ -157,7 +157,7 @@ def gateway(
 
 
 def sweeper(broker: Broker, store: Store = None, log_level: LogLevel = "info") -> None:
-    """Send tasks that were recorded but never queued, and cancel those whose reader died. Gateways do this too."""
+    """Send tasks that were recorded but never queued, end those too late or without a reader. Gateways do this too."""
     import asyncio
 
     _log(log_level)

@@ -53,6 +53,13 @@ def sweeper_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield "sweeper crashes", False, s._replace(sweep=None, budget=b)
 
 
+def expiry_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
+    """Whoever sweeps ends what is too late and waits for nobody."""
+    status, r = scripts.expire(s.recs[t], s.ls, rules)
+    if r is not s.recs[t]:
+        yield f"EXPIRE {t} -> {status}", True, store(s, t, r)
+
+
 def client_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
     r, b = s.recs[t], spend(s, "cancel")
     if b and r and r.status not in FINAL:

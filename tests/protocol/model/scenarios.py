@@ -64,6 +64,7 @@ _LIST = [
     _world("retry", retry=1, expire=1, crash=1, lost=1),
     _world("producer", sent=False, pcrash=2, lost=1, crash=1, ttl=1, cancel=1, length=1),
     _world("eager-producer", sent=False, pcrash=1, lost=1, cancel=1, crash=1, length=1),
+    _world("late-producer", sent=False, pcrash=1, lost=1, deadline=1, crash=1, length=1),
     _world("rival", sent=False, rival=True, lost=1, pcrash=1, workers=(0,), length=1),
     _world("plain", plain=True, crash=1, lost=1, dup=1, ttl=1, expire=1, length=1),
     _world("poison", crash=2, expire=1, limit=2, lost=1, length=1),

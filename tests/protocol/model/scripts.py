@@ -190,6 +190,19 @@ def release(r: Rec | None, c: Any, rules: Rules) -> tuple[int, Rec | None]:
     return 1, r._replace(status="queued", claim=None, owner=None)
 
 
+def expire(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[str, Rec | None]:
+    """The status after it. Only where the deadline has passed, and nobody live owns the task."""
+    if r is None:
+        return "gone", r
+    if r.status in FINAL or not r.expired:
+        return r.status, r
+    if r.owner is not None and r.owner in live:  # who ends it itself, with all that its text needs
+        return r.status, r
+    if r.status == "submitting" and "expire_submitting" in rules:
+        return r.status, r
+    return "failed", _final(r, "failed", rules, why="expired", claim=None, owner=None)
+
+
 def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str, Rec | None]:
     """Accepted?, and the status after it. A task that nobody live owns is final at once, settled at its next CLAIM."""
     if r is None:

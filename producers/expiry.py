@@ -1,0 +1,43 @@
+"""Deadlines of tasks that nobody runs: whoever sweeps ends those that are too late.
+
+The set `penstock:deadlines` holds unfinished tasks by when their deadline is, in server time. Whoever runs a task ends
+it himself; one that is still `submitting` is first sent by the sweeper. Several may sweep: the second finds nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from producers import keys, protocol
+from producers.script import text
+from producers.steps import FAILURES, Read, Steps, lost
+
+log = logging.getLogger(__name__)
+
+#: Ids looked at in one go.
+PAGE: Final = 200
+
+
+def expire_late() -> Steps[int]:
+    """How many tasks were ended. Raises redis.exceptions.RedisError or OSError where the store is away."""
+    ((seconds, micros),) = yield Read((("TIME",),))
+    now = int(seconds) * 1000 + int(micros) // 1000
+    ended = kept = 0
+    while True:
+        # Those that are left to others stay in the set, before what is still to be looked at.
+        query = ("ZRANGEBYSCORE", keys.DEADLINES, "-inf", now, "LIMIT", kept, PAGE)
+        (page,) = yield Read((query,))
+        for task_id in map(text, page):
+            try:
+                status = text((yield protocol.expire(task_id)))
+            except FAILURES as error:
+                if lost(error):
+                    raise
+                log.exception("task %s is past its deadline and cannot be ended", task_id)
+                kept += 1
+                continue
+            ended += status == "failed"
+            kept += status in ("submitting", "queued", "in_progress")
+        if len(page) < PAGE:
+            return ended
