@@ -37,7 +37,7 @@ def expire_late() -> Steps[int]:
                 log.exception("task %s is past its deadline and cannot be ended", task_id)
                 kept += 1
                 continue
-            ended += status == "failed"
+            ended += status in ("failed", "cancelled")
             kept += status in ("submitting", "queued", "in_progress")
         if len(page) < PAGE:
             return ended

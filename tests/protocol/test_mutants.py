@@ -33,6 +33,7 @@ STORE = {
     "CANCEL leaves the dead owner's claim": ("cancel", "redis.call('HDEL', task, 'claim', 'owner')", ""),
     "EXPIRE ends what a live worker runs": ("expire", "if live or status", "if status"),
     "EXPIRE ends what is still submitting": ("expire", "live or status == 'submitting' or", "live or"),
+    "EXPIRE writes over a cancel": ("expire", "r[4] and 'cancelled' or 'failed'", "'failed'"),
     "EXPIRE looks at no clock": ("expire", "tonumber(r[3]) > now_ms()", "false"),
     "EXPIRE leaves the dead owner's claim": ("expire", "redis.call('HDEL', task, 'claim', 'owner')", ""),
     "ADMIT notes no deadline": ("admit", "redis.call('ZADD', KEYS[3], deadline, id)", ""),

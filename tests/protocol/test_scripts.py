@@ -213,9 +213,11 @@ class StoreMachine(Pair):
 
         self.do(step)
 
-    @rule(t=tasks, valid=mostly)
+    @rule(t=tasks, valid=mostly, now=rarely)
     @precondition(lambda self: any(self.model.values()))
-    def expire(self, t: str, valid: bool) -> None:
+    def expire(self, t: str, valid: bool, now: bool) -> None:
+        if not now:
+            return
         t = self.apt(t, lambda r: r.expired and not r.end) if valid else t
 
         def step() -> None:
@@ -297,6 +299,46 @@ COURSE: tuple[Callable[[StoreMachine, str, str], None], ...] = (
 LIVES = ([False] * LIMIT, [True, *[False] * LIMIT], [False, True] * 2 + [False] * LIMIT, [True] * 4 * LIMIT)
 
 
+def _be_late(kind: type[StoreMachine]) -> None:
+    """One that nobody sent, one that runs, one that was cancelled and whose worker died; then all of them at rest."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.admit("t1", "mine", False)
+    machine.admit("t2", "mine", False)
+    machine.queued("t2", True)
+    machine.expire("t2", False, True)
+    for t in ("t2", "p"):
+        machine.claim(t, "i1", False, False, False)
+    machine.cancel("p", False, True)
+    for t in TASKS:
+        machine.expire(t, False, True)
+        machine.deadline_passes(t, True)
+        machine.expire(t, False, True)
+    machine.lease("i1", False)
+    for t in TASKS:
+        machine.expire(t, False, True)
+        machine.again()
+    machine.lease("i2", True)
+    for t in TASKS:
+        machine.claim(t, "i2", False, False, False)
+    ends = {t: r and r.end for t, r in machine.model.items()}
+    assert ends == {"t1": "failed", "t2": "failed", "p": "cancelled"}
+    machine.teardown()
+
+
+def _condemned(kind: type[StoreMachine]) -> None:
+    """By the broker, which cannot know that somebody lived to take it up."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.claim("p", "i1", False, False, False)
+    machine.lease("i1", False)
+    machine.claim("p", "i2", True, False, False)
+    r = machine.model["p"]
+    assert r
+    assert not r.end
+    machine.teardown()
+
+
 def _die(kind: type[StoreMachine], lives: list[bool]) -> None:
     machine = kind()
     machine.begin(begun=(0, 0, 0), alive=(False, False, False))
@@ -315,6 +357,8 @@ def _die(kind: type[StoreMachine], lives: list[bool]) -> None:
 def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
+    _be_late(machine)
+    _condemned(machine)
     for lives in LIVES:
         _die(machine, lives)
     run_state_machine_as_test(

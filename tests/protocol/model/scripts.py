@@ -200,6 +200,8 @@ def expire(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[str, Rec 
         return r.status, r
     if r.status == "submitting" and "expire_submitting" in rules:
         return r.status, r
+    if r.cancel and "expire_cancel" in rules:
+        return "cancelled", _final(r, "cancelled", rules, claim=None, owner=None)
     return "failed", _final(r, "failed", rules, why="expired", claim=None, owner=None)
 
 
