@@ -173,7 +173,6 @@ class Housekeeper(threading.Thread):
         """Whose readers are gone, and what is too late. Gateways do this too; here it is done when none is left."""
         if gone := drive(self._readers.sweep(), self._ask_store):
             logger.info("%d tasks are cancelled: their readers are gone", gone)
-
         if ended := drive(expire_late(), self._ask_store):
             logger.info("%d tasks are ended: their deadline passed while they waited", ended)
 
