@@ -34,11 +34,12 @@ _NOT_FINITE, _NONE_LEFT = tl.constexpr(layout.NOT_FINITE), tl.constexpr(layout.N
 _BOUNDS = tl.constexpr(BOUNDS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots", "positions"])
 def choose_kernel(
     logits,
     logits_stride,
     slots,
+    slots_stride,
     positions,
     table,
     reals,
@@ -59,7 +60,7 @@ def choose_kernel(
     rows in `work`, which are those whose slots have flags.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row * slots_stride).to(tl.int64)
     if slot < 0:
         return
     place = row * tl.num_programs(1) + part
@@ -91,9 +92,10 @@ def choose_kernel(
     tl.store(tokens + place, tl.min(tl.where(x == value, token, vocab), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots"])
 def settle_kernel(
     slots,
+    slots_stride,
     table,
     values,
     tokens,
@@ -109,7 +111,7 @@ def settle_kernel(
 ):
     """One row: its token and its faults into `chosen`, the token into its slot's `last_tokens` and counts."""
     row = tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row * slots_stride).to(tl.int64)
     if slot < 0:
         return
     part = tl.arange(0, PARTS)
@@ -174,13 +176,16 @@ class TritonChoose:
         # A kernel that does not read it is given something in its place.
         work = self._bounds if self._work is None else self._work
         reals = state.table.view(torch.float32)
+        # Of int64 the lower halves, so that kernels are compiled for one kind.
+        narrow = slots if slots.dtype == torch.int32 else slots.view(torch.int32)[::2]
         grid = (len(slots), self._parts)
         parts = triton.next_power_of_2(self._parts)
         if features:
             edit_kernel[grid](
                 logits,
                 logits.stride(0),
-                slots,
+                narrow,
+                narrow.stride(0),
                 positions,
                 state.table,
                 reals,
@@ -201,7 +206,8 @@ class TritonChoose:
             )
         if filters:
             filter_kernel[(len(slots),)](
-                slots,
+                narrow,
+                narrow.stride(0),
                 state.table,
                 reals,
                 work,
@@ -220,7 +226,8 @@ class TritonChoose:
         choose_kernel[grid](
             logits,
             logits.stride(0),
-            slots,
+            narrow,
+            narrow.stride(0),
             positions,
             state.table,
             reals,
@@ -238,7 +245,8 @@ class TritonChoose:
             enable_fp_fusion=False,
         )
         settle_kernel[(len(slots),)](
-            slots,
+            narrow,
+            narrow.stride(0),
             state.table,
             self._values,
             self._tokens,

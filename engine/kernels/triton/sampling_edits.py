@@ -16,11 +16,12 @@ _PENALISED, _BIASED, _MASKED = (tl.constexpr(flag) for flag in (layout.PENALISED
 _NOT_FINITE = tl.constexpr(layout.NOT_FINITE)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots", "positions"])
 def edit_kernel(
     logits,
     logits_stride,
     slots,
+    slots_stride,
     positions,
     table,
     reals,
@@ -43,7 +44,7 @@ def edit_kernel(
     whether the logits are finite. `table` and `reals` are the same memory.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row * slots_stride).to(tl.int64)
     if slot < 0:
         return
     flags = tl.load(table + slot * _WIDTH + _FLAGS)

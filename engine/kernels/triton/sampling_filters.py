@@ -167,9 +167,10 @@ def _bracket(found, pattern, count, weight, goal, by_count):
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots"])
 def filter_kernel(
     slots,
+    slots_stride,
     table,
     reals,
     work,
@@ -190,7 +191,7 @@ def filter_kernel(
     of its parts.
     """
     row = tl.program_id(0)
-    slot = tl.load(slots + row).to(tl.int64)
+    slot = tl.load(slots + row * slots_stride).to(tl.int64)
     if slot < 0:
         return
     if (tl.load(table + slot * _WIDTH + _FLAGS) & _FILTERED) == 0:

@@ -20,7 +20,8 @@ from tests.engine.sampling.sequences import sequence
 def step(sampler: DeviceSampler, logits: torch.Tensor, sequences: list[Sequence], padding: int = 0) -> list[Sampled]:
     """One step of these sequences, admitted, launched, fetched and collected; with rows of padding after theirs."""
     device = logits.device
-    slots = torch.tensor([one.slot for one in sequences] + [-1] * padding, dtype=torch.int32, device=device)
+    kind = torch.int64 if padding % 2 else torch.int32
+    slots = torch.tensor([one.slot for one in sequences] + [-1] * padding, dtype=kind, device=device)
     positions = torch.tensor([len(one.tokens) - 1 for one in sequences] + [0] * padding, device=device)
     rows = torch.cat((logits, logits[:1].expand(padding, -1) * float("nan"))) if padding else logits
     features = sampler.admit(sequences)

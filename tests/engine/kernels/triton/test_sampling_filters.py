@@ -56,6 +56,7 @@ def kept(x: Tensor, asked: list[tuple[int, float, float, float]], where: torch.d
     slots = torch.arange(rows, dtype=torch.int32, device=where)
     filter_kernel[(rows,)](
         slots,
+        1,
         table,
         table.view(torch.float32),
         work,
