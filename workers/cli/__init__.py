@@ -10,6 +10,25 @@
 Modules import what they need when a command runs, so that `--help` is quick and a caller's machine needs no torch.
 """
 
-from workers.cli.app import main
+from __future__ import annotations
+
+import os
+import signal
+
+from workers.cli.exits import Exit
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """The entry point of `penstock`."""
+    # Ctrl-C while the commands are imported: nothing has begun that would have to be put in order. Left alone where it
+    # does nothing, as in a script's background job.
+    listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if listens:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(Exit.INTERRUPTED))
+    from workers.cli import app
+
+    if listens:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    app.main()

@@ -1,5 +1,5 @@
 """`python -m workers.cli`."""
 
-from workers.cli.app import main
+from workers.cli import main
 
 main()

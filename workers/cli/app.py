@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 
 from workers.cli import bench, chat, completion, demo, dlq, models, processes, run, tasks, up
-from workers.cli.exits import Failure
+from workers.cli.completion import COMPLETE
+from workers.cli.exits import Exit, Failure
 
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,  # `penstock completion` prints the scripts
     pretty_exceptions_show_locals=False,
     help="Event-driven, serverless LLM inference on a queue.",
     epilog="Begin with: penstock up -- then, elsewhere: penstock submit tiny 'def fibonacci(n):' --stream",
@@ -38,9 +41,15 @@ def _root(
 
 
 def main() -> None:
-    """The entry point of `penstock`."""
+    """Run the command that the process was given."""
+    if COMPLETE in os.environ:
+        from typer.completion import completion_init
+
+        completion_init()  # of typer's answers to a shell's questions, which come with its own options otherwise
     try:
         app(prog_name="penstock")  # also as python -m workers.cli: shells complete it by that name
     except Failure as failure:
         typer.echo(f"penstock: {failure}", err=True)
         sys.exit(failure.status)
+    except KeyboardInterrupt:  # while the commands were put together
+        sys.exit(Exit.INTERRUPTED)

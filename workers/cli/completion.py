@@ -18,6 +18,8 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
+#: Set where a shell asks what may come next.
+COMPLETE: Final = "_PENSTOCK_COMPLETE"
 #: Each asks penstock itself, which answers when _PENSTOCK_COMPLETE says for which shell (typer's own protocol).
 _SCRIPTS: Final = {
     Shell.BASH: """\

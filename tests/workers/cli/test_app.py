@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.producers.gateway.conftest import until
 from tests.workers.cli.conftest import Run
 
 COMMANDS = ["up", "demo", "run", "chat", "models", "bench", "submit", "tail", "result", "cancel"]
@@ -27,6 +31,29 @@ def test_each_commands_help_has_an_example_and_its_exit_statuses(run: Run, comma
 def test_the_help_names_all_commands(run: Run) -> None:
     said = run("--help").out
     assert [command for command in COMMANDS if f" {command} " not in said] == []
+
+
+def test_there_is_one_way_to_completion(run: Run) -> None:
+    said = run("--help").out
+    assert "completion" in said.replace("--install-completion", "").replace("--show-completion", "")
+    assert "--install-completion" not in said
+    assert "--show-completion" not in said
+
+
+def test_ctrl_c_before_a_command_is_loaded_ends_it_quietly(tmp_path: Path) -> None:
+    """In the midst of an import, which here takes long: of a stand-in for one of the libraries."""
+    begun = tmp_path / "begun"
+    (tmp_path / "typer.py").write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    # As in the foreground, also where these tests run in the background.
+    source = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from workers.cli import main; main()"
+    )
+    ran = subprocess.Popen([sys.executable, "-c", source], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until(begun.exists)
+    ran.send_signal(signal.SIGINT)
+    said = ran.communicate(timeout=30)
+    assert (ran.returncode, *said) == (130, b"", b"")
 
 
 def test_the_version_is_the_distributions(run: Run) -> None:
