@@ -43,7 +43,7 @@ def _root(
 def main() -> None:
     """Run the command that the process was given."""
     if COMPLETE in os.environ:
-        from typer.completion import completion_init
+        from typer._completion_classes import completion_init
 
         completion_init()  # of typer's answers to a shell's questions, which come with its own options otherwise
     try:

@@ -1,0 +1,137 @@
+"""README.md says what the code does: its tables and its examples, compared with the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from engine.models.registry import FAMILIES
+from engine.params import SamplingParams
+from engine.text.checkpoint import count_parameters
+from producers import keys
+from producers.gateway import GatewaySettings, create_app
+from producers.gateway.openai import parameters
+from producers.gateway.openai.completions import OWN, RENAMED
+from tests.engine.text.well_known import KNOWN
+from workers.cli.app import app
+from workers.library.reference import bundled
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+#: What the README calls the families, and the architectures that it means.
+CALLED = {
+    "Llama": ["LlamaForCausalLM"],
+    "Mistral": ["MistralForCausalLM"],
+    "Qwen2 and 2.5": ["Qwen2ForCausalLM"],
+    "Qwen3": ["Qwen3ForCausalLM"],
+    "Phi-3 and 4": ["Phi3ForCausalLM"],
+    "Gemma 2 and 3 (text)": ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
+}
+
+
+def row(name: str) -> str:
+    """What the table says under this name."""
+    (found,) = re.findall(rf"^\| {name} \| (.*) \|$", README, re.MULTILINE)
+    return str(found)
+
+
+def code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Lines that call penstock, in README and in the pages that it sends its reader to for them."""
+    pages = [README, *((ROOT / "docs" / name).read_text("utf-8") for name in ("commands.md", "http.md"))]
+    found = [line for page in pages for line in re.findall(r"^    (?:\.venv/bin/)?penstock (.*)$", page, re.MULTILINE)]
+    found += [line.partition(": penstock ")[2] for line in (ROOT / "Procfile").read_text("utf-8").splitlines()]
+    return list(dict.fromkeys(re.sub(r"\$\{[^}]*\}+", "1", line) for line in found))
+
+
+def test_the_families_are_those_of_the_registry() -> None:
+    assert row("Models").startswith(", ".join(CALLED))
+    assert sorted(name for names in CALLED.values() for name in names) == sorted(FAMILIES)
+
+
+def test_the_parameters_are_those_of_the_engine() -> None:
+    assert sorted(code(row("Sampling")) + code(row("Ends"))) == sorted(field.name for field in fields(SamplingParams))
+
+
+def test_what_openai_clients_may_send_is_taken() -> None:
+    taken = {*parameters.SAME, *OWN, *RENAMED, "service_tier"}
+    assert {name for name in code(row("OpenAI")) if name not in ("openai", "lm-eval")} <= taken
+
+
+def test_the_tiers_are_those_of_the_queue() -> None:
+    assert code(row("Tiers")) == list(keys.TIERS)
+
+
+def test_the_templates_are_counted() -> None:
+    assert f"; {len(KNOWN)} well-known ones" in row("Chat templates")
+
+
+def test_what_there_is_to_watch_is_served() -> None:
+    paths = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1")).openapi()["paths"]
+    assert set(code(row("Watch"))) <= paths.keys()
+
+
+def test_the_bundled_models_are_as_large_and_as_good_as_it_says() -> None:
+    models = bundled()
+    assert f"a {count_parameters(models['tiny']) / 1e6:.1f}-million-parameter Llama" in README
+    for name in ("tiny", "tiny-v2", "tiny-draft"):
+        assert f"`{name}`" in README
+        (measured,) = re.findall(r"perplexity (\d+\.\d+)", (models[name] / "README.md").read_text("utf-8"))
+        assert f"{float(measured):.1f}" in README
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_is_taken_as_it_is_written(line: str) -> None:
+    """Parsed with all its options, and not run."""
+    command: Any = typer.main.get_command(app)
+    words = shlex.split(line, comments=True)
+    context = command.make_context("penstock", list(words))
+    while hasattr(command, "resolve_command"):  # a group of commands
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None
+        command = found
+        context = command.make_context(name, words, parent=context)
+
+
+@pytest.mark.parametrize("source", [source for source in blocks("python") if "import" in source])
+def test_what_an_example_imports_is_there(source: str) -> None:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("engine", "producers"):
+            module = import_module(str(node.module))
+            assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+def test_every_command_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    known: Any = typer.main.get_command(app)
+    listed = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    for name, command in known.commands.items():
+        for path in (f"{name} {one}" for one in command.commands) if hasattr(command, "commands") else (name,):
+            assert re.search(rf"`{path.partition(' ')[0]}\b", listed), path
+            assert re.search(rf"\b{path.rpartition(' ')[2]}\b", listed), path
+
+
+def test_every_page_that_it_names_is_there() -> None:
+    for name in re.findall(r"\]\(([^)#:]+)[)#]", README):
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_processes_are_those_of_the_procfile() -> None:
+    named = {line.partition(":")[0] for line in (ROOT / "Procfile").read_text("utf-8").splitlines() if line}
+    (said,) = re.findall(r"The `Procfile` names them: (.*?)\n\n", README, re.DOTALL)
+    assert set(code(said.partition("`penstock COMMAND")[0])) == named
