@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.device import DeviceRunner, step_bytes
+from engine.errors import EngineError
 from engine.kv import KvSpace
-from engine.memory import GIB, free_bytes, kv_spaces
+from engine.memory import GIB, free_bytes, kv_spaces, release
 from engine.models import Model
 from engine.runner import Runner
 
@@ -51,15 +52,24 @@ def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int)
 def runner_for(
     model: Model, config: EngineConfig, spaces: Sequence[KvSpace], step_tokens: int, length: int
 ) -> Runner | DeviceRunner:
-    """By which batches the model's kernels read."""
-    if not model.kernels.ragged:
-        return Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    return DeviceRunner(
-        model,
-        spaces=spaces,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=step_tokens,
-        max_model_len=length,
-        graphs=config.graphs,
-    )
+    """By which batches the model's kernels read. Raises EngineError where there is no memory for the cache."""
+    try:
+        if not model.kernels.ragged:
+            return Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
+        return DeviceRunner(
+            model,
+            spaces=spaces,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=step_tokens,
+            max_model_len=length,
+            graphs=config.graphs,
+        )
+    except Exception as error:
+        if not release(error):
+            raise
+        blocks = " and ".join(str(space.num_blocks) for space in spaces)
+        raise EngineError(
+            f"{model.device.type} has no memory for a KV cache of {blocks} blocks; lower kv_cache_bytes or "
+            f"memory_share: {error}"
+        ) from error

@@ -372,10 +372,19 @@ def test_sampling_takes_place_only_where_a_prompt_is_complete(load: Load, monkey
 
 def test_every_kernel_set_says_the_same(load: Load, device: torch.device) -> None:
     sets = ["reference", "ragged", "sdpa", *(["cpu"] if device.type == "cpu" else [])]
-    engines = [load(kernels=name) for name in sets] + [load(kernels="ragged", graphs=False)]
+    engines = [load(kernels=name) for name in sets] + [load(kernels="ragged", graphs=False, overlap=1)]
     found = [[one.token_ids for one in engine.generate(TEXTS, GREEDY)] for engine in engines]
     assert all(one == found[0] for one in found)
     assert [engine.stats().kernels for engine in engines] == [*sets, "ragged"]
+
+
+def test_a_cache_that_the_device_cannot_hold_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90.00 GiB")
+
+    monkeypatch.setattr("engine.placement.DeviceRunner", full)
+    with pytest.raises(EngineError, match=r"no memory for a KV cache of \d+ blocks; lower kv_cache_bytes .* 90.00 GiB"):
+        load(kernels="ragged")
 
 
 def test_kernels_for_another_device_are_refused() -> None:

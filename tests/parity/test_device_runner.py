@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.reference import Ragged
 from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.request import Event
@@ -64,8 +63,16 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ragged(variant: str, folders: dict[str, Path], device: torch.device) -> Model:
-    return load_model(folders[variant], "float32", device, Ragged)
+def model(variant: str, folders: dict[str, Path], device: torch.device) -> Model:
+    """For the plain runner."""
+    return load_model(folders[variant], "float32", device, "cpu" if device.type == "cpu" else "sdpa")
+
+
+@pytest.fixture(params=["ragged", *(["triton"] if torch.cuda.is_available() else [])])
+def ragged(variant: str, folders: dict[str, Path], device: torch.device, request: pytest.FixtureRequest) -> Model:
+    if device.type == "cpu" and request.param == "triton":
+        pytest.skip("interpreted it would take minutes")
+    return load_model(folders[variant], "float32", device, request.param)
 
 
 @pytest.fixture

@@ -52,6 +52,10 @@ def worker(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one batch.")] = None,
     max_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
     kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,
+    memory_share: Annotated[
+        float | None,
+        typer.Option(help="Part of a GPU's memory to take where --kv-cache-bytes is not given; unset: 0.85."),
+    ] = None,
     dtype: DType = None,
     quantization: Quantization = None,
     device: Device = None,
@@ -71,6 +75,7 @@ def worker(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_batched_tokens,
         "kv_cache_bytes": kv_cache_bytes,
+        "memory_share": memory_share,
         "dtype": dtype,
         "quantization": quantization,
         "device": device,

@@ -32,12 +32,14 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain", "5", "--max-deaths", "7"),
         *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000"),
+        *("--memory-share", "0.5"),
         *("--dtype", "float32", "--quantization", "none", "--device", "cpu", "--threads", "1"),
     )
     engine = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "kv_cache_bytes": 1_000_000,
+        "memory_share": 0.5,
         "dtype": "float32",
         "quantization": "none",
         "device": "cpu",
