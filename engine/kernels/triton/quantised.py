@@ -47,15 +47,11 @@ class Tiling:
     """Loads that are under way in a program."""
 
 
-#: By bits and by rows. More rows read more of the activations for each weight: wider programs read them less often.
-TILINGS = {
-    4: (Tiling(16, 128, 4, 4), Tiling(32, 128, 8, 4), Tiling(64, 256, 16, 4)),
-    8: (Tiling(16, 128, 4, 4), Tiling(32, 128, 8, 4), Tiling(64, 128, 8, 4)),
-}
-
-
-def tiling(bits: int, rows: int) -> Tiling:
-    return next(each for each in TILINGS[bits] if rows <= each.rows)
+#: By rows. More rows read more of the activations for each weight: wider programs read them less often.
+INT4_TILINGS = (Tiling(16, 128, 4, 4), Tiling(32, 128, 8, 4), Tiling(64, 256, 16, 4))
+#: Zero points take registers, of which 16 warps have none left.
+INT4_ZEROS_TILINGS = (*INT4_TILINGS[:2], Tiling(64, 128, 8, 4))
+INT8_TILINGS = (Tiling(16, 128, 4, 4), Tiling(32, 128, 8, 4), Tiling(64, 128, 8, 4))
 
 
 def splits(outputs: int, tiles: int) -> int:
@@ -69,6 +65,7 @@ def int4_linear(weight: Int4Weight, bias: Tensor | None) -> PreparedLinear:
     """x [rows, inputs] -> [rows, outputs] in the dtype of `x`, summed in fp32. `bias` [outputs]."""
     outputs, inputs = weight.shape
     group = 0 if weight.group == inputs else weight.group
+    tilings = INT4_TILINGS if weight.zeros is None else INT4_ZEROS_TILINGS
 
     def linear(x: Tensor) -> Tensor:
         if len(x) > MOST_ROWS:
@@ -86,7 +83,7 @@ def int4_linear(weight: Int4Weight, bias: Tensor | None) -> PreparedLinear:
                 OUTPUTS=UNPACKED,
             )
             return F.linear(x, dense, bias)
-        split = _Split(x, outputs, len(weight.packed), bias, 4)
+        split = _Split(x, outputs, len(weight.packed), bias, tilings)
         if len(x):
             int4_kernel[split.grid](
                 x,
@@ -104,6 +101,7 @@ def int4_linear(weight: Int4Weight, bias: Tensor | None) -> PreparedLinear:
                 GROUP=group,
                 PLANE=weight.plane,
                 ZEROS=weight.zeros is not None,
+                EVEN=inputs % (2 * weight.plane) == 0,
                 **split.options,
             )
         return split.total()
@@ -130,7 +128,7 @@ def int8_linear(weight: Int8Weight, bias: Tensor | None) -> PreparedLinear:
                 OUTPUTS=UNPACKED,
             )
             return F.linear(x, dense, bias)
-        split = _Split(x, outputs, len(weight.packed), bias, 8)
+        split = _Split(x, outputs, len(weight.packed), bias, INT8_TILINGS)
         if len(x):
             int8_kernel[split.grid](
                 x,
@@ -146,6 +144,7 @@ def int8_linear(weight: Int8Weight, bias: Tensor | None) -> PreparedLinear:
                 split.tiles_each,
                 GROUP=group,
                 TILE=weight.tile,
+                EVEN=inputs % weight.tile == 0,
                 **split.options,
             )
         return split.total()
@@ -156,14 +155,15 @@ def int8_linear(weight: Int8Weight, bias: Tensor | None) -> PreparedLinear:
 class _Split:
     """A product of few rows, cut into parts."""
 
-    def __init__(self, x: Tensor, outputs: int, tiles: int, bias: Tensor | None, bits: int) -> None:
-        how = tiling(bits, len(x))
+    def __init__(self, x: Tensor, outputs: int, tiles: int, bias: Tensor | None, tilings: tuple[Tiling, ...]) -> None:
+        how = next(each for each in tilings if len(x) <= each.rows)
         parts = splits(outputs, tiles)
         self.tiles_each = triton.cdiv(tiles, parts)
         self.grid = (triton.cdiv(outputs, how.outputs), parts)
         self.options = {
-            "BIAS": bias is not None,
-            "SPLITS": parts,
+            # With several parts, their sum takes it.
+            "BIAS": bias is not None and parts == 1,
+            "WHOLE": parts == 1,
             "ROWS": how.rows,
             "OUTPUTS": how.outputs,
             "STAGES": how.stages,
@@ -171,8 +171,7 @@ class _Split:
         }
         self._bias = bias
         self._out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-        whole = parts == 1
-        self.parts = self._out if whole else torch.empty((parts, *self._out.shape), device=x.device)
+        self.parts = self._out if parts == 1 else torch.empty((parts, *self._out.shape), device=x.device)
         """fp32 [splits, rows, outputs], or the result itself where there is one part."""
 
     def total(self) -> Tensor:

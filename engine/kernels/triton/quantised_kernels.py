@@ -24,9 +24,18 @@ def _halves(packed, low_zero, high_zero, dtype: tl.constexpr):
 
 
 @triton.jit
-def _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS: tl.constexpr, SPLITS: tl.constexpr):
+def _some(at, input, inputs, EVEN: tl.constexpr):
+    """Activations, with zeros beyond the last input."""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=input < inputs, other=0.0)
+
+
+@triton.jit
+def _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS: tl.constexpr, WHOLE: tl.constexpr):
     """`sums` [outputs, rows] to where they belong: the result, or this program's part of it."""
-    if SPLITS == 1 and BIAS:
+    if WHOLE and BIAS:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     part = out_ptr + tl.program_id(1).to(tl.int64) * rows * outputs
     inside = (output < outputs)[:, None] & (row < rows)[None]
@@ -51,52 +60,58 @@ def int4_kernel(
     PLANE: tl.constexpr,
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (o, s): OUTPUTS outputs of all rows, over the tiles of split s. GROUP is 0 where there is only one.
+    """Program (o, s): OUTPUTS outputs of all rows, over the tiles of split s. GROUP is 0 where there is one alone.
+    WHOLE: there is one split, and what it sums is the result. EVEN: the inputs end where a tile does.
 
     The weights are the left operand, so that few rows fill a narrow tile and not a high one.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    real = output < outputs
     row = tl.arange(0, ROWS)
     within = tl.arange(0, PLANE)
     dtype = x_ptr.dtype.element_ty
+    # What is beyond the last output or row is read as that, and not written: no load in the loop needs a mask.
+    output_at, row_at = tl.minimum(output, outputs - 1), tl.minimum(row, rows - 1)
     first = tl.program_id(1) * tiles_each
+    packed_at = packed_ptr + first.to(tl.int64) * outputs * PLANE
+    packed_offset = output_at[:, None] * PLANE + within[None]
+    x_at = x_ptr + first * 2 * PLANE
+    x_offset = row_at[None] * x_stride + within[:, None]
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for tile in tl.range(first, min(first + tiles_each, tiles), num_stages=STAGES):
-        at = (output.to(tl.int64) + tile * outputs)[:, None] * PLANE + within[None]
-        packed = tl.load(packed_ptr + at, mask=real[:, None], other=0).to(tl.int32)
-        low_input = tile * (2 * PLANE) + within
-        high_input = low_input + PLANE
-        x_at = x_ptr + row[None] * x_stride
-        low_x = tl.load(x_at + low_input[:, None], mask=(low_input < inputs)[:, None] & (row < rows)[None], other=0.0)
-        high_x = tl.load(
-            x_at + high_input[:, None], mask=(high_input < inputs)[:, None] & (row < rows)[None], other=0.0
-        )
-        group, high_group = 0, 0
-        if GROUP > 0:
+        packed = tl.load(packed_at + packed_offset).to(tl.int32)
+        low_x = _some(x_at + x_offset, tile * (2 * PLANE) + within[:, None], inputs, EVEN)
+        high_x = _some(x_at + PLANE + x_offset, tile * (2 * PLANE) + PLANE + within[:, None], inputs, EVEN)
+        packed_at += outputs * PLANE
+        x_at += 2 * PLANE
+        if GROUP % (2 * PLANE) == 0:  # a tile is in one group
+            group = tile * (2 * PLANE) // GROUP if GROUP > 0 else 0
+            scale = tl.load(scales_ptr + group * outputs + output_at).to(tl.float32)[:, None]
+            zero = _MIDDLE
+            if ZEROS:
+                zero = tl.load(zeros_ptr + group * outputs + output_at).to(tl.float32)[:, None]
+            low, high = _halves(packed, zero, zero, dtype)
+            part = tl.dot(low, low_x, input_precision="ieee")
+            sums += tl.dot(high, high_x, part, input_precision="ieee") * scale
+        else:
             group = tile * (2 * PLANE) // GROUP
             # Where the inputs end within a tile, its second half has no group of its own.
             high_group = min((tile * (2 * PLANE) + PLANE), inputs - 1) // GROUP
-        scale = tl.load(scales_ptr + group * outputs + output, mask=real, other=0.0).to(tl.float32)
-        if ZEROS:
-            zero = tl.load(zeros_ptr + group * outputs + output, mask=real, other=0).to(tl.float32)[:, None]
-            high_zero = tl.load(zeros_ptr + high_group * outputs + output, mask=real, other=0).to(tl.float32)[:, None]
+            scale = tl.load(scales_ptr + group * outputs + output_at).to(tl.float32)[:, None]
+            high_scale = tl.load(scales_ptr + high_group * outputs + output_at).to(tl.float32)[:, None]
+            zero, high_zero = _MIDDLE, _MIDDLE
+            if ZEROS:
+                zero = tl.load(zeros_ptr + group * outputs + output_at).to(tl.float32)[:, None]
+                high_zero = tl.load(zeros_ptr + high_group * outputs + output_at).to(tl.float32)[:, None]
             low, high = _halves(packed, zero, high_zero, dtype)
-        else:
-            low, high = _halves(packed, _MIDDLE, _MIDDLE, dtype)
-        if GROUP % (2 * PLANE) == 0:
-            part = tl.dot(low, low_x, input_precision="ieee")
-            sums += tl.dot(high, high_x, part, input_precision="ieee") * scale[:, None]
-        else:
-            high_scale = tl.load(scales_ptr + high_group * outputs + output, mask=real, other=0.0).to(tl.float32)
-            sums += tl.dot(low, low_x, input_precision="ieee") * scale[:, None]
-            sums += tl.dot(high, high_x, input_precision="ieee") * high_scale[:, None]
-    _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS, SPLITS)
+            sums += tl.dot(low, low_x, input_precision="ieee") * scale
+            sums += tl.dot(high, high_x, input_precision="ieee") * high_scale
+    _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS, WHOLE)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "tiles_each"])
@@ -115,32 +130,36 @@ def int8_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """As int4_kernel."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    real = output < outputs
     row = tl.arange(0, ROWS)
     within = tl.arange(0, TILE)
+    output_at, row_at = tl.minimum(output, outputs - 1), tl.minimum(row, rows - 1)
     first = tl.program_id(1) * tiles_each
+    packed_at = packed_ptr + first.to(tl.int64) * outputs * TILE
+    packed_offset = output_at[:, None] * TILE + within[None]
+    x_at = x_ptr + first * TILE
+    x_offset = row_at[None] * x_stride + within[:, None]
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for tile in tl.range(first, min(first + tiles_each, tiles), num_stages=STAGES):
-        at = (output.to(tl.int64) + tile * outputs)[:, None] * TILE + within[None]
-        weight = tl.load(packed_ptr + at, mask=real[:, None], other=0).to(x_ptr.dtype.element_ty)
-        input = tile * TILE + within
-        inside = (input < inputs)[:, None] & (row < rows)[None]
-        x = tl.load(x_ptr + row[None] * x_stride + input[:, None], mask=inside, other=0.0)
+        weight = tl.load(packed_at + packed_offset).to(x_ptr.dtype.element_ty)
+        x = _some(x_at + x_offset, tile * TILE + within[:, None], inputs, EVEN)
+        packed_at += outputs * TILE
+        x_at += TILE
         if GROUP > 0:
-            scale = tl.load(scales_ptr + tile * TILE // GROUP * outputs + output, mask=real, other=0.0)
+            scale = tl.load(scales_ptr + tile * TILE // GROUP * outputs + output_at)
             sums += tl.dot(weight, x, input_precision="ieee") * scale.to(tl.float32)[:, None]
         else:
             sums = tl.dot(weight, x, sums, input_precision="ieee")
     if GROUP == 0:
-        sums *= tl.load(scales_ptr + output, mask=real, other=0.0).to(tl.float32)[:, None]
-    _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS, SPLITS)
+        sums *= tl.load(scales_ptr + output_at).to(tl.float32)[:, None]
+    _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS, WHOLE)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU, and what they take of it, as JSON: python -m tests.engine.kernels.triton.builds ARCH
+"""Kernels compiled for a GPU, and what they take of it, as JSON: python -m ... ARCH GROUP
 
 A process of its own, since Triton chooses when it is imported whether kernels are compiled or interpreted.
 """
@@ -20,6 +20,7 @@ from triton import knobs
 from engine.kernels import RaggedBatch
 from engine.kernels.triton.ahead import Build, compiling_for
 from engine.kernels.triton.attention import PagedAttention
+from tests.engine.kernels.triton.launches import LAYERS, PRODUCTS
 
 
 def _attention(
@@ -53,6 +54,7 @@ LAUNCHES = {
     "tiny-v2": _attention(6, 2, 32),
     "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0),
 }
+GROUPS = {"attention": LAUNCHES, "layers": LAYERS, "products": PRODUCTS}
 
 
 def described(build: Build) -> dict[str, Any]:
@@ -70,6 +72,7 @@ def described(build: Build) -> dict[str, Any]:
         "shared": build.shared,
         "warps": build.warps,
         "wgmma": "wgmma.mma_async" in ptx,
+        "accesses of 16 bytes": len(re.findall(r"(?:ld|st)\.global[.\w:]*\.v4\.b32", ptx)),
         "copies of 16 bytes": len(re.findall(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)),
         "copies left on their way": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
     }
@@ -78,7 +81,7 @@ def described(build: Build) -> dict[str, Any]:
 def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder, compiling_for(sys.argv[1], Path(folder)) as builds:
-        for name, launch in LAUNCHES.items():
+        for name, launch in GROUPS[sys.argv[2]].items():
             before = len(builds)
             launch()
             found[name] = [described(build) for build in builds[before:]]

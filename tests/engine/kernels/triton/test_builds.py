@@ -18,14 +18,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 MOST_SHARED = 232_448
 
 
-@pytest.fixture(scope="module")
-def builds() -> dict[str, list[dict[str, Any]]]:
+def built(group: str) -> dict[str, list[dict[str, Any]]]:
     env = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.engine.kernels.triton.builds", "sm_90"]
+    command = [sys.executable, "-m", "tests.engine.kernels.triton.builds", "sm_90", group]
     ran = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, list[dict[str, Any]]] = json.loads(ran.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def builds() -> dict[str, list[dict[str, Any]]]:
+    return built("attention")
 
 
 def test_nothing_spills_and_all_fits(builds: dict[str, list[dict[str, Any]]]) -> None:
@@ -54,3 +58,29 @@ def test_prompts_are_multiplied_by_warpgroups_and_several_decodes_fit_beside_eac
         # Three, as the tables in attention.py say; each takes 1 KiB more than its own.
         assert 3 * (decode["shared"] + 1024) <= MOST_SHARED + 1024, name
         assert 3 * decode["registers"] * decode["warps"] * 32 <= 1 << 16, name
+
+
+def test_kernels_of_layers_are_compiled_once_and_read_16_bytes_at_a_time() -> None:
+    layers = built("layers")
+    once = ["rms_norm_kernel", "add_rms_norm_kernel", "gated_kernel", "rope_kv_kernel"]
+    kernels = [kernel["kernel"] for kernel in layers["llama-3.1-8b"]]
+    # However many tokens; activations are quantised at two widths.
+    assert sorted(kernels) == sorted([*once, "quantise_rows_kernel", "quantise_rows_kernel"])
+    for name, found in layers.items():
+        for kernel in found:
+            assert kernel["stack"] == 0, (name, kernel)
+            assert name == "tiny" or kernel["accesses of 16 bytes"] >= 3, (name, kernel)
+
+
+def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() -> None:
+    for name, found in built("products").items():
+        products = [kernel for kernel in found if kernel["kernel"] in ("int4_kernel", "int8_kernel")]
+        assert len(products) == 3, name
+        for kernel in found:
+            assert kernel["stack"] == 0, (name, kernel)
+            assert kernel["shared"] <= MOST_SHARED, (name, kernel)
+            assert kernel["registers"] * kernel["warps"] * 32 <= 1 << 16, (name, kernel)
+        for kernel in products:
+            assert kernel["wgmma"], (name, kernel)
+            # Of two or three operands, two rounds ahead.
+            assert kernel["copies left on their way"] >= 4, (name, kernel)
