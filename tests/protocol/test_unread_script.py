@@ -17,7 +17,7 @@ from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import INCS, LIMIT, PROMPT, TASKS, Pair
+from tests.protocol.store import DEADLINES, INCS, LIMIT, PROMPT, TASKS, Pair
 
 TASK = "t2"
 CHOICES = TASKS[TASK]
@@ -81,7 +81,7 @@ class UnreadMachine(Pair):
     # ---- what the task comes through ------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        fields = {"n": CHOICES, "prompt_tokens": PROMPT}
+        fields = {"n": CHOICES, "prompt_tokens": PROMPT, "deadline": DEADLINES[TASK]}
         self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
         new = scripts.SUBMITTED._replace(next=(0,) * CHOICES)
         _, self.model[TASK] = scripts.admit(self.model[TASK], "mine", False, ALL, new)
