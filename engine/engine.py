@@ -78,6 +78,8 @@ class Engine:
         spaces = place(model, config, batched, self.max_model_len)
         #: Tokens of whole sequences that the KV cache has room for at one time.
         self.kv_tokens_total = min(space.tokens_of_all(config.block_size, self.max_model_len) for space in spaces)
+        #: Tokens of the longest sequence that it holds.
+        self.kv_capacity = min(space.tokens_of_one(config.block_size) for space in spaces)
         self.fingerprint = _fingerprint(model)
         runner = runner_for(model, config, spaces, batched, self.max_model_len)
         scheduler = Scheduler(

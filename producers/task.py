@@ -249,6 +249,15 @@ class Task(BaseModel):
                 param="prompt" if prompt >= context else "max_tokens",
                 code="context_length_exceeded",
             )
+        # The last token of an output needs no place.
+        capacity, needed = int(card.get("kv_capacity", context)), max(prompt, prompt + output - 1)
+        if needed > capacity:
+            raise InvalidTask(
+                f"prompt and output need {needed} tokens of KV cache; the workers of {self.model!r} have room for "
+                f"{capacity}; shorten the prompt, lower max_tokens or serve with a larger KV cache",
+                param="prompt" if prompt > capacity else "max_tokens",
+                code="kv_capacity_exceeded",
+            )
 
     def _check_size(self, prompt: int, context: int) -> None:
         """How much is stored at once is bounded."""

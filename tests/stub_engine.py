@@ -104,6 +104,7 @@ class _Running:
 class StubEngine:
     on_step: Any = None
     max_model_len = 4096
+    kv_capacity = 1 << 20
     fingerprint = "stub"
 
     def __init__(self, name: str = "stub") -> None:

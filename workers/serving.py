@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from redis import Redis
+from redis.client import Pipeline
 
 from producers import keys
 from workers.errors import Refused
@@ -40,11 +41,27 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
     """
     card = json.loads(engine.card.to_json())
     card["context_length"] = min(card["context_length"], engine.max_model_len)
+    if engine.kv_capacity < card["context_length"]:
+        card["kv_capacity"] = engine.kv_capacity
     queue = keys.pool_queue(card["name"], card["version"], engine.fingerprint)
     for name, data in files.items():
         store.set(keys.blob(card["files"][name]), data)
     pool = {"model": card["name"], "version": card["version"], "fingerprint": engine.fingerprint}
     store.hset(keys.POOLS, queue, json.dumps(pool))
-    store.hset(keys.MODELS, card["name"], json.dumps(card))
+    store.transaction(lambda pipe: _write(pipe, card), keys.MODELS)
     store.hset(keys.ROUTES, card["name"], queue)
     return card, queue
+
+
+def _write(pipe: Pipeline, card: dict[str, Any]) -> None:
+    """What another worker of this version has room for is not refused."""
+    raw = pipe.hget(keys.MODELS, card["name"])
+    before = json.loads(raw) if raw else {}
+    told = dict(card)
+    if before.get("version") == card["version"] and "kv_capacity" in card:
+        context: int = card["context_length"]
+        told["kv_capacity"] = max(card["kv_capacity"], before.get("kv_capacity", context))
+        if told["kv_capacity"] >= context:
+            del told["kv_capacity"]
+    pipe.multi()
+    pipe.hset(keys.MODELS, card["name"], json.dumps(told))

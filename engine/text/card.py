@@ -16,6 +16,10 @@ format is fixed, as one JSON object; a reader passes over keys that it does not 
                       given
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
+
+Workers add, where it is less than the context:
+
+    kv_capacity       tokens of the longest sequence that the KV cache of any of them holds
 """
 
 from __future__ import annotations

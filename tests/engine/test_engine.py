@@ -208,6 +208,17 @@ def test_too_long_a_prompt_is_refused_at_submit(load: Load) -> None:
     assert refusal.value.code == "context_length_exceeded"
 
 
+def test_a_sequence_may_be_as_long_as_the_cache_has_room_for(load: Load) -> None:
+    engine = load(kv_cache_bytes=1 << 15)
+    assert engine.kv_capacity < engine.max_model_len
+    prompt = [1] * (engine.kv_capacity - GREEDY.max_tokens + 1)
+    (output,) = engine.generate([prompt], GREEDY)
+    assert len(output.token_ids) == GREEDY.max_tokens
+    with pytest.raises(RequestError) as refusal:
+        engine.generate([[*prompt, 1]], GREEDY)
+    assert refusal.value.code == "kv_capacity_exceeded"
+
+
 def test_a_token_outside_of_the_vocabulary_is_refused(load: Load) -> None:
     with pytest.raises(RequestError, match="token id 320"):
         load().generate([[1, 320]], GREEDY)

@@ -206,6 +206,30 @@ def test_what_the_model_cannot_run_is_refused(fields: dict[str, Any], param: str
     assert (refused.value.param, refused.value.code) == (param, code)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [1] * 101, "max_tokens": 0, "prompt_logprobs": 1}, "prompt"),
+        ({"prompt": [1] * 101}, "prompt"),
+        ({"prompt": [1] * 90, "max_tokens": 12}, "max_tokens"),
+        ({"prompt": "text", "max_tokens": 101}, "max_tokens"),
+    ],
+)
+def test_what_no_workers_cache_has_room_for_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(
+        InvalidTask, match=r"10[1-9] tokens of KV cache; the workers of 'tiny' have room for 100;"
+    ) as no:
+        Task(model="tiny", **fields).check(CARD | {"kv_capacity": 100})
+    assert (no.value.param, no.value.code) == (param, "kv_capacity_exceeded")
+
+
+def test_a_workers_cache_may_be_filled_to_the_last_token() -> None:
+    small = CARD | {"kv_capacity": 100}
+    Task(model="tiny", prompt=[1] * 100).check(small)
+    Task(model="tiny", prompt=[1] * 90, max_tokens=11).check(small)
+    Task(model="tiny", prompt="text", max_tokens=100).check(small)
+
+
 def test_a_model_that_generates_nothing_is_refused() -> None:
     with pytest.raises(InvalidTask, match="generates no text"):
         Task(model="tiny", prompt="x").check(CARD | {"capabilities": ["embed"]})
