@@ -445,6 +445,27 @@ def test_closing_from_within_an_event_does_not_wait_for_itself(
     loop.submit(request("a", max_tokens=30), on_event)
     assert heard.wait().events[-1].finish_reason == "abort"
     loop.close()
+    # A step that was running then is told to its end.
+    assert heard.tokens == [11, 12][: 1 + overlap]
+
+
+def test_an_idle_loop_has_nothing_in_flight(
+    loop: StepLoop, scheduler: Scheduler, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last step that was planned held nobody any more."""
+    looked = threading.Event()
+    ahead: list[int] = []
+
+    def check_idle() -> None:
+        ahead.append(steps.ahead)
+        if steps.plans:
+            looked.set()
+
+    monkeypatch.setattr(scheduler, "check_idle", check_idle)
+    loop.submit(request("a", stop_token_ids=[12], max_tokens=9), heard := Listener())
+    assert heard.wait().tokens == [11, 12]
+    assert looked.wait(PATIENCE)
+    assert set(ahead) == {0}
 
 
 def test_an_idle_loop_notices_a_pool_that_is_not_whole(

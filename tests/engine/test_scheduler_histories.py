@@ -115,7 +115,8 @@ class PagedModel:
 
     def sample(self, seq: Sequence) -> Sampled:
         last = self.read(seq, len(self.groups) - 1, len(seq.tokens) - 1)
-        banned = sorted(seq.output.ends) if seq.output.count < seq.request.params.min_tokens else ()
+        made = len(seq.tokens) - seq.prompt_len
+        banned = sorted(seq.output.ends) if made < seq.request.params.min_tokens else ()
         return Sampled(choose(last, seq.seed, seq.choice, banned))
 
     def read(self, seq: Sequence, group: int, i: int) -> Entry:

@@ -1,0 +1,159 @@
+"""A real model says the same whether or not a step is planned while another runs, on both runners."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Choice, Engine, EngineConfig, Output, SamplingParams
+from engine.device import DeviceRunner
+from engine.runner import Runner
+from tests.engine.random_models import FAMILIES, write_model
+
+Load = Callable[..., Engine]
+
+PROMPTS = [list(range(1, 1 + length)) for length in (3, 30, 17, 58, 59, 75, 16, 33)]
+#: Whatever makes the next token depend on those before it, or ends an output where nobody foresaw it.
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 1.2, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 1},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "n": 2, "best_of": 3},
+    {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": list(range(0, 320, 5))},
+    {"temperature": 1.3, "stop_token_ids": list(range(0, 320, 7)), "n": 2},
+    {"temperature": 0.0, "max_tokens": 1},
+]
+
+
+@pytest.fixture(scope="module", params=["gemma3", "phi3-longrope"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With windows beside full attention, and with keys that turn by length."""
+    name: str = request.param
+    return write_model(tmp_path_factory.mktemp("overlap") / name, seed=3, **FAMILIES[name])
+
+
+@pytest.fixture(scope="module", params=["reference", "ragged"])
+def config(request: pytest.FixtureRequest) -> EngineConfig:
+    return EngineConfig(
+        device="cpu",
+        threads=1,
+        kernels=request.param,
+        overlap=0,
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        kv_cache_bytes=1 << 20,
+        block_size=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(config: EngineConfig, folder: Path) -> Iterator[Engine]:
+    with Engine.load(folder, config) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[Output]:
+    """Of `mixed`."""
+    return plain.generate(PROMPTS, mixed())
+
+
+@pytest.fixture
+def load(config: EngineConfig, folder: Path) -> Iterator[Load]:
+    """Engines like `plain`, with an overlap."""
+    engines: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        engines.append(Engine.load(folder, replace(config, overlap=1, **settings)))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+        assert one.stats().kv_blocks_used == 0
+
+
+def mixed() -> list[SamplingParams]:
+    return [SamplingParams(**({"max_tokens": 10, "seed": 7 + i} | each)) for i, each in enumerate(MIXED)]
+
+
+def said(outputs: list[Output]) -> list[Any]:
+    def of(choice: Choice) -> tuple[list[int], str, str | None]:
+        return choice.token_ids, choice.text, choice.finish_reason
+
+    return [([of(choice) for choice in one.choices], one.prompt_tokens) for one in outputs]
+
+
+def scored(outputs: list[Output]) -> list[tuple[int, float]]:
+    return [
+        (each.token_id, pytest.approx(each.logprob, abs=1e-4))
+        for one in outputs
+        for each in [*(one.prompt_logprobs or ()), *(one.logprobs or ())]
+        if each is not None
+    ]
+
+
+def test_whatever_is_asked_for(load: Load, expected: list[Output]) -> None:
+    found = load().generate(PROMPTS, mixed())
+    assert said(found) == said(expected)
+    assert scored(found) == scored(expected)
+    assert {choice.finish_reason for one in found for choice in one.choices} == {"stop", "length"}
+
+
+def test_with_too_little_memory_for_all(load: Load, plain: Engine) -> None:
+    params = SamplingParams(max_tokens=24, seed=5, repetition_penalty=1.2, ignore_eos=True)
+    short = [[10 * i + j for j in range(8)] for i in range(6)]
+    tight = load(kv_cache_bytes=(1 << 20) * 120 // plain.kv_tokens_total, max_model_len=40)
+    assert said(tight.generate(short, params)) == said(plain.generate(short, params))
+    assert tight.stats().preemptions > 0
+
+
+def test_stop_strings_and_cached_prompts(load: Load, plain: Engine) -> None:
+    ahead = load()
+    greedy = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    text = plain.generate([PROMPTS[1]], greedy)[0].text
+    stopping = replace(greedy, stop=(text[6:8], text[10:13]))
+    expected = plain.generate(PROMPTS, stopping)
+    assert expected[1].finish_reason == "stop"
+    for _ in range(2):
+        found = ahead.generate(PROMPTS, stopping)
+        assert said(found) == said(expected)
+    # What was computed past a stop is in no count.
+    assert ahead.stats().generated_tokens == 2 * sum(len(one.token_ids) for one in expected)
+    assert any(one.cached_tokens for one in found)
+
+
+def test_bad_words_that_begin_with_a_token_in_flight(load: Load, plain: Engine) -> None:
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = PROMPTS[:4]
+    text = plain.generate([prompts[1]], greedy)[0].text
+    word = next(word for word in (text[i : i + 3] for i in range(len(text))) if word.isascii() and word.isprintable())
+    params = [replace(greedy, bad_words=(word,) if i % 2 else ()) for i in range(len(prompts))]
+    found = load().generate(prompts, params)
+    assert said(found) == said(plain.generate(prompts, params))
+    assert word not in found[1].text
+
+
+def test_steps_that_fail_under_others_change_no_output(
+    load: Load, expected: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the tokens nor what the runner has counted of those that were given up."""
+    ahead = load()
+    calls = itertools.count()
+    for runner in (Runner, DeviceRunner):
+
+        def collect(self: Any, launched: Any, plain: Any = runner.collect) -> Any:
+            found = plain(self, launched)
+            if next(calls) % 6 == 3:
+                raise ZeroDivisionError("now and then")
+            return found
+
+        monkeypatch.setattr(runner, "collect", collect)
+    assert said(ahead.generate(PROMPTS, mixed())) == said(expected)
+    assert next(calls) > 6

@@ -1,0 +1,258 @@
+"""Random histories with steps planned while others run, against an executor that does them in the order of launches."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from engine.kv import KvSpace, window_blocks
+from engine.pipeline import Pipeline
+from engine.plan import Sampled, StepPlan
+from engine.request import UNKNOWN, Sequence
+from engine.scheduler import Scheduler
+from tests.engine.test_scheduler_histories import Histories, PagedModel
+
+CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now)
+
+
+@dataclass
+class Trouble:
+    how: str
+    """"logits", "launch" or "collect"."""
+    culprit: Sequence | None
+    """Every step with it fails; without one, the next step fails and its repetition does not."""
+    memory: bool = False
+    """For want of memory."""
+
+
+class DeviceFault(Exception):
+    pass
+
+
+class OutOfMemory(DeviceFault):
+    pass
+
+
+@dataclass
+class Launched:
+    plan: StepPlan
+    sampled: list[Sampled]
+    written: list[tuple[int, int, int]]
+    """(KV group, block, offset)."""
+
+
+class Device(PagedModel):
+    """Works launches off at once, in order, as a device would; what they sampled is told when they are collected."""
+
+    def __init__(self, scheduler: Scheduler, machine: type[Histories]) -> None:
+        super().__init__(machine.spaces, machine.block_size, machine.switch, copies_at_once=machine.caching)
+        self.scheduler = scheduler
+        self.trouble: Trouble | None = None
+        self.queue: deque[Launched] = deque()
+        self.ahead = 0
+        """Steps that were launched before the results of the one before them were known."""
+        self.last: dict[int, tuple[Sequence, int]] = {}
+        """What was sampled last in each slot, and for whom."""
+        self.wrong: Exception | None = None
+        """What no plan may have; the pipeline takes it for a fault of the device."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        try:
+            return self.begin(plan)
+        except Exception as error:
+            if not isinstance(error, DeviceFault):
+                self.wrong = error
+            raise
+
+    def begin(self, plan: StepPlan) -> Launched:
+        self.scheduler.check_integrity()
+        assert len(self.queue) <= 1
+        self.ahead += len(self.queue)
+        assert plan.copies == []
+        pending = [row.seq for row in plan.rows if row.pending]
+        for row in plan.rows:
+            assert (row.seq.tokens[-1] == UNKNOWN) == row.pending
+            assert UNKNOWN not in row.seq.tokens[:-1]
+        for seq in pending:
+            owner, token = self.last[seq.slot]
+            assert self.queue
+            assert owner is seq, "the token in a slot is another's"
+            assert not self.needs_token(seq)
+            seq.tokens[-1] = token
+        written = [
+            (g, *self.place(row.seq, g, i))
+            for row in plan.rows
+            for i in range(row.start, row.start + row.count)
+            for g in range(len(self.groups))
+        ]
+        launched = Launched(plan, self.execute(plan), written)
+        for row, one in zip((row for row in plan.rows if row.samples), launched.sampled, strict=True):
+            self.last[row.seq.slot] = row.seq, one.token_id
+        for seq in pending:
+            seq.tokens[-1] = UNKNOWN
+        self.meet_trouble("launch", launched)
+        self.spoil_logits(launched)
+        self.queue.append(launched)
+        return launched
+
+    def collect(self, launched: Launched) -> list[Sampled]:
+        assert launched is self.queue.popleft()
+        self.meet_trouble("collect", launched)
+        return launched.sampled
+
+    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        self.copy(copies)
+
+    def needs_token(self, sequence: Sequence) -> bool:
+        return sequence.seed == 3
+
+    def forget(self) -> None:
+        assert not self.queue
+        self.last.clear()
+
+    def meet_trouble(self, how: str, launched: Launched) -> None:
+        trouble = self.trouble
+        if trouble is None or trouble.how != how:
+            return
+        if trouble.culprit is None:
+            self.trouble = None
+        elif trouble.culprit not in [row.seq for row in launched.plan.rows]:
+            return
+        for g, block, offset in launched.written:
+            self.groups[g][block][offset] = b"ruined!!"
+        raise (OutOfMemory if trouble.memory else DeviceFault)(how)
+
+    def spoil_logits(self, launched: Launched) -> None:
+        if self.trouble is not None and self.trouble.how == "logits":
+            sampling = [row.seq for row in launched.plan.rows if row.samples]
+            if self.trouble.culprit in sampling:
+                launched.sampled[sampling.index(self.trouble.culprit)] = Sampled(-1, error="not finite")
+                self.trouble = None
+
+
+class Overlapping(Histories):
+    overlap = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Device(self.scheduler, type(self))
+        self.pipeline = Pipeline(
+            self.scheduler,
+            self.model,
+            threading.Lock(),
+            self.take,
+            self.overlap,
+            release=lambda error: isinstance(error, OutOfMemory),
+        )
+
+    def step(self) -> bool:
+        CLOCK.now = self.now
+        work = self.scheduler.has_work or self.pipeline.in_flight
+        steps = self.scheduler.stats().steps
+        assert self.pipeline.step() == work
+        if self.model.wrong is not None:
+            raise self.model.wrong
+        # With a step in flight at most one more is entered, and only where its results were not planned upon.
+        assert self.scheduler.stats().steps - steps <= 2
+        return work
+
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["logits", "launch", "collect"]),
+        passing=st.booleans(),
+        memory=st.sampled_from([False, False, True]),
+    )
+    def troubled_step(self, data, how, passing, memory):
+        """A row fails by its logits or whenever it is computed, or a step fails once and for nobody's fault."""
+        culprit = None
+        if how == "logits" or not passing:
+            running = self.scheduler._planner.running
+            if not running:
+                return
+            culprit = data.draw(st.sampled_from(running))
+            self.seen[culprit.request.id].faulty = True
+        self.model.trouble = Trouble(how, culprit, memory)
+        for _ in range(data.draw(st.integers(1, 4))):
+            self.step()
+        self.model.trouble = None
+
+    @precondition(lambda self: self.scheduler._planner.running)
+    @rule(data=st.data())
+    def put_out(self, data):
+        """As a lack of blocks would, while a step runs."""
+        self.scheduler._planner.preempt(data.draw(st.sampled_from(self.scheduler._planner.running)), self.now)
+
+    def teardown(self):
+        super().teardown()
+        assert not self.model.queue
+
+
+class InStep(Overlapping):
+    """The pipeline without an overlap."""
+
+    overlap = 0
+
+    def teardown(self):
+        super().teardown()
+        assert self.model.ahead == 0
+
+
+class OverlappingWithoutCaching(Overlapping):
+    caching = False
+
+
+class OverlappingInATightPool(Overlapping):
+    spaces: ClassVar = [KvSpace(10)]
+
+
+class OverlappingWithBlocksOfOne(Overlapping):
+    spaces: ClassVar = [KvSpace(41)]
+    block_size = 1
+
+
+class OverlappingWithAWindow(Overlapping):
+    spaces: ClassVar = [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)]
+
+
+class OverlappingWithWindowsAlone(Overlapping):
+    spaces: ClassVar = [KvSpace(6, 9), KvSpace(9, 3)]
+
+
+class OverlappingBeyondASwitch(Overlapping):
+    spaces: ClassVar = [KvSpace(14), KvSpace(8, 6)]
+    switch = 9
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Overlapping,
+        InStep,
+        OverlappingWithoutCaching,
+        OverlappingInATightPool,
+        OverlappingWithBlocksOfOne,
+        OverlappingWithAWindow,
+        OverlappingWithWindowsAlone,
+        OverlappingBeyondASwitch,
+    ],
+)
+def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, monkeypatch):
+    monkeypatch.setattr("engine.pipeline.time", CLOCK)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
