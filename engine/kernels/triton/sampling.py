@@ -1,9 +1,9 @@
 """The sampler on permanent rows: logits to tokens without the host, as engine/sampling/sampler.py chooses them.
 
-    edit_kernel     rows that edit or filter: their logits, edited and scaled, as fp32     (sampling_edits.py)
-    filter_kernel   rows that filter: the bounds of what is kept                           (sampling_filters.py)
-    choose_kernel   all rows: noise, and the largest of each chunk of the vocabulary
-    settle_kernel   all rows: the largest of these; the token where the next step and the penalties look for it
+    sampling_edit_kernel     rows that edit or filter: their logits, edited and scaled, in fp32 (sampling_edits.py)
+    sampling_filter_kernel   rows that filter: the bounds of what is kept (sampling_filters.py)
+    sampling_choose_kernel   all rows: noise, and the largest of each chunk of the vocabulary
+    sampling_settle_kernel   all rows: the largest of these; the token to where the next step and the penalties look
 
 The vocabulary is cut into chunks so that also a single row occupies the device; filters are searched for by one program
 a row. Which kernels run follows from a step's features alone, what they do for a row from its slot's flags, on the
@@ -22,8 +22,8 @@ from torch import Tensor
 from engine.kernels import sampling_state as layout
 from engine.kernels.sampling_state import Features, SamplingState
 from engine.kernels.triton.noise import gumbel, position_key
-from engine.kernels.triton.sampling_edits import edit_kernel
-from engine.kernels.triton.sampling_filters import BOUNDS, filter_kernel, strangeness
+from engine.kernels.triton.sampling_edits import sampling_edit_kernel
+from engine.kernels.triton.sampling_filters import BOUNDS, sampling_filter_kernel, strangeness
 
 _WIDTH = tl.constexpr(layout.WIDTH)
 _FLAGS, _KEY_LOW, _KEY_HIGH, _TEMPERATURE = (
@@ -35,7 +35,7 @@ _BOUNDS = tl.constexpr(BOUNDS)
 
 
 @triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots", "positions"])
-def choose_kernel(
+def sampling_choose_kernel(
     logits,
     logits_stride,
     slots,
@@ -56,8 +56,8 @@ def choose_kernel(
 ):
     """One chunk of the vocabulary of one row: its likeliest token under the row's noise, the lowest of equal ones.
 
-    Into `values` and `tokens` [rows, parts]; into `faults` for rows that edit_kernel has passed over. WORKED: there are
-    rows in `work`, which are those whose slots have flags.
+    Into `values` and `tokens` [rows, parts]; into `faults` for rows that sampling_edit_kernel has passed over. WORKED:
+    there are rows in `work`, which are those whose slots have flags.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row * slots_stride).to(tl.int64)
@@ -93,7 +93,7 @@ def choose_kernel(
 
 
 @triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots"])
-def settle_kernel(
+def sampling_settle_kernel(
     slots,
     slots_stride,
     table,
@@ -181,7 +181,7 @@ class TritonChoose:
         grid = (len(slots), self._parts)
         parts = triton.next_power_of_2(self._parts)
         if features:
-            edit_kernel[grid](
+            sampling_edit_kernel[grid](
                 logits,
                 logits.stride(0),
                 narrow,
@@ -205,7 +205,7 @@ class TritonChoose:
                 enable_fp_fusion=False,
             )
         if filters:
-            filter_kernel[(len(slots),)](
+            sampling_filter_kernel[(len(slots),)](
                 narrow,
                 narrow.stride(0),
                 state.table,
@@ -223,7 +223,7 @@ class TritonChoose:
                 num_warps=2 * _warps(self._tiles.tile),
                 enable_fp_fusion=False,
             )
-        choose_kernel[grid](
+        sampling_choose_kernel[grid](
             logits,
             logits.stride(0),
             narrow,
@@ -244,7 +244,7 @@ class TritonChoose:
             num_warps=_warps(self._tiles.chunk),
             enable_fp_fusion=False,
         )
-        settle_kernel[(len(slots),)](
+        sampling_settle_kernel[(len(slots),)](
             narrow,
             narrow.stride(0),
             state.table,

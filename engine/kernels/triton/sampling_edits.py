@@ -17,7 +17,7 @@ _NOT_FINITE = tl.constexpr(layout.NOT_FINITE)
 
 
 @triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots", "positions"])
-def edit_kernel(
+def sampling_edit_kernel(
     logits,
     logits_stride,
     slots,

@@ -168,7 +168,7 @@ def _bracket(found, pattern, count, weight, goal, by_count):
 
 
 @triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots"])
-def filter_kernel(
+def sampling_filter_kernel(
     slots,
     slots_stride,
     table,

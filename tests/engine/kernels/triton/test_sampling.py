@@ -185,6 +185,11 @@ def test_nothing_is_spilled_on_an_h200(tmp_path: Path) -> None:
     ran = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     builds = json.loads(ran.stdout)
-    assert {build["kernel"] for build in builds} == {"edit_kernel", "filter_kernel", "choose_kernel", "settle_kernel"}
+    assert {build["kernel"] for build in builds} == {
+        "sampling_edit_kernel",
+        "sampling_filter_kernel",
+        "sampling_choose_kernel",
+        "sampling_settle_kernel",
+    }
     for build in builds:
         assert {"STACK:0", "LOCAL:0"} <= set(build["usage"]), build

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from engine.kernels.triton.sampling_filters import filter_kernel
+from engine.kernels.triton.sampling_filters import sampling_filter_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -54,7 +54,7 @@ def kept(x: Tensor, asked: list[tuple[int, float, float, float]], where: torch.d
     # Two parts, the larger one of which has the largest.
     tops = torch.stack((x.amax(-1) - 1, x.amax(-1)), 1).to(where)
     slots = torch.arange(rows, dtype=torch.int32, device=where)
-    filter_kernel[(rows,)](
+    sampling_filter_kernel[(rows,)](
         slots,
         1,
         table,
@@ -108,7 +108,7 @@ def test_ties_stay_together(where: torch.device) -> None:
     x[0] = 1.25
     assert (x == 0).any()
     assert x[x == 0].signbit().any()
-    x += 0.0  # as edit_kernel leaves them
+    x += 0.0  # as sampling_edit_kernel leaves them
     assert torch.equal(kept(x, asked, where, 1024, 32), theirs(x, asked))
 
 
