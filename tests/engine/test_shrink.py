@@ -133,3 +133,20 @@ def test_no_step_is_made_smaller_than_one_token_for_each_sequence(scheduler: Sch
     sizes = [(scheduler.shrink(0.0, tried=False), scheduler.step_tokens) for _ in range(8)]
     assert sizes == [(True, 32), (True, 16), (True, 8), (True, 4), *[(False, 4)] * 4]
     assert (scheduler.stats().out_of_memory, scheduler.stats().shrinks) == (8, 4)
+
+
+def test_who_came_last_waits_and_loses_nothing(scheduler: Scheduler) -> None:
+    for i in range(3):
+        scheduler.add(request(str(i), first=100 * i, length=10))
+    assert scheduler.schedule(0.0) is not None
+    assert scheduler.shrink(0.0, tried=False)
+    stats = scheduler.stats()
+    assert (stats.running, stats.waiting, stats.preemptions) == (2, 1, 1)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert [(row.seq.request.id, row.start, row.count) for row in plan.rows] == [
+        ("0", 0, 10),
+        ("1", 0, 10),
+        ("2", 0, 10),
+    ]
+    scheduler.check_integrity()
