@@ -3,7 +3,7 @@
 Up to MOST_ROWS rows, reading the weights is what costs: they are dequantised in registers, and the inputs are split
 between programs until all of the device reads. Each writes its part of the sum, and a second launch adds the parts,
 always in the same order. With more rows the product costs more than the weights: they are written out in the
-activations' dtype, and cuBLAS multiplies.
+activations' dtype, and cuBLAS multiplies; so also for activations in fp32, which tensor cores do not multiply.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def int4_linear(weight: Int4Weight, bias: Tensor | None) -> PreparedLinear:
     tilings = INT4_TILINGS if weight.zeros is None else INT4_ZEROS_TILINGS
 
     def linear(x: Tensor) -> Tensor:
-        if len(x) > MOST_ROWS:
+        if len(x) > MOST_ROWS or x.dtype == torch.float32:
             dense = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
             int4_unpack_kernel[(triton.cdiv(outputs, UNPACKED), len(weight.packed))](
                 weight.packed,
@@ -115,7 +115,7 @@ def int8_linear(weight: Int8Weight, bias: Tensor | None) -> PreparedLinear:
     group = 0 if weight.group == inputs else weight.group
 
     def linear(x: Tensor) -> Tensor:
-        if len(x) > MOST_ROWS:
+        if len(x) > MOST_ROWS or x.dtype == torch.float32:
             dense = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
             int8_unpack_kernel[(triton.cdiv(outputs, UNPACKED), len(weight.packed))](
                 weight.packed,

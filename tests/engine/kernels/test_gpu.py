@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels import Kernels, RaggedBatch, select
+from engine.kernels import RaggedBatch, select
 from engine.kernels.reference import Ragged
 from engine.models import load_model
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
@@ -26,7 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCK = 16
 
 
-def small(dtype: torch.dtype) -> Kernels:
+def small(dtype: torch.dtype) -> Gpu:
     """Attention is cut for one multiprocessor: interpreted programs take their time."""
     return Gpu(dtype, multiprocessors=1)
 
@@ -98,12 +98,14 @@ def test_half_precision_is_as_near_as_it_can_be(tmp_path: Path) -> None:
 
 
 def test_packed_weights_are_multiplied_by_their_bits() -> None:
-    weight, x = torch.randn(24, 128, generator=torch.Generator().manual_seed(1)), torch.ones(2, 128, device=WHERE)
+    weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(1))
+    x = torch.ones(2, 128, dtype=torch.bfloat16, device=WHERE)
     for packed in (Int4Weight.quantise(weight, 64), Int8Weight.quantise(weight)):
         moved = {name: getattr(packed, name) for name in packed.__slots__}
         here = {name: part.to(WHERE) if isinstance(part, Tensor) else part for name, part in moved.items()}
-        linear = small(torch.float32).prepare_quantised(type(packed)(**here), None)
-        torch.testing.assert_close(linear(x).cpu(), packed.dequantise().sum(1).expand(2, -1), rtol=1e-4, atol=1e-4)
+        linear = small(torch.bfloat16).prepare_quantised(type(packed)(**here), None)
+        expected = packed.dequantise().sum(1).expand(2, -1)
+        torch.testing.assert_close(linear(x).cpu().float(), expected, rtol=2**-7, atol=1e-4)
 
 
 def test_who_asks_by_name_gets_it_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

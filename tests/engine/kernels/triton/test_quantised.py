@@ -71,30 +71,30 @@ def test_8_bit_products_are_those_of_the_weights(
 def test_any_group_and_any_width(
     where: torch.device, rows: int, outputs: int, groups: int, group: int, biased: bool, bits: str
 ) -> None:
-    plain = noise(outputs, groups * group, seed=groups)
+    plain = noise(outputs, groups * group, dtype=torch.bfloat16, seed=groups)
     weight = Int8Weight.quantise(plain, group) if bits == "int8" else None
     check(
-        weight or Int4Weight.quantise(plain, group, symmetric=bits == "symmetric"), rows, torch.float32, biased, where
+        weight or Int4Weight.quantise(plain, group, symmetric=bits == "symmetric"), rows, torch.bfloat16, biased, where
     )
 
 
 @pytest.mark.parametrize("inputs", [40, 200])
 def test_inputs_may_end_within_a_tile(where: torch.device, inputs: int) -> None:
-    plain = noise(24, inputs)
+    plain = noise(24, inputs, dtype=torch.bfloat16)
     for rows in (3, MOST_ROWS + 1):
         for symmetric in (True, False):
-            check(Int4Weight.quantise(plain, inputs, symmetric=symmetric), rows, torch.float32, False, where)
-        check(Int8Weight.quantise(plain), rows, torch.float32, False, where)
+            check(Int4Weight.quantise(plain, inputs, symmetric=symmetric), rows, torch.bfloat16, False, where)
+        check(Int8Weight.quantise(plain), rows, torch.bfloat16, False, where)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_lies_behind_a_row_is_not_read(where: torch.device, bits: int) -> None:
     plain = noise(24, 200)
     weight = Int4Weight.quantise(plain, 200) if bits == 4 else Int8Weight.quantise(plain)
-    wide = torch.full((3, 256), float("nan"))
+    wide = torch.full((3, 256), float("nan"), dtype=torch.float16)
     wide[:, :200] = noise(3, 200)
     found = prepared(weight, None, where)(wide.to(where)[:, :200]).cpu()
-    torch.testing.assert_close(found, wide[:, :200] @ weight.dequantise().T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.float(), wide[:, :200].float() @ weight.dequantise().T, rtol=2e-3, atol=2e-2)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
