@@ -27,7 +27,7 @@ def upload(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
         total += -(-array.nbytes // _ALIGN) * _ALIGN
     # Pinned, since a copy from pageable memory waits for what the device is doing. torch's allocator of pinned
     # memory hands a buffer out again only when the copies that read it have ended.
-    staging = torch.empty(max(total, _ALIGN), dtype=torch.uint8, pin_memory=True)
+    staging = torch.empty(max(total, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = staging.numpy()
     for array, place in zip(arrays, places, strict=True):
         host[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -275,7 +275,7 @@ def make_inputs_by_kernel(shape: Shape, targets: Targets, rows: DeviceRows) -> N
 
 def maker(device: torch.device) -> MakeInputs:
     """What makes the inputs on `device`."""
-    return make_inputs_by_kernel if device.type == "cuda" and find_spec("triton") is not None else make_inputs
+    return make_inputs_by_kernel if device.type != "cpu" and find_spec("triton") is not None else make_inputs
 
 
 def _aligned(count: int) -> int:

@@ -135,7 +135,7 @@ class DeviceSampler:
 
 def chooser(slots: int, vocab_size: int, device: torch.device) -> Choose:
     """How tokens are chosen on a device, for up to `slots` rows a step."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if device.type == "cpu" or find_spec("triton") is None:
         return choose_plainly
     # Only here: triton is there where there is a GPU.
     from engine.kernels.triton.sampling import TritonChoose
@@ -145,7 +145,7 @@ def chooser(slots: int, vocab_size: int, device: torch.device) -> Choose:
 
 def _to_host(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
     """Their copies, and what waits for them. The originals may be written again by what is queued after this."""
-    if tensors[0].device.type == "cpu":
+    if tensors[0].device.type != "cuda":
         return [tensor.clone() for tensor in tensors], lambda: None
     # torch's allocator of pinned memory hands it out again only when the copies into it have ended.
     hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

@@ -6,6 +6,6 @@ tensor goes into which of their views; loader.py compares that with the files' h
 of memory-mapped safetensors, straight to device and dtype; the layers pack their weights.
 """
 
-from engine.models.registry import Model, load_model
+from engine.models.registry import Model, load_model, shape_of
 
-__all__ = ["Model", "load_model"]
+__all__ = ["Model", "load_model", "shape_of"]

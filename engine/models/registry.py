@@ -95,6 +95,38 @@ def load_model(
     says. Raises ModelError about the folder, EngineError where the set is not for `device`.
     """
     path = Path(folder)
+    make, config, weight_dtype = _read(path, dtype)
+    kernel_set = (
+        select(device, weight_dtype, kernels, quantization) if isinstance(kernels, str) else kernels(weight_dtype)
+    )
+    located = locate(path)
+    layers = config.integer("num_hidden_layers")
+    if layers > len(located):
+        raise ModelError(f"{path}: config.json asks for {layers} layers; the checkpoint has {len(located)} tensors")
+    # First without memory: config.json is checked against the checkpoint before anything is allocated by it.
+    shape = make(config, kernel_set, weight_dtype, torch.device("meta"))
+    places = shape.weights()
+    found = match(path, located, places, shape.canonical)
+    check_weights(path, sum(place.nbytes for place in places.values()), device)
+    model = make(config, kernel_set, weight_dtype, device)
+    load_weights(found, model.weights(), weight_dtype)
+    model.pack()
+    return model
+
+
+def shape_of(folder: str | Path, dtype: str, kernels: Callable[[torch.dtype], Kernels]) -> Model:
+    """The model in `folder` by its config.json alone, on the device "meta": it computes shapes, and has no weights.
+
+    Raises ModelError.
+    """
+    make, config, weight_dtype = _read(Path(folder), dtype)
+    model = make(config, kernels(weight_dtype), weight_dtype, torch.device("meta"))
+    model.pack()
+    return model
+
+
+def _read(path: Path, dtype: str) -> tuple[type[Model], Config, torch.dtype]:
+    """What the folder's config.json says: the family's class, the settings, and the dtype of the weights."""
     settings = read_config(path)
     names = architectures(settings)
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
@@ -105,25 +137,8 @@ def load_model(
     config = Config.of_model(settings)
     if "quantization_config" in config:
         raise ModelError(f"{path}: config.json has a quantization_config; quantised checkpoints are not supported")
-    weight_dtype = _dtype(path, config, dtype)
-    kernel_set = (
-        select(device, weight_dtype, kernels, quantization) if isinstance(kernels, str) else kernels(weight_dtype)
-    )
     module, name = family.split(":")
-    make = getattr(import_module(module), name)
-    located = locate(path)
-    layers = config.integer("num_hidden_layers")
-    if layers > len(located):
-        raise ModelError(f"{path}: config.json asks for {layers} layers; the checkpoint has {len(located)} tensors")
-    # First without memory: config.json is checked against the checkpoint before anything is allocated by it.
-    shape: Model = make(config, kernel_set, weight_dtype, torch.device("meta"))
-    places = shape.weights()
-    found = match(path, located, places, shape.canonical)
-    check_weights(path, sum(place.nbytes for place in places.values()), device)
-    model: Model = make(config, kernel_set, weight_dtype, device)
-    load_weights(found, model.weights(), weight_dtype)
-    model.pack()
-    return model
+    return getattr(import_module(module), name), config, _dtype(path, config, dtype)
 
 
 def _dtype(path: Path, config: Config, asked: str) -> torch.dtype:

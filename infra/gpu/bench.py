@@ -6,10 +6,12 @@
     prefill     prompt tokens a second, prompts of 1,024
     offline     256 requests of 1,000 prompt and 1,000 output tokens at once, from the first to the last
     short       256 requests of 1,000 and 250: what transformers is asked, too (peer.py)
-    profile     on what a step of 64 spends its time
+    profile     on what the device spends a step of 64, by its kernels
+    host        on what the host spends it; the last, since its timers stay in the engine
 
-Each comes after a short run of its own, so that kernels are compiled and graphs recorded. With `--tiny`, all is so
-small that a CPU does it in seconds: to see that it works, not how fast.
+On a GPU, kernels are compiled first as `penstock warm` does; what is compiled after that nonetheless is told. Each
+measure comes after a short run of its own, so that graphs are recorded. With `--tiny`, all is so small that a CPU does
+it in seconds: to see that it works, not how fast.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ import torch
 
 from engine import Engine, EngineConfig, Event, Request, SamplingParams
 from engine.bench import Job, run_jobs
+from engine.breakdown import Meter
 from infra.gpu.compiled import count_compiled
 from infra.gpu.limits import Speed, Work, speed_of
 from infra.gpu.random_engine import random_engine
@@ -55,6 +60,24 @@ class Bench:
         self._ids = random.Random(1234)  # noqa: S311  # data, not secrets
         self.sequences, self.length = (8, 160) if tiny else (256, 2304)
         self.context, self.outputs = (64, 24) if tiny else (1024, 192)
+
+    def warm(self) -> None:
+        """Compile the shape's kernels into Triton's cache."""
+        if self._device.type != "cuda" or find_spec("triton") is None:
+            return
+        from engine.warm import architecture_here, default_cache, warm
+
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(self._config))
+            made = warm(Path(folder), architecture_here(), default_cache(), max_num_seqs=self.sequences)
+        built = sum(not one.cached for one in made.builds)
+        self.figures["warm"] = {
+            "kernels": len(made.builds),
+            "built": built,
+            "seconds": made.seconds,
+            "verified": made.verified,
+        }
+        self.save()
 
     def load(self) -> Engine:
         began = time.perf_counter()
@@ -144,6 +167,13 @@ class Bench:
             found |= {"limit_tokens_per_s": limit, "share": run["output_tokens_per_s"] / limit}
         return found
 
+    def _host(self, engine: Engine) -> dict[str, Any]:
+        batch, meter = min(64, self.sequences), Meter()
+        prompt = self.context - self.outputs // 2
+        meter.watch(engine)
+        run_jobs(engine, self._jobs(batch, prompt, self.outputs))
+        return {"batch": batch, **meter.report()["decode"]}
+
     def _profile(self, engine: Engine) -> dict[str, Any]:
         batch = min(64, self.sequences)
         prompt = self.context - self.outputs // 2
@@ -226,6 +256,7 @@ def main() -> int:
         torch.set_num_threads(1)
     bench = Bench(args.out, args.shape, device, tiny=args.tiny)
     bench.save()
+    bench.warm()
     with count_compiled() as compiled, bench.load() as engine:
         for name in args.measures.split(","):
             bench.measure(engine, name)

@@ -3,7 +3,7 @@
 #
 #   infra/gpu/check.sh [kernels] [engine] [parity] [bench] [peer] [all] [--allow-cpu]
 #
-#   kernels  every kernel against kernels/reference, the device's runner, and a second start that compiles nothing
+#   kernels  every kernel against kernels/reference, the device's runner; attention and sampling measured alone
 #   engine   the rest of the engine's tests
 #   parity   transformers' output in fp32 and bf16, on the GPU
 #   bench    the shape of Llama 3.1 8B, bf16, random weights: steps, prefill, offline, and where the time goes
@@ -67,7 +67,12 @@ run_tests() {
 }
 
 kernels() {
-    run_tests kernels 420 engine tests/engine/kernels tests/engine/device
+    local status=0
+    run_tests kernels 400 engine tests/engine/kernels tests/engine/device || status=$?
+    [ $shape = tiny ] || for alone in attention sampler; do
+        limited 60 "$python" -m "tests.bench.$alone" >"$out/$alone.log" 2>&1 || status=$?
+    done
+    return $status
 }
 
 engine() {
@@ -81,7 +86,7 @@ parity() {
 
 bench() {
     limited 500 "$python" infra/gpu/bench.py "$out/bench.json" --shape $shape "${tiny[@]}" \
-        --measures "${MEASURES:-decode:1,decode:16,decode:64,decode:256,prefill,profile,offline}" >"$out/bench.log" 2>&1
+        --measures "${MEASURES:-decode:1,decode:16,decode:64,decode:256,prefill,profile,offline,host}" >"$out/bench.log" 2>&1
 }
 
 peer() {
@@ -95,7 +100,7 @@ running=
 trap '[ -z "$running" ] || kill "$running" 2>/dev/null; exit 143' TERM INT
 exec 3>&1 4>&2  # a signal may come while these are a part's log
 trap '"$python" infra/gpu/report.py "$out" "${parts[@]}" >&3 2>&4; exit $?' EXIT
-declare -A made=([kernels]=kernels.xml [engine]=engine.xml [parity]=parity.xml [bench]=bench.json [peer]="short.json peer.json")
+declare -A made=([kernels]="kernels.xml attention.log sampler.log" [engine]=engine.xml [parity]=parity.xml [bench]=bench.json [peer]="short.json peer.json")
 for part in "${parts[@]}"; do
     began=$SECONDS
     (cd "$out" && rm -f "$part.status" "$part.log" ${made[$part]})

@@ -126,10 +126,11 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [f"{where}, {shape} shape, bf16, random weights; {report['when'][:10]}; {packages}:", ""]
     lines += [f"| {shape} {head[0]}", f"| --- {head[1]}"]
     lines += [f"| {' | '.join(row)} |" for row in rows(report["figures"])]
-    profile = bench.get("measures", {}).get("profile", {})
-    if "parts_ms" in profile:
-        lines += ["", f"| a step of {profile['batch']} | {profile['step_ms']:.2f} ms |", "| --- | --- |"]
-        lines += [f"| {part} | {spent:.2f} ms |" for part, spent in profile["parts_ms"].items()]
+    for name, whose, whole in (("profile", "the device's", "step_ms"), ("host", "the host's", "ms")):
+        one = bench.get("measures", {}).get(name, {})
+        if "parts_ms" in one:
+            lines += ["", f"| a step of {one['batch']}, {whose} time | {one[whole]:.2f} ms |", "| --- | --- |"]
+            lines += [f"| {part} | {spent:.2f} ms |" for part, spent in one["parts_ms"].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -143,6 +144,10 @@ def text(report: dict[str, Any], folder: Path) -> str:
         lines += [f"  failed: {case}" for case in found["failed"]]
     for part, found in report["ended"].items():
         lines.append(f"{part}: exit status {found['exit_status']}, {found['seconds']} s")
+    warmed = (report["figures"]["bench"] or {}).get("warm")
+    if warmed is not None:
+        said = "all found again" if warmed["verified"] else "NOT all found again"
+        lines.append(f"warm: {warmed['kernels']} kernels, {warmed['built']} built in {warmed['seconds']:.1f} s, {said}")
     compiled = (report["figures"]["bench"] or {}).get("compiled")
     if compiled is not None:
         built = ", ".join(sorted(set(compiled["built"]))) or "none"
@@ -151,6 +156,9 @@ def text(report: dict[str, Any], folder: Path) -> str:
     if table:
         widths = [max(len(row[k]) for row in table) for k in range(5)]
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    for alone in ("attention", "sampler"):
+        if (folder / f"{alone}.log").is_file():
+            lines += ["", f"{alone} alone:", (folder / f"{alone}.log").read_text(errors="replace").rstrip()]
     bad = [part for part, found in (report["tests"] | report["ended"]).items() if found["exit_status"] != 0]
     for part in bad:
         log = folder / f"{part}.log"

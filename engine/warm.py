@@ -1,0 +1,166 @@
+"""Kernels of a model compiled before it is first served, also where there is no GPU.
+
+    shape_of (registry) -> DeviceRunner on the device "meta" -> its own steps, launched below `compiling_for`
+
+What is compiled is what these steps launch: prompts, decodes of every recorded size, all ways to choose tokens. No
+weights are read. Kernels depend on a model's shape and dtype, on the GPU's architecture, and on nothing of a step but
+what is run through here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.device import DeviceRunner
+from engine.device.graphs import batch_sizes
+from engine.errors import EngineError
+from engine.kv import KvSpace, Table
+from engine.models import Model, shape_of
+from engine.output import OutputState
+from engine.params import SamplingParams
+from engine.plan import ScheduledSeq, StepPlan
+from engine.request import Request, Sequence
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.ahead import Build
+
+#: Of each combination of what sampling asks of a step: nothing, filters, edits, both; then edits by biases.
+_WAYS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.0, repetition_penalty=1.1),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
+    SamplingParams(temperature=1.0, logit_bias=((1, 1.0),)),
+)
+#: Tokens of a step of prompts.
+_PROMPTS = (7, 100, 512)
+#: Contexts that are as long as any that matters: decodes are recorded for each fourfold, from 1024 on.
+_CONTEXTS = (64, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What a call of `warm` did."""
+
+    arch: str
+    cache: Path
+    dtype: str
+    builds: list[Build]
+    seconds: float
+    verified: bool
+    """A second pass, as a new process would make it, found every kernel in the cache."""
+
+
+def architecture_here() -> str:
+    """Of this machine's GPU. Raises EngineError where there is none."""
+    if not torch.cuda.is_available():
+        raise EngineError("there is no GPU here whose architecture could be taken; say which, as in sm_90 (H100, H200)")
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def warm(
+    folder: Path,
+    arch: str,
+    cache: Path,
+    *,
+    dtype: str = "auto",
+    quantization: str = "none",
+    max_num_seqs: int = 64,
+    block_size: int = 16,
+) -> Warmed:
+    """Compile all that serving the model in `folder` on a GPU of `arch` launches, into `cache`.
+
+    Raises EngineError where Triton is missing, interprets kernels or has no C compiler, ModelError about the folder.
+    """
+    try:
+        from engine.kernels.gpu import Fp8Gpu, Gpu, interpreted
+        from engine.kernels.triton.ahead import compiling_for
+    except ModuleNotFoundError as error:
+        raise EngineError(f"{error.name} is not installed; it comes with: pip install 'penstock[gpu]'") from error
+    if interpreted():
+        raise EngineError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
+    began = time.perf_counter()
+    model = shape_of(folder, dtype, Fp8Gpu if quantization == "fp8" else Gpu)
+    with compiling_for(arch, cache) as builds:
+        _launch_all(model, max_num_seqs, block_size)
+    seconds = time.perf_counter() - began
+    # Triton knows what it compiled for this target by now, but not for another of the same kind: it asks the cache.
+    with compiling_for(arch, cache) as again:
+        _launch_all(model, max_num_seqs, block_size)
+    verified = all(one.cached for one in again) and {one.key for one in again} == {one.key for one in builds}
+    return Warmed(arch, cache.resolve(), str(model.dtype).removeprefix("torch."), builds, seconds, verified)
+
+
+@torch.inference_mode()
+def _launch_all(model: Model, slots: int, block_size: int) -> None:
+    length = min(model.context_length, _CONTEXTS[-1] + 1)
+    blocks = -(-length // block_size) + slots * -(-max(_PROMPTS) // block_size)
+    runner = DeviceRunner(
+        model,
+        spaces=[KvSpace(blocks, group.window) for group in model.kv_groups],
+        block_size=block_size,
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(slots, max(_PROMPTS)),
+        max_model_len=model.context_length,
+    )
+    for rows in _steps(slots, length):
+        sequences = [
+            _sequence(slot, tokens, params, len(model.kv_groups), block_size)
+            for slot, (tokens, _, params) in enumerate(rows)
+        ]
+        plan = StepPlan(num_tokens=sum(count for _, count, _ in rows))
+        plan.rows += [
+            ScheduledSeq(sequence, tokens - count, count, samples=True)
+            for sequence, (tokens, count, _) in zip(sequences, rows, strict=True)
+        ]
+        runner.launch(plan)
+
+
+def _steps(slots: int, length: int) -> Iterator[list[tuple[int, int, SamplingParams]]]:
+    """Of each sequence of each step: its tokens, how many of them are computed, and how the next is chosen."""
+    greedy = _WAYS[0]
+    for tokens in {min(tokens, length) for tokens in _PROMPTS}:
+        yield [(tokens, tokens, greedy)]
+    # Beside decodes.
+    yield [(min(40, length), 1, greedy), (min(40, length), min(20, length), greedy)][:slots]
+    # Behind what is cached, of which attention divides a long walk.
+    for context in _CONTEXTS:
+        for tokens in _PROMPTS:
+            whole = min(context, length)
+            yield [(whole, min(tokens, whole), greedy)]
+    for params in _WAYS:
+        yield [(min(20, length), min(20, length), params)]
+        yield [(min(20, length), 1, params)]
+    for size in batch_sizes(slots):
+        yield [(min(20, length), 1, greedy)] * size
+    for context in _CONTEXTS:
+        yield [(min(context, length), 1, greedy)]
+
+
+def _sequence(slot: int, tokens: int, params: SamplingParams, groups: int, block_size: int) -> Sequence:
+    blocks = -(-tokens // block_size)
+    return Sequence(
+        request=Request(f"warm-{slot}", [0] * tokens, params),
+        choice=0,
+        tokens=[0] * tokens,
+        prompt_len=tokens,
+        output=OutputState(params, (), None, 1),
+        seed=slot,
+        serial=slot,
+        queued_at=0.0,
+        slot=slot,
+        tables=[Table(list(range(blocks))) for _ in range(groups)],
+    )
+
+
+def default_cache() -> Path:
+    """Where Triton looks for what it has compiled, unless it is told otherwise."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")

@@ -1,0 +1,96 @@
+"""`penstock warm`: what it compiles, without a GPU, is all that serving the model asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+from tests.producers.gateway.conftest import TINY
+from tests.workers.cli.conftest import Run
+
+pytest.importorskip("triton")
+
+
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    """A process in which kernels are compiled, not interpreted."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_was_compiled_ahead_serves_any_step_and_is_not_compiled_again(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    asked = ("-m", "workers.cli", "warm", "tiny", "--arch", "sm_90", "--cache", str(cache), "--max-num-seqs", "4")
+    first = python(*asked, "--json")
+    assert first.returncode == 0, first.stderr
+    made = json.loads(first.stdout)
+    assert (made["arch"], made["cache"], made["verified"]) == ("sm_90", str(cache), True)
+    assert {"attend", "rms_norm_kernel", "rope_kv_kernel", "choose_kernel"} <= {
+        one["kernel"] for one in made["kernels"]
+    }
+    assert not any(one["cached"] for one in made["kernels"])
+    assert all((cache / one["key"]).is_dir() and one["bytes"] > 0 for one in made["kernels"])
+
+    steps = python("-m", "tests.engine.warmed_steps", str(TINY), str(cache), "sm_90", "4")
+    assert steps.returncode == 0, steps.stderr
+    found = json.loads(steps.stdout)
+    assert found["built"] == []
+    assert found["steps"] == 40
+    assert found["kernels"] > 10
+
+    again = python(*asked)
+    assert again.returncode == 0, again.stderr
+    assert "attend" in again.stdout
+    assert again.stdout.count("in the cache already") == len({one["kernel"] for one in made["kernels"]})
+    assert f"TRITON_CACHE_DIR={cache}" in again.stdout
+
+
+class TestRefusal:
+    @pytest.fixture(autouse=True)
+    def compiling(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As if nothing had told Triton to interpret: nothing is compiled here."""
+        from triton import knobs
+
+        monkeypatch.setattr(knobs.runtime, "interpret", False)
+
+    @pytest.mark.parametrize("arch", ["h100", "sm_75", "90", "sm_9"])
+    def test_of_what_is_no_architecture(self, run: Run, tmp_path: Path, arch: str) -> None:
+        ran = run("warm", "tiny", "--arch", arch, "--cache", str(tmp_path / "cache"))
+        assert ran.status == 2
+        assert f"{arch!r} is no architecture to compile for" in ran.err
+        assert not (tmp_path / "cache").exists()
+
+    def test_of_a_machine_without_a_gpu_whose_architecture_is_meant(self, run: Run, tmp_path: Path) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU here")
+        ran = run("warm", "tiny", "--cache", str(tmp_path))
+        assert ran.status == 2
+        assert "say which, as in sm_90" in ran.err
+
+    def test_of_a_model_that_cannot_be_served(self, run: Run, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+        ran = run("warm", str(tmp_path), "--arch", "sm_90", "--cache", str(tmp_path / "cache"))
+        assert ran.status == 2
+        assert "NoSuchModel" in ran.err
+
+    def test_of_an_interpreter(self, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        from triton import knobs
+
+        monkeypatch.setattr(knobs.runtime, "interpret", True)
+        ran = run("warm", "tiny", "--arch", "sm_90", "--cache", str(tmp_path))
+        assert ran.status == 2
+        assert "TRITON_INTERPRET is set" in ran.err
+
+    def test_of_an_unknown_quantisation(self, run: Run) -> None:
+        ran = run("warm", "tiny", "--arch", "sm_90", "--quantization", "int3")
+        assert ran.status == 2
+        assert "--quantization is 'int3'" in ran.err
