@@ -54,9 +54,14 @@ class CudaRecorder:
             run()
         here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use the device meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            # Other threads of this process may use the device meanwhile.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                run()
+        except BaseException:
+            # Where ending the capture fails torch stays on its stream, which waits for no other.
+            torch.cuda.set_stream(here)
+            raise
         return graph
 
 
@@ -83,6 +88,8 @@ class DecodeGraphs:
         self._version = -1
         self._recordings: dict[Shape, Recording] = {}
         self._fails = False
+        # For which there was no memory.
+        self._too_large: set[Shape] = set()
         #: Memory that the device has taken for them.
         self.bytes = 0
 
@@ -95,7 +102,8 @@ class DecodeGraphs:
             return None
         rows = self._sizes[bisect.bisect_left(self._sizes, shape.rows)]
         padded = Shape(rows, rows, 1, tuple(self._places(most) for most in shape.most_places))
-        return None if self._fails and padded not in self._recordings else padded
+        left = self._fails or padded in self._too_large
+        return None if left and padded not in self._recordings else padded
 
     def _places(self, most: int) -> int:
         bound = _FEWEST_PLACES
@@ -121,6 +129,10 @@ class DecodeGraphs:
         before = _reserved(self._device)
         try:
             recording = self._record(lambda: step(shape))
+        except torch.OutOfMemoryError:
+            self._too_large.add(shape)
+            logger.warning("there is no memory to record decode steps of %d sequences; they run without", shape.rows)
+            return None
         except Exception:
             self._fails = True
             logger.exception(

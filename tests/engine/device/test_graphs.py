@@ -71,6 +71,28 @@ def test_what_is_recorded_is_replayed_until_the_memory_is_another() -> None:
     assert len(found) == 1
 
 
+def test_sizes_for_which_there_is_no_memory_run_without_and_others_are_still_recorded() -> None:
+    ran: list[Shape] = []
+
+    def record(run: Callable[[], None]) -> Recording:
+        before = len(ran)
+        run()
+        if ran[before].rows > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Recorded(lambda: None)
+
+    found = DecodeGraphs(record, slots=16, most_places=128, device=CPU)
+    for rows in (8, 2):
+        padded = found.padded(decode(rows))
+        assert padded is not None
+        found.run(padded, 0, ran.append)
+    assert found.padded(decode(8)) is None
+    assert found.padded(decode(2)) == decode(2, 128)
+    assert len(found) == 1
+    # At once, as it is.
+    assert [shape.rows for shape in ran] == [8, 8, 2]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu_replayed_steps_say_what_launched_ones_say(
