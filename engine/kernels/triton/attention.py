@@ -14,14 +14,17 @@ from typing import Any, Final
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from engine.errors import EngineError
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.triton.attention_kernels import attend, join
 
 _LOG2_E: Final = math.log2(math.e)
-#: An H200's, assumed where there is no GPU to ask.
+#: An H200's, assumed where kernels are interpreted or compiled for a GPU that is not here.
 _MULTIPROCESSORS: Final = 132
+#: Shared memory that a block of Hopper's may have, in bytes.
+_SHARED: Final = 232_448
 #: Rows of partial sums that the scratch memory holds: a part of a walk takes as many as its tile has.
 _SCRATCH_ROWS: Final = 1 << 16
 #: How often a grid may fill the GPU: under a graph for long sequences most parts of a short one are programs that find
@@ -76,6 +79,15 @@ _PREFILL: Final = {
     (4, 128): Tiles(32, 32, 8, resident=1, least=16, longest=1 << 30),
     (4, 256): Tiles(16, 16, 8, resident=1, least=32, longest=1 << 30),
 }
+# Where a block has less shared memory (Ampere 163 KiB, Ada 99) than Hopper's and Blackwell's 227.
+_SMALL_PREFILL: Final = {
+    (2, 64): Tiles(64, 32, 4, resident=2, least=16, longest=1 << 30),
+    (2, 128): Tiles(64, 32, 4, resident=1, least=16, longest=1 << 30),
+    (2, 256): Tiles(32, 32, 8, resident=1, least=16, longest=1 << 30),
+    (4, 64): Tiles(32, 32, 8, resident=1, least=16, longest=1 << 30),
+    (4, 128): Tiles(32, 16, 8, resident=1, least=32, longest=1 << 30),
+    (4, 256): Tiles(16, 16, 8, resident=1, least=32, longest=1 << 30),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +122,11 @@ class PagedAttention:
     """
 
     def __init__(self, multiprocessors: int | None = None) -> None:
-        """`multiprocessors`: of the GPU; None asks it, or takes an H200's number where there is none."""
-        self._multiprocessors = multiprocessors
+        """`multiprocessors`: how many walks are divided for; None asks the GPU."""
+        self._asked = multiprocessors
         self._scratch: Tensor | None = None
+        self._multiprocessors = 0
+        self._prefill = _PREFILL
 
     def __call__(
         self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
@@ -134,12 +148,12 @@ class PagedAttention:
             raise EngineError(f"there are no attention kernels for a head_dim of {head_dim}: 256 is the most")
         block, kv_heads = cache.shape[2:4]
         share, sequences = heads // kv_heads, len(batch.kv_lens)
-        decode, prefill = (table[kind].with_rows_for(share) for table in (_DECODE, _PREFILL))
+        parts, states = self._prepared(query.device, dims)
+        decode, prefill = (table[kind].with_rows_for(share) for table in (_DECODE, self._prefill))
         few = decode.rows // share
         # With a cap, scores are tanh's exponent and then multiples of the cap; without, multiples of the scale.
         scales = (scale * _LOG2_E, 0.0) if softcap is None else (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
         shape = {"SHARE": share, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIMS": dims, "FEW": few}
-        parts, states, multiprocessors = self._prepare(query.device, dims)
         alone = batch.most_queries <= few
         for decodes in (True,) if alone else (True, False):
             tiles = decode if decodes else prefill
@@ -149,7 +163,7 @@ class PagedAttention:
             else:
                 # Alone, some more where it takes them to zero the rows that belong to nobody.
                 count = max(sequences, -(-tokens // queries)) if alone else sequences
-            division = Division.of(count * kv_heads, _rounds(batch, tiles, queries), tiles, multiprocessors)
+            division = Division.of(count * kv_heads, _rounds(batch, tiles, queries), tiles, self._multiprocessors)
             cut: dict[str, Any] = shape | {
                 "ROWS": tiles.rows,
                 "TILE": tiles.places,
@@ -202,18 +216,23 @@ class PagedAttention:
                 )
         return out
 
-    def _prepare(self, device: torch.device, dims: int) -> tuple[Tensor, Tensor, int]:
-        """Scratch memory in fp32 for the sums of values, and for peak and sum of weights, of every row of every part;
-        and how many multiprocessors there are."""
+    def _prepared(self, device: torch.device, dims: int) -> tuple[Tensor, Tensor]:
+        """Scratch memory in fp32, for the sums of values and for peak and sum of weights of every row of every part."""
         size = _SCRATCH_ROWS * dims
         if self._scratch is None or self._scratch.device != device or len(self._scratch) < size + 2 * _SCRATCH_ROWS:
             self._scratch = torch.empty(size + 2 * _SCRATCH_ROWS, dtype=torch.float32, device=device)
-        if self._multiprocessors is None:
-            asked = device.type == "cuda"
-            self._multiprocessors = (
-                torch.cuda.get_device_properties(device).multi_processor_count if asked else _MULTIPROCESSORS
-            )
-        return self._scratch[:size], self._scratch[size:], self._multiprocessors
+            multiprocessors, shared = _limits()
+            self._multiprocessors = self._asked or multiprocessors
+            self._prefill = _PREFILL if shared >= _SHARED else _SMALL_PREFILL
+        return self._scratch[:size], self._scratch[size:]
+
+
+def _limits() -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a block may have, of the GPU that kernels are for."""
+    if not isinstance(attend, triton.JITFunction):
+        return _MULTIPROCESSORS, _SHARED
+    found = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    return found.get("multiprocessor_count", _MULTIPROCESSORS), found["max_shared_mem"]
 
 
 def _rounds(batch: RaggedBatch, tiles: Tiles, queries: int) -> int:

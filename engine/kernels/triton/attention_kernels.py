@@ -155,7 +155,11 @@ def walk(
     return acc, total, peak, block
 
 
-@triton.jit(do_not_specialize=["table_stride", "tokens", "sequences", "even", "longest", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "tokens", "sequences", "even", "longest", "window"],
+    # They may begin anywhere in what a step uploads at once: nothing is to be compiled again for that.
+    do_not_specialize_on_alignment=["tables", "table_rows", "query_starts", "kv_lens"],
+)
 def attend(
     out,
     query,
@@ -265,7 +269,10 @@ def attend(
         tl.store(out + at[:, None] + dims[None], result.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "splits", "even", "longest", "window"])
+@triton.jit(
+    do_not_specialize=["tokens", "sequences", "splits", "even", "longest", "window"],
+    do_not_specialize_on_alignment=["query_starts", "kv_lens"],
+)
 def join(
     out,
     query_starts,

@@ -54,7 +54,12 @@ LAUNCHES = {
     "tiny-v2": _attention(6, 2, 32),
     "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0),
 }
-GROUPS = {"attention": LAUNCHES, "layers": LAYERS, "products": PRODUCTS}
+GROUPS = {
+    "attention": LAUNCHES,
+    "attention, 8b": {"llama-3.1-8b": LAUNCHES["llama-3.1-8b"]},
+    "layers": LAYERS,
+    "products": PRODUCTS,
+}
 
 
 def described(build: Build) -> dict[str, Any]:

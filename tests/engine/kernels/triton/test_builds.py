@@ -14,13 +14,14 @@ pytest.importorskip("triton")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-#: Of one block, in bytes (CUDA C++ Programming Guide, technical specifications, compute capability 9.0).
+#: Of one block, in bytes (CUDA C++ Programming Guide, technical specifications, compute capabilities 9.0 and 8.9).
 MOST_SHARED = 232_448
+MOST_SHARED_ADA = 101_376
 
 
-def built(group: str) -> dict[str, list[dict[str, Any]]]:
+def built(group: str, arch: str = "sm_90") -> dict[str, list[dict[str, Any]]]:
     env = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.engine.kernels.triton.builds", "sm_90", group]
+    command = [sys.executable, "-m", "tests.engine.kernels.triton.builds", arch, group]
     ran = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, list[dict[str, Any]]] = json.loads(ran.stdout)
@@ -84,3 +85,9 @@ def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() ->
             assert kernel["wgmma"], (name, kernel)
             # Of two or three operands, two rounds ahead.
             assert kernel["copies left on their way"] >= 4, (name, kernel)
+
+
+def test_a_gpu_with_less_shared_memory_has_kernels_too() -> None:
+    for kernel in built("attention, 8b", "sm_89")["llama-3.1-8b"]:
+        assert kernel["stack"] == 0, kernel
+        assert kernel["shared"] <= MOST_SHARED_ADA, kernel
