@@ -131,6 +131,11 @@ def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
     return Call(script(PACKAGE, "prompt"), (keys.task(task_id), keys.stream(task_id)), (task_id, claim_id, *entries))
 
 
+def counted(task_id: str, claim_id: str, prompt_tokens: int) -> Call:
+    """Of a prompt that came as text. Answers 1 where that was not known before."""
+    return Call(script(PACKAGE, "counted"), (keys.task(task_id),), (claim_id, prompt_tokens))
+
+
 def finish(
     task_id: str,
     claim_id: str,

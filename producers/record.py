@@ -6,7 +6,7 @@
 | `status` | submitting, queued, in_progress, completed, failed, cancelled, incomplete |
 | `task` | the task as accepted (JSON, see `producers.task`) |
 | `model`, `queue`, `tier`, `n` | name, pool queue, service tier, choices |
-| `prompt_tokens`, `tokens` | prompt length where known, KV tokens that it may need |
+| `prompt_tokens`, `tokens` | prompt length, of a text once it was taken up; KV tokens that it may need |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | when (server time, ms); `first`: the first token |
 | `deadline`, `ttl` | ms; seconds that it is kept once settled |
 | `nonce` | names the submit that made it |

@@ -1,4 +1,4 @@
-"""PROMPT, and what APPEND and FINISH do about it, as the model says: of one task, with owners, cancels, lost tails."""
+"""PROMPT, COUNTED, and what APPEND and FINISH do about it: of one task, as the model says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from producers.events import encode_prompt, encode_token
 from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, PROMPT, TASKS, Pair
+from tests.protocol.store import DEADLINES, INCS, LIMIT, TASKS, Pair, begun
 
 TASK = "t2"  # whose record has a deadline
 CHOICES = TASKS[TASK]
@@ -31,9 +31,9 @@ class PromptMachine(Pair):
         self.open()
         self.claims = itertools.count(1)
         self.owners = itertools.cycle(INCS)
-        fields = {"n": CHOICES, "prompt_tokens": PROMPT, "deadline": DEADLINES[TASK]}
+        fields = {"n": CHOICES, "deadline": DEADLINES[TASK]}
         self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
-        new = scripts.SUBMITTED._replace(next=(0,) * CHOICES)
+        new = begun(scripts.SUBMITTED, TASK)
         _, self.model[TASK] = scripts.admit(None, "mine", False, ALL, new)
         self.compare()
         self.take_up()
@@ -67,7 +67,18 @@ class PromptMachine(Pair):
 
         self.do(step)
 
-    @rule(valid=mostly, choice=st.integers(0, CHOICES - 1), scored=mostly, discarded=st.sampled_from([0, 5]))
+    @rule(valid=mostly, tokens=st.integers(1, 3))
+    def counted(self, valid: bool, tokens: int) -> None:
+        c = self.held(TASK, valid)
+
+        def step() -> None:
+            answer = self.server.run(protocol.counted(TASK, c, tokens))
+            expected, self.model[TASK] = scripts.counted(self.model[TASK], c, tokens)
+            assert answer == expected
+
+        self.do(step)
+
+    @rule(valid=mostly, choice=st.integers(0, CHOICES - 1), scored=mostly, discarded=st.sampled_from([5, 0]))
     def append(self, valid: bool, choice: int, scored: bool, discarded: int) -> None:
         r, c = self.model[TASK], self.held(TASK, valid)
         i = r.next[choice] if r else 0
@@ -91,8 +102,10 @@ class PromptMachine(Pair):
         nexts = r.next if r else (0,) * CHOICES
 
         def step() -> None:
+            before = self.model[TASK]
+            used = (before.counted if before else None) or 0  # a worker says what it has said before
             answer = self.server.run(
-                protocol.finish(TASK, c, "completed", reasons="[]", nexts=nexts, prompt_tokens=PROMPT, scored=scored)
+                protocol.finish(TASK, c, "completed", reasons="[]", nexts=nexts, prompt_tokens=used, scored=scored)
             )
             expected, self.model[TASK] = scripts.finish(self.model[TASK], c, nexts, ALL, scored=scored)
             assert text(answer[0]) == expected
@@ -138,6 +151,9 @@ MUTANTS = {
     "APPEND goes on without the prompt": ("append", "(scored == '1' and not r[6])", "false"),
     "APPEND forgets what was discarded": ("append", "discarded ~= '0'", "false"),
     "APPEND takes the prompt for a token": ("append", "if not r[5] then", "if at == 0 then"),
+    "COUNTED asks for no claim": ("counted", "not r[1] or r[1] ~= ARGV[1] or r[2]", "r[2]"),
+    "COUNTED counts after the end": ("counted", " or r[2]", ""),
+    "COUNTED counts again": ("counted", "'HSETNX'", "'HSET'"),
     "FINISH goes on without the prompt": ("finish", "ARGV[8] == '0' or r[4]", "true"),
     "the end forgets what was discarded": ("finish", "redis.call('HGET', task, 'discarded') or", ""),
 }
@@ -162,4 +178,4 @@ def test_a_broken_script_is_noticed(broken: str, valkey: Redis) -> None:
     mutant = Mutant("producers", *MUTANTS[broken])
     assert mutant.text()
     with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
-        check(valkey, mutant, max_examples=80, stateful_step_count=25)
+        check(valkey, mutant, max_examples=200, stateful_step_count=25)

@@ -19,7 +19,7 @@ from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, PROMPT, TASKS, TTL, Pair
+from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, TASKS, TTL, Pair, begun, prompt_fields
 
 TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
 
@@ -69,9 +69,9 @@ class StoreMachine(Pair):
     def admit(self, t: str, nonce: str, late: bool) -> None:
         def step() -> None:
             asked = self.server.now() - (protocol.SUBMIT_WINDOW_MS + 1000 if late else 0)
-            fields = {"n": TASKS[t], "prompt_tokens": PROMPT} | deadline(t)
+            fields = prompt_fields(t) | deadline(t)
             answer = text(self.server.run(protocol.admit(t, nonce, asked, fields)))
-            new = scripts.SUBMITTED._replace(next=(0,) * TASKS[t])
+            new = begun(scripts.SUBMITTED, t)
             expected, self.model[t] = scripts.admit(self.model[t], nonce, late, ALL, new)
             assert answer == expected
 
@@ -94,8 +94,8 @@ class StoreMachine(Pair):
         self.claims += 1
         t = self.apt(t, lambda r: not r.settled and r.owner not in self.live) if valid else t
         c = self.held(t, True) if same else f"c{self.claims}"
-        plain = {"n": TASKS[t], "prompt_tokens": PROMPT} | deadline(t) if t == "p" else None
-        made = scripts.QUEUED._replace(next=(0,) * TASKS[t]) if plain else None
+        plain = prompt_fields(t) | deadline(t) if t == "p" else None
+        made = begun(scripts.QUEUED, t) if plain else None
 
         def step() -> None:
             call = protocol.claim(t, c, inc, plain=plain, condemned=condemned, max_deaths=LIMIT)
@@ -153,8 +153,10 @@ class StoreMachine(Pair):
         error = '{"code":"internal"}' if status == "failed" else "null"
 
         def step() -> None:
+            before = self.model[t]
+            used = (before.counted if before else None) or 0  # a worker says what it has said before
             call = protocol.finish(
-                t, c, status, reasons='["stop"]', nexts=nexts, error=error, prompt_tokens=PROMPT, cached_tokens=3
+                t, c, status, reasons='["stop"]', nexts=nexts, error=error, prompt_tokens=used, cached_tokens=3
             )
             answer = self.server.run(call)
             expected, after = scripts.finish(self.model[t], c, tuple(nexts), ALL, status)

@@ -17,7 +17,7 @@ from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, PROMPT, TASKS, Pair
+from tests.protocol.store import DEADLINES, INCS, LIMIT, TASKS, Pair, begun
 
 TASK = "t2"
 CHOICES = TASKS[TASK]
@@ -81,9 +81,9 @@ class UnreadMachine(Pair):
     # ---- what the task comes through ------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        fields = {"n": CHOICES, "prompt_tokens": PROMPT, "deadline": DEADLINES[TASK]}
+        fields = {"n": CHOICES, "deadline": DEADLINES[TASK]}
         self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
-        new = scripts.SUBMITTED._replace(next=(0,) * CHOICES)
+        new = begun(scripts.SUBMITTED, TASK)
         _, self.model[TASK] = scripts.admit(self.model[TASK], "mine", False, ALL, new)
 
     def queued(self) -> None:
@@ -103,7 +103,7 @@ class UnreadMachine(Pair):
 
     def finish(self) -> None:
         c, nexts = self.held(TASK, True), (0,) * CHOICES
-        self.server.run(protocol.finish(TASK, c, "completed", reasons="[]", nexts=nexts, prompt_tokens=PROMPT))
+        self.server.run(protocol.finish(TASK, c, "completed", reasons="[]", nexts=nexts))
         _, self.model[TASK] = scripts.finish(self.model[TASK], c, nexts, ALL)
 
 

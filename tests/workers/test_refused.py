@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -64,6 +65,17 @@ def test_a_panic_of_the_tokenizer_fails_its_task_alone(served: Rig) -> None:
     served.check([task_id], "failed")
     served.check(others)
     assert "a panic of the stub" in served.record(task_id)["error"]
+
+
+def test_a_prompt_that_came_as_text_is_counted_when_it_is_taken_up(served: Rig) -> None:
+    """So that its usage is right also where no worker is left to say it."""
+    (task_id,) = served.fill(1, prompt="some text", max_tokens=4000)
+    served.until(lambda: "prompt_tokens" in served.record(task_id))
+    assert int(served.record(task_id)["prompt_tokens"]) > 0
+    served.cancel(task_id)
+    served.until_settled([task_id])
+    used = json.loads(served.record(task_id)["usage"])
+    assert used["prompt_tokens"] == int(served.record(task_id)["prompt_tokens"])
 
 
 def test_cancels_that_race_with_deadlines_are_no_cause_for_concern(served: Rig) -> None:

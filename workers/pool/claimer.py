@@ -21,8 +21,8 @@ from engine.request import Request
 from producers import keys
 from producers.errors import InvalidTask
 from producers.events import Token
-from producers.protocol import Claimed, claim, is_last_chance, read_claim, release
-from producers.script import Call, run_many
+from producers.protocol import Claimed, claim, counted, is_last_chance, read_claim, release
+from producers.script import Call, run, run_many
 from producers.task import DEFAULTS, Task
 from workers.connect import LOST, connect, is_passing
 from workers.pool.delivery import Delivery
@@ -178,6 +178,8 @@ class Claimer(threading.Thread):
             request = self._request(delivery)
             delivery.prompt_ids = request.prompt_ids
             delivery.prompt_tokens = len(request.prompt_ids)
+            if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
+                run(self._redis, counted(delivery.task_id, delivery.uuid, delivery.prompt_tokens))
             delivery.selects = request.params.selects
             runtime.running[delivery.uuid] = delivery
             runtime.engine.submit(request, runtime.publisher.on_event)

@@ -14,7 +14,8 @@ Rules = frozenset[str]
 
 class Rec(NamedTuple):
     """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up.
-    `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it."""
+    `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
+    prompt's tokens, where known."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -34,6 +35,7 @@ class Rec(NamedTuple):
     mark: int = 0
     prompt: tuple[int, ...] = ()
     discarded: int = 0
+    counted: int | None = None
 
     @property
     def length(self) -> int:
@@ -124,6 +126,12 @@ def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec 
     if r.prompt and "prompt_once" in rules:
         return "ok", r
     return "ok", r._replace(prompt=r.prompt + (len(r.stream),) * entries)
+
+
+def counted(r: Rec | None, c: Any, tokens: int) -> tuple[int, Rec | None]:
+    if r is None or r.claim is None or r.claim != c or r.status in FINAL or r.counted is not None:
+        return 0, r
+    return 1, r._replace(counted=tokens)
 
 
 def append(
