@@ -26,6 +26,7 @@ from engine.runner import Runner
 KERNELS = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
+    "norm_heads": "norm",
     "rope": "rope and cache",
     "write_kv": "rope and cache",
     "rope_and_write": "rope and cache",

@@ -13,7 +13,7 @@ from engine.kernels.reference import PreparedLinear, Reference
 from engine.kernels.triton.attention import PagedAttention
 from engine.kernels.triton.fp8 import quantise_rows
 from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
-from engine.kernels.triton.norm import WIDEST, add_rms_norm, rms_norm
+from engine.kernels.triton.norm import WIDEST, add_rms_norm, norm_heads, rms_norm
 from engine.kernels.triton.quantised import int4_linear, int8_linear
 from engine.kernels.triton.rope_kv import rope_and_write
 
@@ -53,6 +53,11 @@ class Gpu(Reference):
         if x.shape[-1] > WIDEST:
             return super().add_rms_norm(x, residual, weight, eps)
         return add_rms_norm(x, residual, weight, eps)
+
+    def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, kv_heads: int, eps: float) -> Tensor:
+        if heads.shape[-1] > WIDEST:
+            return super().norm_heads(heads, query_weight, key_weight, kv_heads, eps)
+        return norm_heads(heads, query_weight, key_weight, kv_heads, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

@@ -57,6 +57,13 @@ class Reference:
         total = residual + x
         return self.rms_norm(total, weight, eps), total
 
+    def norm_heads(self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, kv_heads: int, eps: float) -> Tensor:
+        """`rms_norm` of each query and each key of `heads` [tokens, query heads + 2 * kv_heads, head_dim], which has
+        queries, then keys, then values; with one weight [head_dim] for queries, one for keys. Values stay as they are.
+        Returns the shape of `heads`, which may be overwritten."""
+        queries, keys, values = heads.tensor_split((-2 * kv_heads, -kv_heads), 1)
+        return torch.cat((self.rms_norm(queries, query_weight, eps), self.rms_norm(keys, key_weight, eps), values), 1)
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` [tokens, heads, head_dim] by pairs (i, i + head_dim / 2) (arXiv 2104.09864, half-split).
 

@@ -65,6 +65,7 @@ class NormedAttention(Attention):
         self, kernels: Kernels, shape: AttentionShape, *, eps: float, offset: float, device: torch.device
     ) -> None:
         super().__init__(kernels, shape, device=device)
+        self._eps = eps
         self._query_norm = RmsNorm(kernels, shape.head_dim, eps, offset=offset, device=device)
         self._key_norm = RmsNorm(kernels, shape.head_dim, eps, offset=offset, device=device)
 
@@ -81,7 +82,5 @@ class NormedAttention(Attention):
         self._key_norm.pack()
 
     def _prepared(self, heads: Tensor) -> Tensor:
-        queries, values = self._shape.heads, heads.shape[1] - self._shape.kv_heads
-        return torch.cat(
-            (self._query_norm(heads[:, :queries]), self._key_norm(heads[:, queries:values]), heads[:, values:]), 1
-        )
+        norms, kv_heads = (self._query_norm.weight, self._key_norm.weight), self._shape.kv_heads
+        return self._kernels.norm_heads(heads, *norms, kv_heads, self._eps)

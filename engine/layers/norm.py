@@ -16,17 +16,17 @@ class RmsNorm:
         self._eps = eps
         self._offset = offset
         dtype = torch.float32 if offset else kernels.compute_dtype
-        self._weight = torch.empty(width, dtype=dtype, device=device)
+        self.weight = torch.empty(width, dtype=dtype, device=device)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        return {f"{prefix}weight": self._weight}
+        return {f"{prefix}weight": self.weight}
 
     def pack(self) -> None:
-        self._weight += self._offset
+        self.weight += self._offset
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum); `residual` may be overwritten."""
-        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+        return self._kernels.add_rms_norm(x, residual, self.weight, self._eps)

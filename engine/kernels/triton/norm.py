@@ -14,6 +14,14 @@ _TILE = 2048
 _NARROW = 1024
 
 
+@triton.jit
+def _normed(x, weight, eps, WIDTH: tl.constexpr):
+    """Of rows [rows, block] in fp32, zero beyond their width; in the dtype of the weight [rows or 1, block]."""
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+    # Rounded to the weight's dtype before the product with it, as models are trained.
+    return (normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x_ptr,
@@ -35,11 +43,37 @@ def rms_norm_kernel(
     start = (row // inner).to(tl.int64) * outer_stride + row % inner * inner_stride
     x = tl.load(x_ptr + start[:, None] + column[None], mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
-    normed = x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
-    # Rounded to the weight's dtype before the product with it, as models are trained.
-    scaled = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None]
     out = out_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None]
-    tl.store(out, scaled.to(weight.dtype).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, _normed(x, weight[None], eps, WIDTH).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_heads_kernel(
+    heads_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    rows,
+    token_stride,
+    head_stride,
+    eps,
+    QUERY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Row r is head r % HEADS, a query or a key, of token r // HEADS; normed where it is."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    head = row % HEADS
+    inside = (row < rows)[:, None] & (column < WIDTH)[None]
+    start = (row // HEADS).to(tl.int64) * token_stride + head * head_stride
+    at = heads_ptr + start[:, None] + column[None]
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    query_weight = tl.load(query_weight_ptr + column, mask=column < WIDTH, other=0.0)
+    key_weight = tl.load(key_weight_ptr + column, mask=column < WIDTH, other=0.0)
+    weight = tl.where((head < QUERY_HEADS)[:, None], query_weight[None], key_weight[None])
+    tl.store(at, _normed(x, weight, eps, WIDTH).to(heads_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -123,3 +157,28 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             num_warps=row_warps(block),
         )
     return x, residual
+
+
+def norm_heads(heads: Tensor, query_weight: Tensor, key_weight: Tensor, kv_heads: int, eps: float) -> Tensor:
+    """As `Reference.norm_heads`, written over queries and keys. `heads` has its last dimension dense; returns it."""
+    tokens, count, head_dim = heads.shape
+    rows = tokens * (count - kv_heads)
+    if rows:
+        block = triton.next_power_of_2(head_dim)
+        taken = narrow_rows(block)
+        norm_heads_kernel[(triton.cdiv(rows, taken),)](
+            heads,
+            query_weight,
+            key_weight,
+            rows,
+            heads.stride(0),
+            heads.stride(1),
+            eps,
+            QUERY_HEADS=count - 2 * kv_heads,
+            HEADS=count - kv_heads,
+            WIDTH=head_dim,
+            BLOCK=block,
+            ROWS=taken,
+            num_warps=row_warps(block * taken),
+        )
+    return heads

@@ -45,6 +45,14 @@ def test_add_rms_norm_is_the_norm_of_the_sum_and_the_sum(kernels: Kernels, devic
     torch.testing.assert_close(normed, kernels.rms_norm(total, weight[0], 1e-6))
 
 
+def test_heads_are_normed_one_by_one_but_for_values(kernels: Kernels, device: torch.device) -> None:
+    heads, weights = noise(4, 7, 16).to(device), noise(2, 16, seed=1).to(device)
+    expected = heads.clone()
+    for head, weight in zip(range(5), [weights[0]] * 3 + [weights[1]] * 2, strict=True):
+        expected[:, head] = kernels.rms_norm(heads[:, head], weight, 1e-6)
+    torch.testing.assert_close(kernels.norm_heads(heads, *weights, 2, 1e-6), expected)
+
+
 def test_rope_turns_pairs_as_complex_numbers(kernels: Kernels, device: torch.device) -> None:
     x = noise(4, 3, 16)
     angles = noise(4, 1, 8, seed=1).double() * 3

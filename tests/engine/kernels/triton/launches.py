@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.triton.fp8 import quantise_rows
 from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
-from engine.kernels.triton.norm import add_rms_norm, rms_norm
+from engine.kernels.triton.norm import add_rms_norm, norm_heads, rms_norm
 from engine.kernels.triton.quantised import MOST_ROWS, int4_linear, int8_linear
 from engine.kernels.triton.rope_kv import rope_and_write
 
@@ -42,7 +42,7 @@ def _layer(
             gated(empty(tokens, 2 * hidden))
             packed = empty(tokens, heads + 2 * kv_heads, head_dim)
             if head_norms:
-                rms_norm(packed[:, :heads], empty(head_dim, dtype=norm_dtype), 1e-6)
+                norm_heads(packed, *empty(2, head_dim, dtype=norm_dtype), kv_heads, 1e-6)
             angles = empty(tokens, 1, rotary_dim or head_dim)
             cache = empty(2, 1000, 16, kv_heads, head_dim)
             rope_and_write(packed, angles, angles, cache, empty(tokens, dtype=torch.int64))

@@ -12,7 +12,7 @@ from tests.engine.kernels.triton.conftest import assert_same, noise
 
 pytest.importorskip("triton")
 
-from engine.kernels.triton.norm import add_rms_norm, rms_norm
+from engine.kernels.triton.norm import add_rms_norm, norm_heads, rms_norm
 
 REFERENCE = Reference(torch.float32)
 EPS = 1e-5
@@ -55,23 +55,35 @@ def test_rows_may_lie_apart(where: torch.device) -> None:
     assert torch.equal(wide[:, 2], total)
 
 
+def test_heads_may_be_a_part_of_a_packed_product(where: torch.device, dtype: torch.dtype) -> None:
+    packed = noise(5, 9, 80, dtype=dtype).to(where)
+    weight, before = noise(80, dtype=dtype, seed=1).to(where), packed.clone()
+    x = packed[:, 2:6]
+    assert_same(rms_norm(x, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
+    assert torch.equal(packed, before)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     tokens=st.integers(0, 5),
-    heads=st.integers(1, 7),
-    head_dim=st.sampled_from([8, 64, 80, 128, 256]),
-    first=st.integers(0, 2),
+    kv_heads=st.integers(1, 3),
+    share=st.integers(1, 4),
+    head_dim=st.sampled_from([2, 64, 80, 256]),
+    beside=st.integers(0, 1),
+    wide_weight=st.booleans(),
 )
-def test_heads_are_normed_where_they_lie(
-    where: torch.device, tokens: int, heads: int, head_dim: int, first: int
+def test_queries_and_keys_are_normed_where_they_are(
+    where: torch.device, tokens: int, kv_heads: int, share: int, head_dim: int, beside: int, wide_weight: bool
 ) -> None:
-    """As queries and keys in the packed product of q, k and v."""
-    packed = noise(tokens, first + heads + 2, head_dim, dtype=torch.bfloat16, seed=heads).to(where)
-    weight = noise(head_dim, dtype=torch.bfloat16, seed=1).to(where)
-    x = packed[:, first : first + heads]
-    before = packed.clone()
-    assert_same(rms_norm(x, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
-    assert torch.equal(packed, before)
+    count = (share + 2) * kv_heads
+    packed = noise(tokens, count + beside, head_dim, dtype=torch.bfloat16, seed=share).to(where)
+    weights = noise(2, head_dim, dtype=torch.float32 if wide_weight else torch.bfloat16, seed=1).to(where)
+    before, heads = packed.clone(), packed[:, :count]
+    expected = REFERENCE.norm_heads(heads.clone(), *weights, kv_heads, EPS)
+    found = norm_heads(heads, *weights, kv_heads, EPS)
+    assert found is heads
+    assert_same(found, expected)
+    assert torch.equal(packed[:, count - kv_heads :], before[:, count - kv_heads :])
 
 
 def test_no_rows_are_no_work(where: torch.device) -> None:
