@@ -26,7 +26,7 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_it_chooses_what_engine_sampling_chooses_through_steps_and_slots(data: st.DataObject) -> None:
     """Sequences grow, leave, come back after a preemption, and take over each other's rows; some steps are done
     again."""

@@ -1,4 +1,4 @@
-"""The sampling kernels of every step that there is, compiled ahead; what each takes, as JSON: python -m ... FOLDER
+"""The sampling kernels, compiled ahead; what each takes, as JSON: python -m ... FOLDER
 
 A process of its own, since Triton chooses when it is imported whether kernels are compiled or interpreted.
 """
@@ -20,7 +20,7 @@ from engine.kernels.triton.sampling import TritonChoose
 _CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
-def launch(vocab: int, dtype: torch.dtype) -> None:
+def launch(vocab: int, dtype: torch.dtype, *ways: Features) -> None:
     slots, meta = 64, torch.device("meta")
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -36,15 +36,15 @@ def launch(vocab: int, dtype: torch.dtype) -> None:
         empty(slots, WIDTH), empty(slots, dtype=torch.int64), empty(2, slots, dtype=torch.int64), edits
     )
     choose = TritonChoose(slots, vocab, meta)
-    for features in (Features(0), Features.EDITS, Features.FILTERS, Features.EDITS | Features.FILTERS):
+    for features in ways:
         rows = empty(8, vocab, dtype=dtype)
         choose(rows, empty(8), empty(8, dtype=torch.int64), state, features)
 
 
 def main() -> None:
     with compiling_for("sm_90", Path(sys.argv[1])) as builds:
-        for vocab, dtype in ((128256, torch.bfloat16), (151936, torch.float32), (262144, torch.bfloat16)):
-            launch(vocab, dtype)
+        launch(128256, torch.bfloat16, Features(0), Features.EDITS | Features.FILTERS)
+        launch(262144, torch.float32, Features.FILTERS)
     found = []
     for build in builds:
         command = [_CUOBJDUMP, "--dump-resource-usage", build.binary]
