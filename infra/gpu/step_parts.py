@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 #: The first that a kernel's name (or on a CPU, an operation's) agrees with.
 PARTS = {
-    "attention": r"attention|attn|flash|fmha|reduce_split",
+    "attention": r"^attend|^join|attention|attn|flash|fmha",
     "norm": r"norm",
     "rope and cache": r"rope|index_copy|roll",
     "activation": r"gated|silu|gelu",
-    "sampling": r"sampl|argmax|topk|sort|penalt|noise|softmax|choose|pick",
-    "dense": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm|matmul|linear|int4|int8",
+    "sampling": r"sampling|argmax|topk|sort|softmax",
+    "dense": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm|matmul|linear|int4|int8|^sum_kernel|quantise",
+    "inputs": r"^fill$",
     "copies": r"memcpy|memset|copy|fill",
 }
 

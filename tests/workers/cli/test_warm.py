@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.gpu.step_parts import part_of
 from tests.processes import ROOT
 from tests.producers.gateway.conftest import TINY
 from tests.workers.cli.conftest import Run
@@ -32,11 +33,14 @@ def test_what_was_compiled_ahead_serves_any_step_and_is_not_compiled_again(tmp_p
     assert first.returncode == 0, first.stderr
     made = json.loads(first.stdout)
     assert (made["arch"], made["cache"], made["verified"]) == ("sm_90", str(cache), True)
-    assert {"attend", "rms_norm_kernel", "rope_kv_kernel", "choose_kernel"} <= {
+    assert {"attend", "rms_norm_kernel", "rope_kv_kernel", "sampling_choose_kernel"} <= {
         one["kernel"] for one in made["kernels"]
     }
     assert not any(one["cached"] for one in made["kernels"])
     assert all((cache / one["key"]).is_dir() and one["bytes"] > 0 for one in made["kernels"])
+
+    # Where a profile of a step (infra/gpu) puts each of them.
+    assert "other" not in {part_of(one["kernel"]) for one in made["kernels"]}
 
     steps = python("-m", "tests.engine.warmed_steps", str(TINY), str(cache), "sm_90", "4")
     assert steps.returncode == 0, steps.stderr
