@@ -1,8 +1,9 @@
 """Prompt in, tokens out: continuous batching over a paged KV cache. Knows no queue and no HTTP.
 
 A Request (request) is checked and queued; the scheduler plans each step over all sequences, within what kv/ can
-hold; batch and runner turn the plan into tensors and run models/, layers/ and kernels/ on one device; sampling/
-picks the next tokens, output turns them into text and finds their end; events go back to whoever submitted.
+hold, on a GPU while the step before it runs (pipeline); batch and runner, or device/, turn the plan into tensors and
+run models/, layers/ and kernels/ on one device; sampling/ picks the next tokens, output turns them into text and finds
+their end; events go back to whoever submitted.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class _Ticket:
 class StepLoop:
     """`submit` and `abort` may be called by any thread; they only leave a note for the loop's own thread.
 
-    That thread alone changes the scheduler, between steps, so that no block changes hands while a step runs.
+    That thread alone changes the scheduler, so that a plan is whole when it is launched; what a running step uses may
+    be given away meanwhile, but is not touched before the step is done (pipeline).
     """
 
     def __init__(

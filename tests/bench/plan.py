@@ -1,7 +1,8 @@
 """What a step costs before and after its forward pass: `python -m tests.bench.plan`.
 
 Sequences that all decode, with the bundled model's tokenizer; tokens come from a list. Per step: `schedule` plans it,
-`update` enters its tokens (detokeniser, stop conditions, prefix cache, events).
+`update` enters its tokens (detokeniser, stop conditions, prefix cache, events). With --ahead each step is planned
+before the tokens of the one before it are entered: `foresee` and `schedule`, then `update` of the step before.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import time
 
 from engine.kv import KvSpace
 from engine.params import SamplingParams
-from engine.plan import Sampled
+from engine.plan import Sampled, StepPlan
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.text import Tokenizer
 from tests.processes import ROOT
 
 
-def measure(sequences: int, steps: int) -> dict[str, float]:
+def measure(sequences: int, steps: int, ahead: bool) -> dict[str, float]:
     tokenizer = Tokenizer.from_folder(ROOT / "workers" / "models" / "tiny")
     prompt = 128
     scheduler = Scheduler(
@@ -40,15 +41,22 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
             Request(str(number), ids, SamplingParams(max_tokens=steps + 4, stop=("nowhere in it",), seed=number))
         )
     plans, updates = [], []
+    before: StepPlan | None = None
     for step in range(steps + 1):
         start = time.perf_counter()
+        if before is not None:
+            scheduler.foresee(before, lambda seq: False)
         plan = scheduler.schedule(time.monotonic())
         middle = time.perf_counter()
         if plan is None or len(plan.rows) < sequences:
             raise RuntimeError("the sequences do not all run")
         sampled = [Sampled(rng.randint(0, draw)) for _ in plan.rows]
         ready = time.perf_counter()
-        scheduler.update(plan, sampled, time.monotonic())
+        # The tokens are as good for the one as for the other.
+        entered = before if ahead else plan
+        if entered is not None:
+            scheduler.update(entered, sampled, time.monotonic())
+        before = plan if ahead else None
         if step:  # the first computes the prompts
             plans.append((middle - start) * 1e3)
             updates.append((time.perf_counter() - ready) * 1e3)
@@ -66,8 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--ahead", action="store_true", help="plan each step before the one before it is entered")
     args = parser.parse_args()
-    print(json.dumps(measure(args.sequences, args.steps), indent=2))
+    print(json.dumps(measure(args.sequences, args.steps, args.ahead), indent=2))
 
 
 if __name__ == "__main__":
