@@ -10,6 +10,7 @@ from engine.device import DeviceRunner
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.params import SamplingParams
+from engine.plan import StepPlan
 from engine.request import Request
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -27,8 +28,10 @@ class Driver:
         block_size: int = 16,
         sequences: int = 8,
         tokens: int = 64,
+        overlap: int = 0,
         **settings: Any,
     ) -> None:
+        """With an `overlap` of 1 each step is planned and launched before the one before it is entered."""
         spaces = [KvSpace(blocks, group.window) for group in model.kv_groups]
         self.runner: Runner | DeviceRunner
         if model.kernels.ragged:
@@ -56,26 +59,38 @@ class Driver:
         self.cached: dict[str, int] = {}
         self.finished: set[str] = set()
         self.steps = 0
+        self._overlap = overlap
+        self._flight: tuple[StepPlan, Any] | None = None
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, **more: Any) -> None:
         self.found[name] = {choice: [] for choice in range(params.n)}
         self.scheduler.add(Request(name, prompt, params, arrival=0.0, **more))
 
     def step(self) -> None:
+        under = self._flight
+        if under is not None:
+            self.scheduler.foresee(under[0], self.runner.needs_token)
         plan = self.scheduler.schedule(0.0)
-        assert plan is not None
-        for event in self.scheduler.update(plan, self.runner.execute(plan), 0.0):
+        assert plan is not None or under is not None
+        self._flight = None if plan is None else (plan, self.runner.launch(plan))
+        if self._overlap == 0:
+            under, self._flight = self._flight, None
+        if under is not None:
+            self._enter(*under)
+        self.steps += 1
+        assert self.steps < _MOST_STEPS, "the history does not come to an end"
+
+    def _enter(self, plan: StepPlan, launched: Any) -> None:
+        for event in self.scheduler.update(plan, self.runner.collect(launched), 0.0):
             assert event.error is None
             self.found[event.request_id][event.choice] += event.token_ids
             self.cached[event.request_id] = event.cached_tokens
             if event.done:
                 self.finished.add(event.request_id)
-        self.steps += 1
-        assert self.steps < _MOST_STEPS, "the history does not come to an end"
 
     def run(self, preempt_every: int | None = None) -> dict[str, list[int]]:
         """Step to the end; the tokens of every request's choice 0."""
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self._flight is not None:
             if preempt_every is not None and self.steps % preempt_every == preempt_every - 1:
                 self.preempt()
             self.step()

@@ -43,7 +43,7 @@ def test_in_one_batch_at_every_chunk_size(model: Model, truth: Truth, tokens: in
 
 
 def test_with_a_preemption_at_every_third_step(model: Model, truth: Truth) -> None:
-    run_all(Driver(model, tokens=64, block_size=4), truth, model.vocab_size, preempt_every=3)
+    run_all(Driver(model, tokens=64, block_size=4, overlap=1), truth, model.vocab_size, preempt_every=3)
 
 
 def test_with_too_little_memory_for_all(model: Model, truth: Truth) -> None:

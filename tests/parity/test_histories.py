@@ -20,7 +20,8 @@ def variant() -> str:
 def test_random_arrivals_aborts_and_preemptions(model: Model, truth: Truth, seed: int) -> None:
     dice = random.Random(seed)
     stems = prompts_of([20, 45], model.vocab_size, seed=seed)
-    driver = Driver(model, blocks=dice.choice([12, 20, 40]), tokens=dice.choice([8, 24, 100]), sequences=6)
+    blocks, tokens = dice.choice([12, 20, 40]), dice.choice([8, 24, 100])
+    driver = Driver(model, blocks=blocks, tokens=tokens, sequences=6, overlap=seed % 2)
     prompts: dict[str, list[int]] = {}
     aborted: set[str] = set()
     arrivals = 20
@@ -53,7 +54,7 @@ def test_random_arrivals_aborts_and_preemptions(model: Model, truth: Truth, seed
 @pytest.mark.parametrize("at", range(0, 30, 3))
 def test_an_abort_at_any_step_leaves_the_others_and_the_pool_whole(model: Model, truth: Truth, at: int) -> None:
     prompts = prompts_of([30, 80, 12, 55], model.vocab_size, seed=2)
-    driver = Driver(model, blocks=24, tokens=16)
+    driver = Driver(model, blocks=24, tokens=16, overlap=at % 2)
     for i, prompt in enumerate(prompts):
         driver.add(str(i), prompt, greedy(15))
     for _ in range(at):
