@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -115,6 +116,76 @@ class Division:
         return cls(parts, even, max(-(-rounds // parts), 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of `attend`, and of `join` where walks may be divided; all of it follows from bounds."""
+
+    grid: tuple[int, int, int]
+    join_grid: tuple[int, int, int] | None
+    division: Division
+    constants: dict[str, Any]
+    """Those that both kernels are compiled for."""
+    warps: int
+
+
+@lru_cache(maxsize=256)  # a step's layers are alike
+def launches(
+    query: tuple[int, int, int],
+    kv_heads: int,
+    bytes_each: int,
+    sequences: int,
+    most_queries: int,
+    most_places: int,
+    window: int | None,
+    multiprocessors: int,
+    shared: int,
+) -> tuple[Launch, ...]:
+    """For queries of the shape `query` (tokens, heads, head_dim) with elements of so many bytes, on a GPU of so many
+    multiprocessors and bytes of shared memory for a block.
+
+    Raises EngineError for a head_dim over 256.
+    """
+    tokens, heads, head_dim = query
+    share = heads // kv_heads
+    dims = max(triton.next_power_of_2(head_dim), 16)
+    kind = (bytes_each, max(dims, 64))
+    if kind not in _DECODE:
+        raise EngineError(f"there are no attention kernels for a head_dim of {head_dim}: 256 is the most")
+    decode = _DECODE[kind].with_rows_for(share)
+    prefill = (_PREFILL if shared >= _SHARED else _SMALL_PREFILL)[kind].with_rows_for(share)
+    few = decode.rows // share
+    made = []
+    for tiles in (decode,) if most_queries <= few else (decode, prefill):
+        decodes, queries = tiles is decode, tiles.rows // share
+        if not decodes:
+            count = tokens // queries + sequences + 1
+        elif most_queries <= few:
+            # Alone, some more where it takes them to zero the rows that belong to nobody.
+            count = max(sequences, -(-tokens // queries))
+        else:
+            count = sequences
+        places = most_places if window is None else min(most_places, window + queries - 1)
+        rounds = max(-(-places // tiles.places), 1)
+        division = Division.of(count * kv_heads, rounds, tiles, multiprocessors)
+        constants = {
+            "SHARE": share,
+            "KV_HEADS": kv_heads,
+            "HEAD_DIM": head_dim,
+            "DIMS": dims,
+            "ROWS": tiles.rows,
+            "TILE": tiles.places,
+            "LEAST": tiles.least,
+            "FEW": few,
+            "DECODE": decodes,
+            "WINDOWED": window is not None,
+        }
+        parts = division.parts
+        grid = (kv_heads, count, parts) if decodes else (count, kv_heads, parts)
+        join_grid = (count, min(queries, most_queries) * share, kv_heads) if parts > 1 else None
+        made.append(Launch(grid, join_grid, division, constants, tiles.warps))
+    return tuple(made)
+
+
 class PagedAttention:
     """One model's attention on one device, by one thread.
 
@@ -125,8 +196,7 @@ class PagedAttention:
         """`multiprocessors`: how many walks are divided for; None asks the GPU."""
         self._asked = multiprocessors
         self._scratch: Tensor | None = None
-        self._multiprocessors = 0
-        self._prefill = _PREFILL
+        self._limits = (0, 0)
 
     def __call__(
         self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
@@ -142,38 +212,23 @@ class PagedAttention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if tokens == 0:
             return out
-        dims = max(triton.next_power_of_2(head_dim), 16)
-        kind = (query.element_size(), max(dims, 64))
-        if kind not in _DECODE:
-            raise EngineError(f"there are no attention kernels for a head_dim of {head_dim}: 256 is the most")
+        parts, states = self._prepared(query.device, head_dim)
         block, kv_heads = cache.shape[2:4]
-        share, sequences = heads // kv_heads, len(batch.kv_lens)
-        parts, states = self._prepared(query.device, dims)
-        decode, prefill = (table[kind].with_rows_for(share) for table in (_DECODE, self._prefill))
-        few = decode.rows // share
+        sequences, window = len(batch.kv_lens), batch.window or 0
         # With a cap, scores are tanh's exponent and then multiples of the cap; without, multiples of the scale.
         scales = (scale * _LOG2_E, 0.0) if softcap is None else (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
-        shape = {"SHARE": share, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIMS": dims, "FEW": few}
-        alone = batch.most_queries <= few
-        for decodes in (True,) if alone else (True, False):
-            tiles = decode if decodes else prefill
-            queries = tiles.rows // share
-            if not decodes:
-                count = tokens // queries + sequences + 1
-            else:
-                # Alone, some more where it takes them to zero the rows that belong to nobody.
-                count = max(sequences, -(-tokens // queries)) if alone else sequences
-            division = Division.of(count * kv_heads, _rounds(batch, tiles, queries), tiles, self._multiprocessors)
-            cut: dict[str, Any] = shape | {
-                "ROWS": tiles.rows,
-                "TILE": tiles.places,
-                "LEAST": tiles.least,
-                "DECODE": decodes,
-                "WINDOWED": batch.window is not None,
-            }
-            window = batch.window or 0
-            grid = (kv_heads, count, division.parts) if decodes else (count, kv_heads, division.parts)
-            attend[grid](
+        for launch in launches(
+            (tokens, heads, head_dim),
+            kv_heads,
+            query.element_size(),
+            sequences,
+            batch.most_queries,
+            batch.most_places,
+            batch.window,
+            *self._limits,
+        ):
+            division = launch.division
+            attend[launch.grid](
                 out,
                 query,
                 *cache.unbind(),
@@ -191,14 +246,14 @@ class PagedAttention:
                 division.longest,
                 window,
                 *scales,
-                **cut,
+                **launch.constants,
                 BLOCK=block,
                 CAPPED=softcap is not None,
-                num_warps=tiles.warps,
+                num_warps=launch.warps,
                 num_stages=_STAGES,
             )
-            if division.parts > 1:
-                join[(count, min(queries, batch.most_queries) * share, kv_heads)](
+            if launch.join_grid is not None:
+                join[launch.join_grid](
                     out,
                     batch.query_starts,
                     batch.kv_lens,
@@ -210,20 +265,19 @@ class PagedAttention:
                     division.even,
                     division.longest,
                     window,
-                    **cut,
+                    **launch.constants,
                     PARTS=_PARTS,
                     num_warps=4,
                 )
         return out
 
-    def _prepared(self, device: torch.device, dims: int) -> tuple[Tensor, Tensor]:
+    def _prepared(self, device: torch.device, head_dim: int) -> tuple[Tensor, Tensor]:
         """Scratch memory in fp32, for the sums of values and for peak and sum of weights of every row of every part."""
-        size = _SCRATCH_ROWS * dims
+        size = _SCRATCH_ROWS * max(triton.next_power_of_2(head_dim), 16)
         if self._scratch is None or self._scratch.device != device or len(self._scratch) < size + 2 * _SCRATCH_ROWS:
             self._scratch = torch.empty(size + 2 * _SCRATCH_ROWS, dtype=torch.float32, device=device)
             multiprocessors, shared = _limits()
-            self._multiprocessors = self._asked or multiprocessors
-            self._prefill = _PREFILL if shared >= _SHARED else _SMALL_PREFILL
+            self._limits = (self._asked or multiprocessors, shared)
         return self._scratch[:size], self._scratch[size:]
 
 
@@ -233,11 +287,3 @@ def _limits() -> tuple[int, int]:
         return _MULTIPROCESSORS, _SHARED
     found = driver.active.utils.get_device_properties(driver.active.get_current_device())
     return found.get("multiprocessor_count", _MULTIPROCESSORS), found["max_shared_mem"]
-
-
-def _rounds(batch: RaggedBatch, tiles: Tiles, queries: int) -> int:
-    """That the walk over the places of one tile's queries has at most."""
-    places = batch.most_places
-    if batch.window is not None:
-        places = min(places, batch.window + queries - 1)
-    return max(-(-places // tiles.places), 1)

@@ -160,6 +160,31 @@ def test_any_small_step(where: torch.device, data: st.DataObject) -> None:
     check(case, where, data.draw(st.sampled_from([None, 0.5])), data.draw(st.sampled_from([1, 8])))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
+def test_a_graph_serves_other_lengths_tables_and_slots(where: torch.device) -> None:
+    """Of up to as many sequences and places as it was recorded for."""
+    shape, kernels = Shape(8, 2, 128, dtype=torch.bfloat16), PagedAttention()
+    first = ragged_case(shape, [(1, 900), (1, 1), (1, 300)]).on(where)
+    query, cache = first.query, torch.zeros(2, 200, *first.cache.shape[2:], dtype=shape.dtype, device=where)
+    tables = torch.zeros(8, 100, dtype=torch.int32, device=where)
+    batch = replace(first.batch, tables=tables, most_places=1024)
+    kernels(query, cache, batch, first.scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels(query, cache, batch, first.scale)
+    for lengths, padding in (([(1, 900), (1, 1), (1, 300)], 0), ([(1, 65), (1, 1024)], 1), ([(1, 17)], 2)):
+        case = ragged_case(shape, lengths, padding=padding, spare_rows=padding, seed=padding).on(where)
+        query.copy_(case.query)
+        cache[:, : case.cache.shape[1]] = case.cache
+        tables[: len(case.batch.tables), : case.batch.tables.shape[1]] = case.batch.tables
+        for name in ("query_starts", "kv_lens", "table_rows"):
+            getattr(batch, name).copy_(getattr(case.batch, name))
+        graph.replay()
+        wide = case.wide()
+        expected = ragged_attention(wide.query, wide.cache, wide.batch, wide.scale)
+        torch.testing.assert_close(out.float(), expected, atol=1e-2, rtol=1e-2)
+
+
 @given(
     programs=st.integers(1, 20_000),
     rounds=st.integers(1, 3000),
