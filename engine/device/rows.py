@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.errors import EngineError
 from engine.kv import KvSpace, Table
 from engine.plan import ScheduledSeq
 
@@ -18,6 +19,8 @@ Ints = NDArray[np.int32]
 #: Up to so many numbers tables have their final width from the beginning, 256 MiB. Beyond, they grow as sequences do.
 _MOST_AT_ONCE = 1 << 26
 _NARROWEST = 64
+#: They are counted in int32.
+_MOST = (1 << 31) - 1
 _NONE = np.zeros(0, np.int32)
 
 
@@ -44,7 +47,8 @@ class DeviceRows:
     def __init__(
         self, spaces: Each[KvSpace], *, slots: int, block_size: int, length: int, device: torch.device
     ) -> None:
-        """`length`: tokens of the longest sequence."""
+        """`length`: tokens of the longest sequence. Raises EngineError where the tables have more entries than an int32
+        counts."""
         self.slots = slots
         self.block_size = block_size
         self.version = 0
@@ -54,7 +58,13 @@ class DeviceRows:
         self._device = device
         # No block is in a table twice, so that none is longer than its pool.
         most = [max(1, min(-(-length // block_size), space.num_blocks)) for space in spaces]
-        whole = slots * sum(most) <= _MOST_AT_ONCE
+        entries = slots * (sum(most) + len(most))
+        if entries > _MOST:
+            raise EngineError(
+                f"the block tables of {slots} sequences of {length} tokens in blocks of {block_size} have {entries} "
+                f"entries, more than {_MOST}; raise block_size, or lower max_num_seqs or max_model_len"
+            )
+        whole = entries <= _MOST_AT_ONCE
         self._groups = [
             _Group(space.window, one, one if whole else min(one, _NARROWEST))
             for space, one in zip(spaces, most, strict=True)

@@ -10,6 +10,7 @@ import torch
 
 from engine.device import rows as rows_module
 from engine.device.rows import DeviceRows
+from engine.errors import EngineError
 from engine.kv import KvSpace, Table
 from engine.plan import ScheduledSeq
 from tests.engine.sampling.sequences import sequence
@@ -17,9 +18,9 @@ from tests.engine.sampling.sequences import sequence
 BLOCK = 4
 
 
-def made(*windows: int | None, slots: int = 4, blocks: int = 50, length: int = 400) -> DeviceRows:
+def made(*windows: int | None, slots: int = 4, blocks: int = 50, length: int = 400, block: int = BLOCK) -> DeviceRows:
     spaces = [KvSpace(blocks, window) for window in windows or (None,)]
-    return DeviceRows(spaces, slots=slots, block_size=BLOCK, length=length, device=torch.device("cpu"))
+    return DeviceRows(spaces, slots=slots, block_size=block, length=length, device=torch.device("cpu"))
 
 
 def row(slot: int, *tables: Table) -> ScheduledSeq:
@@ -119,3 +120,8 @@ def test_any_history_of_sequences_is_followed(whole: bool, seed: int, monkeypatc
 def test_tables_are_no_wider_than_their_pool_or_the_longest_sequence() -> None:
     assert made(blocks=50, length=401).tables(0).shape == (4, 50)
     assert made(blocks=500, length=401).tables(0).shape == (4, 101)
+
+
+def test_tables_that_no_int32_counts_are_refused() -> None:
+    with pytest.raises(EngineError, match=r"4096 sequences of 1048576 tokens in blocks of 1 .* raise block_size"):
+        made(slots=4096, blocks=1 << 20, length=1 << 20, block=1)
