@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.device import DeviceRunner
+from engine.device.footprint import nobodys
 from engine.device.graphs import batch_sizes
 from engine.errors import EngineError
-from engine.kv import KvSpace, Table
+from engine.kv import KvSpace
 from engine.models import Model, shape_of
-from engine.output import OutputState
 from engine.params import SamplingParams
 from engine.plan import ScheduledSeq, StepPlan
-from engine.request import Request, Sequence
 
 if TYPE_CHECKING:
     from engine.kernels.triton.ahead import Build
@@ -113,7 +112,7 @@ def _launch_all(model: Model, slots: int, block_size: int) -> None:
     )
     for rows in _steps(slots, length):
         sequences = [
-            _sequence(slot, tokens, params, len(model.kv_groups), block_size)
+            nobodys(slot, tokens, params, len(model.kv_groups), block_size)
             for slot, (tokens, _, params) in enumerate(rows)
         ]
         plan = StepPlan(num_tokens=sum(count for _, count, _ in rows))
@@ -143,22 +142,6 @@ def _steps(slots: int, length: int) -> Iterator[list[tuple[int, int, SamplingPar
         yield [(min(20, length), 1, greedy)] * size
     for context in _CONTEXTS:
         yield [(min(context, length), 1, greedy)]
-
-
-def _sequence(slot: int, tokens: int, params: SamplingParams, groups: int, block_size: int) -> Sequence:
-    blocks = -(-tokens // block_size)
-    return Sequence(
-        request=Request(f"warm-{slot}", [0] * tokens, params),
-        choice=0,
-        tokens=[0] * tokens,
-        prompt_len=tokens,
-        output=OutputState(params, (), None, 1),
-        seed=slot,
-        serial=slot,
-        queued_at=0.0,
-        slot=slot,
-        tables=[Table(list(range(blocks))) for _ in range(groups)],
-    )
 
 
 def default_cache() -> Path:

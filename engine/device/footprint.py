@@ -38,23 +38,26 @@ def largest_steps(
         blocks = -(-parts[0][0] // block_size)
         plan = StepPlan(num_tokens=sum(count for _, count in parts))
         for slot, (tokens, count) in enumerate(parts):
-            sequence = _sequence(slot, tokens, [Table(list(range(blocks))) for _ in range(groups)])
+            sequence = nobodys(slot, tokens, _PARAMS, groups, block_size)
             plan.rows.append(ScheduledSeq(sequence, tokens - count, count, samples=True))
         yield blocks, plan
 
 
-def _sequence(slot: int, tokens: int, tables: list[Table]) -> Sequence:
+def nobodys(slot: int, tokens: int, params: SamplingParams, groups: int, block_size: int) -> Sequence:
+    """A sequence of so many tokens, for steps that are run for their own sake. Its blocks in each of the KV groups are
+    the first ones there are."""
+    blocks = -(-tokens // block_size)
     return Sequence(
-        request=Request(f"footprint-{slot}", [0] * tokens, _PARAMS),
+        request=Request(f"nobodys-{slot}", [0] * tokens, params),
         choice=0,
         tokens=[0] * tokens,
         prompt_len=tokens,
-        output=OutputState(_PARAMS, (), None, 1),
+        output=OutputState(params, (), None, 1),
         seed=slot,
         serial=slot,
         queued_at=0.0,
         slot=slot,
-        tables=tables,
+        tables=[Table(list(range(blocks))) for _ in range(groups)],
     )
 
 
