@@ -11,7 +11,8 @@ from torch import Tensor
 _PAIRS, _WARP_PAIRS = 1024, 256
 
 
-@triton.jit
+# Slots may be a part of an upload that begins anywhere.
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def rope_kv_kernel(
     heads_ptr,
     cos_ptr,

@@ -24,6 +24,7 @@ from engine.kernels.packed import Int4Weight, Int8Weight
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCK = 16
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def small(dtype: torch.dtype) -> Gpu:
@@ -95,6 +96,18 @@ def test_half_precision_is_as_near_as_it_can_be(tmp_path: Path) -> None:
     ]
     assert max(errors[0]) < 2e-2
     assert sum(errors[0]) < 1.2 * sum(errors[1])
+
+
+@torch.inference_mode()
+def test_8_bit_floats_are_near_and_not_the_same(tmp_path: Path) -> None:
+    if WHERE.type == "cpu" and TORCH < (2, 13):
+        pytest.skip("torch has one scale for a whole matrix here")
+    if WHERE.type == "cuda" and torch.cuda.get_device_capability(WHERE) < (8, 9):
+        pytest.skip("no tensor cores for 8-bit floats")
+    folder = write_model(tmp_path / "gqa", num_hidden_layers=1)
+    eighth = hidden(folder, lambda dtype: Fp8Gpu(dtype, multiprocessors=1), torch.bfloat16)
+    for found, right in zip(eighth, hidden(folder, Ragged, torch.float32), strict=True):
+        assert 1e-2 < (found - right).norm() / right.norm() < 1e-1
 
 
 def test_packed_weights_are_multiplied_by_their_bits() -> None:

@@ -45,7 +45,7 @@ def _layer(
                 norm_heads(packed, *empty(2, head_dim, dtype=norm_dtype), kv_heads, 1e-6)
             angles = empty(tokens, 1, rotary_dim or head_dim)
             cache = empty(2, 1000, 16, kv_heads, head_dim)
-            rope_and_write(packed, angles, angles, cache, empty(tokens, dtype=torch.int64))
+            rope_and_write(packed, angles, angles, cache, empty(tokens + 1, dtype=torch.int64)[tokens % 2 :][:tokens])
             quantise_rows(x)
             quantise_rows(empty(tokens, hidden))
 
