@@ -144,7 +144,7 @@ class Tiles:
 
 
 class TritonChoose:
-    """engine.device.sampler.Choose by kernels, for one device and up to `rows` rows a step.
+    """engine.device.sampler.Choose by kernels, for one device and up to `rows` rows a step, each of them dense.
 
     What it works in for edits and filters is taken with the first step that has any, which must not be one that is
     being recorded.

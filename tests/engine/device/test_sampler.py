@@ -15,6 +15,7 @@ from engine.device.sampler import needs_host_token
 from engine.kernels.sampling_state import Features
 from engine.request import Sequence
 from engine.sampling.noise import choice_state, position_keys, row_keys
+from tests.engine.conftest import DEVICES
 from tests.engine.device.choosing import assert_agree, expected, new_sampler, running, step
 from tests.engine.sampling.sequences import sequence
 
@@ -25,19 +26,20 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@given(st.data())
+@pytest.mark.parametrize("where", DEVICES)
+@given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_it_chooses_what_engine_sampling_chooses_through_steps_and_slots(data: st.DataObject) -> None:
+def test_it_chooses_what_engine_sampling_chooses_through_steps_and_slots(data: st.DataObject, where: str) -> None:
     """Sequences grow, leave, come back after a preemption, and take over each other's rows; some steps are done
     again."""
-    sampler = new_sampler(SLOTS, VOCAB, "cpu", choose_plainly)
+    sampler = new_sampler(SLOTS, VOCAB, where, choose_plainly)
     present: dict[int, Sequence] = {}
     for number in range(data.draw(st.integers(1, 5))):
         for slot in range(SLOTS):
             if slot not in present or data.draw(st.integers(0, 4)) == 0:
                 present[slot] = data.draw(running(slot, VOCAB))
         batch = [present[slot] for slot in data.draw(st.permutations(range(SLOTS)))[: data.draw(st.integers(1, SLOTS))]]
-        logits = random_logits(len(batch), number)
+        logits = random_logits(len(batch), number).to(where)
         for _ in range(data.draw(st.integers(1, 2))):
             found = step(sampler, logits, batch, padding=data.draw(st.integers(0, 1)) if len(batch) < SLOTS else 0)
             assert_agree(logits, batch, found)

@@ -178,6 +178,30 @@ def test_draws_are_distributed_as_defined(params: dict[str, Any]) -> None:
     assert p_value(observed, [draws * chance for chance in expected]) > LEAST
 
 
+@pytest.mark.skipif(WHERE.type != "cuda", reason="records a CUDA graph")
+def test_a_recorded_launch_is_replayed_for_other_sequences_and_positions() -> None:
+    rows = len(MIXED)
+    sampler, present = sampler_of(rows, 1000), mixed()
+    logits = random_logits(rows, 1000, 8)
+    features = sampler.admit(present)
+    nobody = torch.full((rows,), -1, dtype=torch.int32, device=WHERE)
+    slots, positions = nobody.clone(), torch.zeros(rows, dtype=torch.int64, device=WHERE)
+    sampler.launch(logits, slots, positions, features)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sampler.launch(logits, slots, positions, features)
+    for turn in range(3):
+        order = present[turn:] + present[:turn]
+        sampler.admit(order)
+        slots.copy_(torch.tensor([one.slot for one in order]))
+        positions.copy_(torch.tensor([len(one.tokens) - 1 for one in order]))
+        graph.replay()
+        found = sampler.collect(sampler.fetch(logits, order))
+        assert_agree(logits, order, found)
+        for one, result in zip(order, found, strict=True):
+            one.tokens.append(result.token_id)
+
+
 @pytest.mark.slow
 def test_nothing_is_spilled_on_an_h200(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
