@@ -202,10 +202,11 @@ class Scheduler:
     def foresee(self, plan: StepPlan, needs_token: Callable[[Sequence], bool]) -> None:
         """Count a plan in flight as computed, so that the next can be planned before its results are known.
 
-        A sequence that samples in it goes on with a token that is UNKNOWN, and one alone: not where that token ends it
-        for certain, nor across the rope switch, nor where the executor `needs_token` to go on; it has nothing to
-        compute until then. All of what was computed are tokens that are known, so it is offered to the prefix cache.
-        To be followed by `schedule` and by `update` or `take_back` of this plan, with nothing between.
+        A sequence that samples in it ends in a token that is UNKNOWN from then on, and may compute that. Where the
+        token will end it for certain, or takes it across the rope switch, or where the executor `needs_token` itself,
+        the sequence has nothing to compute before `update`. The tokens that the plan computes are all known: the blocks
+        they fill are offered to the prefix cache. To be followed by `schedule` and then by `update` or `take_back` of
+        this plan, with nothing else between.
         """
         self._planner.in_flight = {row.seq.serial for row in plan.rows}
         for row in plan.rows:

@@ -13,7 +13,8 @@ from engine.loop import StepLoop
 from engine.memory import release
 from engine.plan import StepPlan
 from engine.scheduler import Scheduler
-from tests.engine.test_loop import Listener, Steps, overlap, request, steps
+from tests.engine.looping import Listener, Steps, request
+from tests.engine.test_loop import overlap, steps
 
 __all__ = ["overlap", "steps"]
 
