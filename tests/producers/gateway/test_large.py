@@ -33,9 +33,9 @@ def small(submit: Callable[..., str], worker: FakeWorker) -> str:
 
 @pytest.fixture
 def huge(submit: Callable[..., str], worker: FakeWorker) -> str:
-    """More (8 MB) than sockets hold."""
+    """More (16 MB) than sockets hold."""
     task_id = submit(prompt=[5])
-    worker.serve(task_id, ["x" * 100_000] * 80)
+    worker.serve(task_id, ["x" * 100_000] * 160)
     return task_id
 
 
@@ -43,7 +43,7 @@ def huge(submit: Callable[..., str], worker: FakeWorker) -> str:
 def reader(door: Door, huge: str) -> Iterator[socket.socket]:
     """Has asked for `huge`, and taken nothing but the first line."""
     with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.connect(("127.0.0.1", door.port))
         client.sendall(f"GET /v1/tasks/{huge} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert client.recv(12) == b"HTTP/1.1 200"
@@ -57,7 +57,7 @@ def test_few_are_in_memory_at_once(http: httpx.Client, small: str, huge: str, re
     assert http.get(f"/v1/tasks/{small}").status_code == 200
     with pytest.raises(ConnectionResetError):  # who takes nothing is cut off, and makes room
         until(lambda: not reader.send(b" "))
-    assert len(until(lambda: http.get(f"/v1/tasks/{huge}").json().get("choices"))[0]["text"]) == 8_000_000
+    assert len(until(lambda: http.get(f"/v1/tasks/{huge}").json().get("choices"))[0]["text"]) == 16_000_000
 
 
 def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: socket.socket) -> None:
@@ -67,17 +67,17 @@ def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: s
     def cut_off() -> bool:
         nonlocal taken
         try:
-            piece = len(reader.recv(4096))
+            piece = len(reader.recv(1 << 16))
         except ConnectionResetError:
             return True
         taken += piece
         assert piece, "closed, not cut off"
-        time.sleep(0.01)
+        time.sleep(0.02)
         return False
 
     reader.settimeout(20)
     until(cut_off, 60)
-    assert 0 < taken < 8_000_000
+    assert 0 < taken < 16_000_000
     until(lambda: not door.app.state.gateway.large.locked())
 
 
@@ -96,8 +96,10 @@ def test_text_alone_may_be_large(
 def test_a_turn_is_over_when_its_answer_cannot_be_made(
     http: httpx.Client, submit: Callable[..., str], worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task_id = submit(prompt=[5])
-    worker.serve(task_id, ["x" * 2000])
+    task_id = submit(prompt=[5], logprobs=0)
+    worker.claim(task_id)
+    worker.append(task_id, 0, ["x"] * 100, logprobs=[(-0.5, ())] * 100)
+    worker.finish(task_id, [100])
     with monkeypatch.context() as patched:
 
         def broken(self: Outcome) -> Iterator[bytes]:
