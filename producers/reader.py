@@ -9,9 +9,10 @@ again, so that nothing falls between the two; what came on both ways is dropped 
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
 
 from producers import keys
 from producers.events import End, Event, decode, decode_message, stream_position
@@ -19,10 +20,17 @@ from producers.hub import Hub, Subscription
 from producers.operations import not_found
 from producers.steps import Read, Steps, persistently
 
+T = TypeVar("T")
+#: By position; None for an entry of a kind that this version does not know.
+Entries = list[tuple[int, Event | None]]
+
 #: Positions are 64-bit in the store, and an entry's id is one more.
 MAX_POSITION: Final = (1 << 63) - 2
 #: Stream entries read at a time.
 CHUNK: Final = 1000
+#: More bytes at a time are parsed in a thread: others on the event loop are served meanwhile. Log probabilities of a
+#: long prompt are megabytes.
+INLINE: Final = 1 << 16
 #: After this long without a word (s) the stream is read, whatever pub/sub says.
 SILENCE_S: Final = 5.0
 #: A store that is away for longer than this (s) ends a reader with its error.
@@ -54,40 +62,49 @@ class Cursor:
             )
         )
 
-    def replay(self, answer: list[Any]) -> list[Event]:
-        """Events from `query`'s answer. Raises TaskNotFound."""
-        (status, end), entries = answer
+    def replay(self, record: tuple[bytes | None, bytes | None], entries: Entries) -> list[Event]:
+        """Events from `query`'s answer: the record's status and end, and the stream's entries. Raises TaskNotFound."""
+        status, end = record
         if status is None:
             self.ended = True
             raise not_found(self.task_id)
-        events = self._take((stream_position(name), json.loads(fields[b"e"])) for name, fields in entries)
+        events = self._take(entries)
         self.behind = not self.ended and len(entries) == CHUNK
         if end is not None and not self.behind:
             self.ended = True
         return events
 
-    def live(self, payloads: list[bytes]) -> list[Event]:
+    def live(self, messages: list[Entries]) -> list[Event]:
         """Events from channel messages."""
         events: list[Event] = []
-        for payload in payloads:
-            entries = decode_message(payload)
+        for entries in messages:
             if entries[0][0] > self.position:
                 self.behind = True
                 break
             events += self._take(entries)
         return events
 
-    def _take(self, entries: Iterable[tuple[int, Any]]) -> list[Event]:
+    def _take(self, entries: Entries) -> list[Event]:
         events: list[Event] = []
-        for position, entry in entries:
+        for position, event in entries:
             if position < self.position or self.ended:
                 continue
             self.position = position + 1
-            event = decode(position, entry)
             if event is not None:
                 events.append(event)
             self.ended = isinstance(event, End)
         return events
+
+
+def read_entries(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> Entries:
+    """What XRANGE answered."""
+    places = ((stream_position(name), json.loads(fields[b"e"])) for name, fields in found)
+    return [(position, decode(position, entry)) for position, entry in places]
+
+
+def read_messages(payloads: Iterable[bytes]) -> list[Entries]:
+    """What came on the channel."""
+    return [[(place, decode(place, entry)) for place, entry in decode_message(payload)] for payload in payloads]
 
 
 class Reader:
@@ -108,7 +125,9 @@ class Reader:
         while not cursor.ended:
             events: list[Event] = []
             if cursor.behind:
-                events = cursor.replay(await self._ask(persistently(cursor.query(), PATIENCE_S)))
+                record, found = await self._ask(persistently(cursor.query(), PATIENCE_S))
+                size = sum(len(fields[b"e"]) for _, fields in found)
+                events = cursor.replay(record, await _parsed(size, read_entries, found))
             elif self._subscription is None:
                 self._subscription = self._hub.follow(cursor.task_id)
             else:
@@ -116,7 +135,7 @@ class Reader:
                 if payloads is None:
                     cursor.behind = True
                 else:
-                    events = cursor.live(payloads)
+                    events = cursor.live(await _parsed(sum(map(len, payloads)), read_messages, payloads))
             if events:
                 return events
         return []
@@ -124,3 +143,8 @@ class Reader:
     def close(self) -> None:
         if self._subscription is not None:
             self._hub.leave(self._subscription)
+
+
+async def _parsed(size: int, parse: Callable[[list[Any]], T], what: list[Any]) -> T:
+    """In a thread, nothing is touched but what was read: a reader may be cancelled at any point, and go on."""
+    return parse(what) if size <= INLINE else await asyncio.to_thread(parse, what)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from producers import AsyncClient, AsyncHandle, End, Event, TaskNotFound, Token, keys, reader
+from producers import AsyncClient, AsyncHandle, End, Event, Prompt, TaskNotFound, Token, keys, reader
 from producers.connect import POOL
 from producers.events import decode, encode_token
 from producers.hub import BACKLOG
-from producers.reader import Cursor
+from producers.reader import Cursor, Entries, read_entries, read_messages
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
@@ -65,34 +65,32 @@ def test_whatever_comes_on_the_two_ways_each_event_is_given_once_in_order(data: 
             case "lose" if pending:
                 pending.pop(data.draw(st.integers(0, len(pending) - 1)))
             case "deliver" if pending and not cursor.behind:
-                given_ += cursor.live([pending.pop(0)])
+                given_ += cursor.live(read_messages([pending.pop(0)]))
             case "again" if pending and not cursor.behind:
-                given_ += cursor.live([pending[0]])
+                given_ += cursor.live(read_messages([pending[0]]))
             case "read":
-                given_ += cursor.replay(answer(cursor, events[:written]))
+                given_ += cursor.replay(*answer(cursor, events[:written]))
         assert given_ == events[start : start + len(given_)]
     written = len(events)
     while not cursor.ended:
-        given_ += cursor.replay(answer(cursor, events))
+        given_ += cursor.replay(*answer(cursor, events))
     assert given_ == events[start:]
-    assert cursor.live([b'[0,{"end":"completed","reasons":[],"usage":{},"error":null}]']) == []
+    assert cursor.live(read_messages([b'[0,{"end":"completed","reasons":[],"usage":{},"error":null}]'])) == []
 
 
-def answer(cursor: Cursor, events: list[Event]) -> list[Any]:
+def answer(cursor: Cursor, events: list[Event]) -> tuple[tuple[bytes, bytes | None], Entries]:
     """What the store answers to the cursor's query when `events` are written."""
     _, xrange = cursor.query().commands
     first = int(str(xrange[2]).partition("-")[0]) - 1
     end = b"completed" if events and isinstance(events[-1], End) else None
-    return [
-        [b"in_progress", end],
-        [(f"{e.position + 1}-0".encode(), {b"e": entry(e).encode()}) for e in events[first:]],
-    ]
+    found = [(f"{e.position + 1}-0".encode(), {b"e": entry(e).encode()}) for e in events[first:]]
+    return (b"in_progress", end), read_entries(found)
 
 
 def test_an_entry_of_a_later_kind_is_passed_over() -> None:
     cursor = Cursor("t", 0)
     cursor.behind = False
-    events = cursor.live([b'[0,[0,0,7,"a"],{"note":1}]', b'[2,[0,1,8,"b"]]'])
+    events = cursor.live(read_messages([b'[0,[0,0,7,"a"],{"note":1}]', b'[2,[0,1,8,"b"]]']))
     assert [event.position for event in events] == [0, 2]
 
 
@@ -344,6 +342,44 @@ async def test_a_finished_stream_is_read_without_subscribing(
     worker.serve(worker.take(QUEUE) or "", ["a", "b"])
     assert [event async for event in handle.stream()] == whole(2)
     assert [c for c in valkey.client_list() if int(c["sub"])] == []
+
+
+@pytest.mark.parametrize("live", [False, True])
+async def test_what_is_large_is_parsed_off_the_event_loop(
+    aclient: AsyncClient, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    threads: dict[int, set[threading.Thread]] = {}
+    reads = 0
+
+    def noted(position: int, entry: Any) -> Event | None:
+        threads.setdefault(position, set()).add(threading.current_thread())
+        return decode(position, entry)
+
+    def counted(found: Any) -> Entries:
+        nonlocal reads
+        reads += 1
+        return read_entries(found)
+
+    monkeypatch.setattr(reader, "decode", noted)
+    monkeypatch.setattr(reader, "read_entries", counted)
+    ids, scores = list(range(500)), [None, *[(-1.0, tuple((k, -0.5) for k in range(20)))] * 499]
+    handle = await aclient.submit(model="tiny", prompt=ids, prompt_logprobs=20, max_tokens=1)
+    worker.claim(handle.id)
+    if live:
+        following = Following(handle)
+        await until(lambda: reads == 2)  # at first, and when it had subscribed: now it follows the channel
+        worker.prompt(handle.id, ids, scores)
+    else:
+        worker.prompt(handle.id, ids, scores)
+        following = Following(handle)
+    await following.have(1)
+    worker.append(handle.id, 0, ["a"])
+    worker.finish(handle.id, [1])
+    prompt, *_ = await following.end()
+    assert isinstance(prompt, Prompt)
+    assert list(prompt.logprobs) == scores
+    assert threading.main_thread() not in threads[0]
+    assert len(following.events) == 3
 
 
 async def test_a_cancelled_wait_is_cancelled_at_whatever_point(aclient: AsyncClient, worker: FakeWorker) -> None:
