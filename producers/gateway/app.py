@@ -23,7 +23,7 @@ from producers.gateway.sse import Streams
 from producers.gateway.templates import Templates
 from producers.readers import ReaderLeases
 
-#: Large results (`outcome.LARGE`) in memory at once; each may have some tens of megabytes.
+#: Large results (`large.LARGE`) in memory at once; each may have some tens of megabytes.
 LARGE_RESULTS: Final = 4
 
 

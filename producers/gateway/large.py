@@ -27,15 +27,15 @@ CHUNK: Final = 1 << 16
 SLOWEST: Final = 1 << 17
 
 
-async def turn(gateway: Gateway, patience: float) -> Callable[[], None]:
-    """Wait for a turn, for `patience` seconds at most; what it gives ends the turn. Raises Problem."""
+async def turn(gateway: Gateway, patience: float, hint: str = "try again in a moment") -> Callable[[], None]:
+    """Wait for a turn, for `patience` seconds at most; what it gives ends the turn. Raises Problem with the hint."""
     try:
         async with asyncio.timeout(patience):
             await gateway.large.acquire()
     except TimeoutError:
         raise Problem(
             503,
-            "As many large results as this gateway keeps in memory are being read; try again in a moment.",
+            f"As many large results as this gateway keeps in memory are being read; {hint}.",
             code="too_many_large_results",
             headers=RETRY_AFTER,
         ) from None

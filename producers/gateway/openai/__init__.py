@@ -2,7 +2,8 @@
 
     body -> parameters (known, offered, within limits) -> messages, template | prompts -> token ids -> Task
     Foreground: submit all, their events as they come; the caller who leaves takes them along
-    events -> outputs (by choice) -> one answer, or chunks as they come -> usage -> [DONE]
+    events -> outputs (by choice) -> chunks as they come -> usage -> [DONE]
+                                  -> whole: JSON by choice, the large in turns; echo: the prompt, once for all choices
 
 What is OpenAI's is named as there; what is not offered is refused by name.
 """

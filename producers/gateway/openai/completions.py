@@ -121,7 +121,7 @@ class _Stream:
         with self._wanted.asked.in_its_words():
             ends: dict[int, End] = {}
             for number, echo in enumerate(self._echoes):
-                if not echo.scored:
+                if echo.text and not echo.scored:
                     for chunk in self._of_all(number, echoed(echo.text, None)):
                         yield chunk
             async with aclosing(news(foreground.events(), self._wanted.n)) as batches:

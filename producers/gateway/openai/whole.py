@@ -114,8 +114,6 @@ async def whole_answer(
             release = await answered(request, gateway, lambda: _collected(gateway, foreground, whole))
         finally:
             await foreground.close()
-        if release is None:
-            return Response(b"".join(whole.pieces(first)), media_type="application/json")
         return large.Sent(whole.pieces(first), gateway.settings.stall, release)
     except BaseException:
         if release is not None:
@@ -137,7 +135,7 @@ async def _collected(gateway: Gateway, foreground: Foreground, whole: Whole) -> 
             await whole.take(now)
     if whole.size <= large.LARGE and not left:
         return None
-    release = await large.turn(gateway, PATIENCE_S)
+    release = await large.turn(gateway, PATIENCE_S, _kept(foreground.ids))
     try:
         for number, start in left.items():
             async with aclosing(foreground.again(number, start)) as rest:
@@ -147,3 +145,9 @@ async def _collected(gateway: Gateway, foreground: Foreground, whole: Whole) -> 
         release()
         raise
     return release
+
+
+def _kept(ids: Sequence[str]) -> str:
+    """What becomes of an answer that did not come to its turn."""
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return f"what was generated is kept for five minutes, see GET /v1/tasks/ID for {', '.join(ids[:3])}{more}"

@@ -46,6 +46,7 @@ def test_they_take_turns(door: Door, http: httpx.Client, answering: Answering, p
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (503, "too_many_large_results", "server_error")
     assert "retry-after" in answer.headers
+    assert answering.records[0].id in error["message"]
     assert len(door.app.state.gateway.readers) == 0
     answering.scripts = [says("a", n=2)]
     assert http.post(path, json=asked(path)).status_code == 200, "a small one needs no turn"
