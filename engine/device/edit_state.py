@@ -90,11 +90,13 @@ class EditWriter:
             return
         places, values = [], []
         for one in sequences:
-            found = 2 * np.bincount(one.tokens[one.prompt_len :], minlength=self._vocab_size)
-            found[one.tokens[: one.prompt_len]] |= 1
-            listed = found.nonzero()[0]
+            tokens = np.array(one.tokens, np.int64)
+            # Work that goes with the tokens, not with the vocabulary.
+            listed, place = np.unique(tokens, return_inverse=True)
+            found = 2 * np.bincount(place[one.prompt_len :], minlength=len(listed))
+            found[place[: one.prompt_len]] |= 1
             places.append(listed + one.slot * self._vocab_size)
-            values.append(found[listed].astype(np.int32))
+            values.append(found.astype(np.int32))
         slots = np.array([one.slot for one in sequences], np.int64)
         sent = upload([slots, np.concatenate(places), np.concatenate(values)], self._device)
         counts.index_fill_(0, sent[0], 0)
