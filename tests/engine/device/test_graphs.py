@@ -115,12 +115,14 @@ def test_on_a_gpu_replayed_steps_say_what_launched_ones_say(
                 with Engine.load(model_folder, config) as engine:
                     # One at a time, then together.
                     alone = [engine.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
-                    found.append([one.token_ids for one in alone + engine.generate(prompts, params)])
+                    # Who runs beside whom is a matter of time, and may change the order of sums.
+                    together = engine.generate(prompts, params) if dtype == "float32" else []
+                    found.append([one.token_ids for one in alone + together])
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert any("recorded decode steps of 1 sequences" in record.message for record in caplog.records)
     if dtype == "float32":
         assert found == [found[0]] * 4
     else:
-        # Replayed ahead or not, and launched ahead or not, is the same to the bit.
+        # Ahead or not is the same to the bit, replayed and launched.
         assert found[0] == found[1]
         assert found[2] == found[3]
