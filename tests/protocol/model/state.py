@@ -167,9 +167,10 @@ KEEPS_CLAIM = ("release_back", "release_ack", "release_end", "retry_pub", "retry
 def _slot(p: Slot) -> Slot:
     if p.pc == "idle":
         return IDLE
-    if p.pc in KEEPS_PREFIX:
+    c = p.c if p.pc in KEEPS_CLAIM else None
+    if p.pc in KEEPS_PREFIX or (c == p.c and not p.prefix):
         return p
-    return p._replace(c=p.c if p.pc in KEEPS_CLAIM else None, prefix=())
+    return p._replace(c=c, prefix=())
 
 
 def canon(s: State, cfg: Cfg) -> State:
@@ -196,21 +197,23 @@ def canon(s: State, cfg: Cfg) -> State:
         if r:
             c.setdefault(r.claim, len(c))
     return s._replace(
-        slots=tuple(p if p is IDLE else p._replace(d=d[p.d], c=c[p.c]) for p in slots),
+        slots=tuple(p if p is IDLE or (d[p.d] == p.d and c[p.c] == p.c) else _renamed(p, d, c) for p in slots),
         incs=tuple(inc[n] for n in s.incs),
         lb=frozenset(inc[n] for n in s.lb),
         ls=frozenset(inc[n] for n in s.ls),
         infl=frozenset((d[e[0]], inc[e[1]], e[2]) for e in s.infl),
-        recs=tuple(
-            r
-            and r._replace(
-                claim=c[r.claim],
-                owner=inc[r.owner],
-                claims=min(r.claims, 1) if cfg.counting else 0,
-                stuck=r.stuck if cfg.counting else 0,
-                mark=r.mark if cfg.counting else 0,
-            )
-            for r in s.recs
-        ),
-        ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) for g in s.ghosts),
+        recs=tuple(r and _record(r, c[r.claim], inc[r.owner], cfg.counting) for r in s.recs),
+        ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) if g.idle else g for g in s.ghosts),
     )
+
+
+def _renamed(p: Slot, d: dict[Any, Any], c: dict[Any, Any]) -> Slot:
+    return p._replace(d=d[p.d], c=c[p.c])
+
+
+def _record(r: Rec, claim: Any, owner: Any, counting: bool) -> Rec:
+    """Most are as they were already, and a new tuple takes long."""
+    claims, stuck, mark = (min(r.claims, 1), r.stuck, r.mark) if counting else (0, 0, 0)
+    if (r.claim, r.owner, r.claims, r.stuck, r.mark) == (claim, owner, claims, stuck, mark):
+        return r
+    return r._replace(claim=claim, owner=owner, claims=claims, stuck=stuck, mark=mark)
