@@ -165,6 +165,30 @@ class TestCompletions:
         assert values == pytest.approx(before.token_logprobs, abs=1e-3)
         assert values == [max(top.values()) for top in (logprobs.top_logprobs or [])[-len(tokens) :]]
 
+    def test_an_echo_with_its_scores_is_streamed_as_it_is_given_whole(self, client: OpenAI) -> None:
+        asked = {"model": "tiny", "prompt": [PROMPT, "import"], "n": 2, "echo": True, "logprobs": 2, "max_tokens": 8}
+        asked |= {"seed": -7, "stop": ["(self", "\n\n"]}
+        whole = client.completions.create(**asked)
+        texts, tokens, offsets = ({index: [] for index in range(4)} for _ in range(3))
+        for chunk in client.completions.create(**asked, stream=True):
+            for part in chunk.choices:
+                texts[part.index].append(part.text)
+                if part.logprobs:
+                    tokens[part.index] += part.logprobs.tokens or []
+                    offsets[part.index] += part.logprobs.text_offset or []
+        for choice in whole.choices:
+            assert choice.logprobs is not None
+            assert "".join(texts[choice.index]) == choice.text
+            assert tokens[choice.index] == choice.logprobs.tokens
+            assert offsets[choice.index] == choice.logprobs.text_offset
+            assert choice.text.startswith(PROMPT if choice.index < 2 else "import")
+
+    def test_an_empty_prompt_begins_a_document(self, client: OpenAI) -> None:
+        answer = client.completions.create(model="tiny", prompt="", max_tokens=5, echo=True)
+        assert answer.choices[0].text
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 1
+
     def test_logprobs_are_of_each_token(self, client: OpenAI) -> None:
         answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=2)
         logprobs = answer.choices[0].logprobs

@@ -103,6 +103,22 @@ def test_no_alternatives_need_no_logprobs(chat: Ask, answering: Answering) -> No
     assert answering.records[0].task["logprobs"] is None
 
 
+def test_what_asks_for_nothing_is_taken(chat: Ask, answering: Answering) -> None:
+    for fields in (
+        *({"stop": stop} for stop in ("x", ["x", "y"], [], None)),
+        {"logprobs": True, "top_logprobs": 0},
+        {"logprobs": None, "top_logprobs": None},
+        {"stream": False, "stream_options": None},
+        {"stream": True, "stream_options": {}},
+        {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True},
+        {"store": False, "user": "u", "safety_identifier": "s", "metadata": {}, "logit_bias": {}},
+        {"service_tier": "auto", "modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium"},
+        {"n": None, "seed": None, "max_tokens": None, "max_completion_tokens": 5},
+    ):
+        answer = chat(**fields)
+        assert answer.status_code == 200, (fields, answer.text)
+
+
 def test_a_model_decides_what_was_left_open(chat: Ask, answering: Answering) -> None:
     chat(temperature=None)
     task = answering.records[0].task
