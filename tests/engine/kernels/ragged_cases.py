@@ -44,9 +44,8 @@ class Case:
             name: getattr(self.batch, name).to(device)
             for name in ("slots", "query_starts", "kv_lens", "tables", "table_rows")
         }
-        return replace(
-            self, query=self.query.to(device), cache=self.cache.to(device), batch=replace(self.batch, **moved)
-        )
+        query = _apart(self.query.to(device), self.shape)
+        return replace(self, query=query, cache=self.cache.to(device), batch=replace(self.batch, **moved))
 
     def wide(self) -> Case:
         """The same numbers in fp32."""
@@ -84,8 +83,7 @@ def ragged_case(shape: Shape, lengths: Lengths, *, padding: int = 0, spare_rows:
         )
         slots.append(all_slots[kv_len - count :])
     rows = sum(counts) + spare_rows
-    # As a part of a packed q, k, v product.
-    query = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, generator=random)[:, : shape.heads]
+    query = torch.randn(rows, shape.heads, shape.head_dim, generator=random).to(shape.dtype)
     batch = RaggedBatch(
         slots=torch.cat((*slots, torch.full((spare_rows,), -1))),
         query_starts=torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int(),
@@ -96,4 +94,10 @@ def ragged_case(shape: Shape, lengths: Lengths, *, padding: int = 0, spare_rows:
         most_places=max(kv_lens, default=1),
         window=shape.window,
     )
-    return Case(shape, query.to(shape.dtype), cache.to(shape.dtype), batch, own, lengths)
+    return Case(shape, _apart(query, shape), cache.to(shape.dtype), batch, own, lengths)
+
+
+def _apart(query: Tensor, shape: Shape) -> Tensor:
+    """As a part of a packed q, k, v product."""
+    others = query.new_full((len(query), 2 * shape.kv_heads, shape.head_dim), float("nan"))
+    return torch.cat((query, others), 1)[:, : shape.heads]
