@@ -21,7 +21,7 @@ cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
 out=${OUT:-./gpu-report}
 allow_cpu=no
-parts=()
+parts=() only=()
 for argument in "$@"; do
     case $argument in
         --allow-cpu) allow_cpu=yes ;;
@@ -34,9 +34,9 @@ done
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    shape=llama-8b tiny=() only=(-k cuda)
+    shape=llama-8b tiny=() jobs=8
 elif [ $allow_cpu = yes ]; then
-    shape=tiny tiny=(--tiny) only=()
+    shape=tiny tiny=(--tiny) jobs=$((($(nproc) + 1) / 2))
 else
     echo "torch finds no CUDA device; pass --allow-cpu to check on the CPU" >&2
     exit 2
@@ -51,24 +51,41 @@ finish() {
     echo "$2 $((SECONDS - began))" >"$out/$1.status"
 }
 
-# limited SECONDS COMMAND...: so that a signal is taken at once, and the command ended with us.
+# Process ids of what runs, to be ended with us.
+running=()
+
+# limited SECONDS COMMAND...: in the background and waited for, so that a signal is taken at once.
 limited() {
     timeout -k 10 "$@" &
-    running=$!
-    wait "$running"
+    running=($!)
+    wait "${running[0]}"
 }
 
-# Of its own folder alone, --confcutdir: the other rooms' fixtures need packages that are not here.
+# run_tests PART SECONDS FOLDER FILE...: several processes at a time, since kernels are compiled one after the other in
+# each. Of its own folder alone, --confcutdir: the other rooms' fixtures need packages that are not here.
 run_tests() {
-    local name=$1 limit=$2 folder=$3
+    local part=$1 limit=$2 folder=$3 status=0 one k
     shift 3
-    limited "$limit" "$python" -m pytest "$@" --confcutdir "tests/$folder" -p no:cacheprovider -o addopts= -v \
-        --junitxml "$out/$name.xml" >"$out/$name.log" 2>&1
+    mkdir -p "$out/$part"
+    running=()
+    for ((k = 1; k <= jobs && k <= $#; k++)); do
+        local files=()
+        for ((one = k; one <= $#; one += jobs)); do files+=("${!one}"); done
+        timeout -k 10 "$limit" "$python" -m pytest "${files[@]}" "${only[@]}" --confcutdir "tests/$folder" \
+            -p no:cacheprovider -o addopts= -v --junitxml "$out/$part/$k.xml" >"$out/$part/$k.log" 2>&1 &
+        running+=($!)
+    done
+    for k in "${running[@]}"; do
+        wait "$k"
+        one=$?
+        [ $one -eq 0 ] || [ $one -eq 5 ] || status=$one # 5: nothing of these is for this device
+    done
+    return $status
 }
 
 kernels() {
     local status=0
-    run_tests kernels 400 engine tests/engine/kernels tests/engine/device || status=$?
+    run_tests kernels 400 engine $(find tests/engine/kernels tests/engine/device -name 'test_*.py' | sort) || status=$?
     [ $shape = tiny ] || for alone in attention sampler; do
         limited 60 "$python" -m "tests.bench.$alone" >"$out/$alone.log" 2>&1 || status=$?
     done
@@ -76,12 +93,13 @@ kernels() {
 }
 
 engine() {
-    run_tests engine 480 engine tests/engine --ignore tests/engine/kernels --ignore tests/engine/device
+    run_tests engine 480 engine $(find tests/engine -name 'test_*.py' -not -path '*/kernels/*' -not -path '*/device/*' | sort)
 }
 
 parity() {
     # On a GPU only what runs there: the CPU's rows are any machine's to check.
-    run_tests parity 480 parity tests/parity "${only[@]}"
+    [ $shape = tiny ] || local only=(-k cuda)
+    run_tests parity 480 parity $(find tests/parity -name 'test_*.py' | sort)
 }
 
 bench() {
@@ -96,14 +114,14 @@ peer() {
 }
 
 # Ended before its time or not, what was found so far is reported.
-running=
-trap '[ -z "$running" ] || kill "$running" 2>/dev/null; exit 143' TERM INT
-exec 3>&1 4>&2  # a signal may come while these are a part's log
+trap '[ ${#running[@]} -eq 0 ] || kill "${running[@]}" 2>/dev/null; exit 143' TERM INT
+exec 3>&1 4>&2 # a signal may come while these are a part's log
 trap '"$python" infra/gpu/report.py "$out" "${parts[@]}" >&3 2>&4; exit $?' EXIT
-declare -A made=([kernels]="kernels.xml attention.log sampler.log" [engine]=engine.xml [parity]=parity.xml [bench]=bench.json [peer]="short.json peer.json")
+declare -A made=([kernels]="kernels attention.log sampler.log" [engine]=engine [parity]=parity
+    [bench]="bench.json bench.log" [peer]="short.json peer.json peer.log")
 for part in "${parts[@]}"; do
     began=$SECONDS
-    (cd "$out" && rm -f "$part.status" "$part.log" ${made[$part]})
+    (cd "$out" && rm -rf "$part.status" ${made[$part]})
     "$part"
     finish "$part" $?
 done

@@ -49,24 +49,29 @@ def ended(folder: Path, part: str) -> dict[str, Any]:
 
 
 def tests(folder: Path, part: str) -> dict[str, Any]:
-    """Counts, and the names of what failed; by the log, where pytest was ended before it wrote its XML."""
-    found: dict[str, Any] = ended(folder, part)
-    path = folder / f"{part}.xml"
-    if not path.is_file():
-        log = (folder / f"{part}.log").read_text(errors="replace")
-        outcomes = re.findall(r"^(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)", log, re.MULTILINE)
-        failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-        skipped = sum(outcome == "SKIPPED" for _, outcome in outcomes)
-        return found | {"whole": False, "tests": len(outcomes), "skipped": skipped, "failed": failed}
-    suite = ElementTree.parse(path).getroot().find("testsuite")  # noqa: S314  # pytest's own output
-    assert suite is not None
-    failed = [
-        f"{case.attrib['classname']}::{case.attrib['name']}"
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    counts = {key: int(suite.attrib[key]) for key in ("tests", "skipped")}
-    return found | {"whole": True, **counts, "failed": failed}
+    """Counts, and the names of what failed, over the part's processes; by the log of one that wrote no XML."""
+    found: dict[str, Any] = ended(folder, part) | {"whole": True, "tests": 0, "skipped": 0, "failed": []}
+    for log in sorted((folder / part).glob("*.log")):
+        path = log.with_suffix(".xml")
+        if path.is_file():
+            suite = ElementTree.parse(path).getroot().find("testsuite")  # noqa: S314  # pytest's own output
+            assert suite is not None
+            found["tests"] += int(suite.attrib["tests"])
+            found["skipped"] += int(suite.attrib["skipped"])
+            found["failed"] += [
+                f"{case.attrib['classname']}::{case.attrib['name']}"
+                for case in suite.iter("testcase")
+                if case.find("failure") is not None or case.find("error") is not None
+            ]
+            continue
+        outcomes = re.findall(
+            r"^(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)", log.read_text(errors="replace"), re.MULTILINE
+        )
+        found["whole"] = False
+        found["tests"] += len(outcomes)
+        found["skipped"] += sum(outcome == "SKIPPED" for _, outcome in outcomes)
+        found["failed"] += [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+    return found
 
 
 def read(path: Path) -> Any:
@@ -161,9 +166,10 @@ def text(report: dict[str, Any], folder: Path) -> str:
             lines += ["", f"{alone} alone:", (folder / f"{alone}.log").read_text(errors="replace").rstrip()]
     bad = [part for part, found in (report["tests"] | report["ended"]).items() if found["exit_status"] != 0]
     for part in bad:
-        log = folder / f"{part}.log"
-        if log.is_file():
-            lines += ["", f"{part}, end of its log:", *log.read_text(errors="replace").splitlines()[-TAIL:]]
+        for log in sorted((folder / part).glob("*.log")) or [folder / f"{part}.log"]:
+            written = log.read_text(errors="replace").splitlines()
+            if part in FIGURES or not re.search(r"= \d+ passed[^=]*=+$", written[-1] if written else ""):
+                lines += ["", f"{part}, end of {log.name}:", *written[-TAIL:]]
     return "\n".join(lines) + "\n"
 
 
@@ -172,7 +178,8 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("parts", nargs="+", choices=[*TESTS, *FIGURES])
     args = parser.parse_args()
-    ran = [part for part in (*TESTS, *FIGURES) if (args.folder / f"{part}.log").is_file()]
+    ran = [part for part in TESTS if (args.folder / part).is_dir()]
+    ran += [part for part in FIGURES if (args.folder / f"{part}.log").is_file()]
     report: dict[str, Any] = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
