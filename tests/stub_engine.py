@@ -151,6 +151,7 @@ class StubEngine:
             cached_tokens=0,
             generated_tokens=self._generated,
             preemptions=0,
+            out_of_memory=0,
             device="cpu",
         )
 

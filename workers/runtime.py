@@ -288,6 +288,7 @@ class Runtime:
                 "cached_tokens": stats.cached_tokens,
                 "generated_tokens": stats.generated_tokens,
                 "preemptions": stats.preemptions,
+                "out_of_memory": stats.out_of_memory,
                 **({} if gpu is None else {"gpu": gpu}),
             }
         )

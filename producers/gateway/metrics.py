@@ -32,6 +32,7 @@ WORKER_FIGURES: Final = (
     ("cached_tokens", "Prompt tokens that a worker found in its prefix cache.", "cached_tokens", True),
     ("generated_tokens", "Tokens that a worker has generated.", "generated_tokens", True),
     ("preemptions", "Sequences that a worker has put off for others.", "preemptions", True),
+    ("out_of_memory", "Steps for which a worker's device had no memory.", "out_of_memory", True),
 )
 #: Of the GPU that a worker has, where its driver says it: the same, the key within the lease's `gpu`.
 GPU_FIGURES: Final = (
@@ -127,7 +128,8 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
         figures = family(f"penstock_worker_{name}", text, labels=("model", "pool", "worker"))
         for pool in fleet.pools:
             for worker in pool.workers:
-                figures.add_metric((pool.model, pool.name, worker["worker"]), worker[key])
+                if key in worker:  # another version's may not tell
+                    figures.add_metric((pool.model, pool.name, worker["worker"]), worker[key])
         yield figures
     yield from _describe_gpus(fleet)
 
