@@ -18,6 +18,7 @@ SMALL = {
     "retry": with_faults(SCENARIOS["retry"], retry=1, crash=1),
     "producer": with_faults(SCENARIOS["producer"], pcrash=1, cancel=1),
     "eager-producer": with_faults(SCENARIOS["eager-producer"], pcrash=1, cancel=1),
+    "late-producer": with_faults(SCENARIOS["late-producer"], pcrash=1, lost=1, deadline=1),
     "alone": with_faults(SCENARIOS["alone"], expire=2, lost=1),
     "lapse": with_faults(SCENARIOS["lapse"], expire=2),
     "split": with_faults(SCENARIOS["split"], expire=2),
@@ -33,7 +34,6 @@ SMALL = {
         name: SCENARIOS[name]
         for name in (
             "rival",
-            "late-producer",
             "killer",
             "killer-copies",
             "killer-plain",
