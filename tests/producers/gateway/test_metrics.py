@@ -68,7 +68,7 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
 
 def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str, valkey: Redis) -> None:
     announce(valkey)
-    announce(valkey, "w2.def", worker="w2", running=5)
+    announce(valkey, "w2.def", worker="w2", running=5, out_of_memory=4)
     valkey.hset(keys.inflight("w1.abc"), mapping={"a": "m", "b": "m"})
     got = figures(http)
     assert got["penstock_workers", "tiny", POOL] == 2
@@ -77,6 +77,9 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     assert got["penstock_worker_kv_blocks_used", "tiny", POOL, "w1"] == 10
     assert got["penstock_worker_kv_blocks", "tiny", POOL, "w1"] == 100
     assert got["penstock_worker_generated_tokens_total", "tiny", POOL, "w1"] == 70
+    # One of an earlier release, which does not tell.
+    assert ("penstock_worker_out_of_memory_total", "tiny", POOL, "w1") not in got
+    assert got["penstock_worker_out_of_memory_total", "tiny", POOL, "w2"] == 4
     valkey.delete(keys.lease("w1.abc"))
     got = figures(http)
     assert got["penstock_workers", "tiny", POOL] == 1
