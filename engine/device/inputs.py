@@ -114,8 +114,9 @@ class InputMaker:
             tokens=empty(most_tokens, dtype=torch.int64),
             positions=empty(most_tokens, dtype=torch.int64),
             long=empty(most_tokens, dtype=torch.bool),
-            places=empty(groups, most_tokens, dtype=torch.int64),
-            kv_lens=empty(groups, rows.slots, dtype=torch.int32),
+            # Each group's begin where kernels can load several at once.
+            places=empty(groups, _aligned(most_tokens), dtype=torch.int64),
+            kv_lens=empty(groups, _aligned(rows.slots), dtype=torch.int32),
         )
 
     def send(self, plan: Each[ScheduledSeq], shape: Shape, more: Each[int] = ()) -> Tensor:
