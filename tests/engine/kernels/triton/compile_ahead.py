@@ -27,9 +27,9 @@ def scale(x, out, count, stride, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def hungry(x, out, WIDTH: tl.constexpr):
-    rows, columns = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None]
-    tile = tl.load(x + rows * WIDTH + columns)
-    tl.store(out + rows * WIDTH + columns, tl.dot(tile, tl.trans(tile)).to(tl.float16))
+    """Gathers by way of shared memory, all at once."""
+    place = tl.arange(0, WIDTH)
+    tl.store(out + place, tl.gather(tl.load(x + place), (place * 7) % WIDTH, 0))
 
 
 def launch(dtype: torch.dtype, count: int, stride: int) -> None:
@@ -70,8 +70,8 @@ def main() -> None:
     found["builds"] = [shown(build) for build in builds]
     try:
         with compiling_for("sm_89", cache):
-            x = torch.empty(256 * 256, dtype=torch.float16, device="meta")
-            hungry[(1,)](x, torch.empty_like(x), WIDTH=256)
+            x = torch.empty(1 << 15, dtype=torch.float32, device="meta")
+            hungry[(1,)](x, torch.empty_like(x), WIDTH=len(x), num_warps=32)
     except triton.runtime.errors.OutOfResources as error:
         found["refused"] = str(error)
     print(json.dumps(found))
