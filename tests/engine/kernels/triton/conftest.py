@@ -22,8 +22,12 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def assert_same(found: Tensor, expected: Tensor, *, units: int = 1) -> None:
-    """In half precision within so many units in the last place: another order of a sum, another exponential."""
+    """In half precision all but a few are equal, and those within so many units in the last place: another order of a
+    sum or another exponential moves few over a rounding's edge, where a rounding less or more moves a quarter."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
+    found, expected = found.cpu(), expected.cpu()
     unit = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 4e-6}[found.dtype]
-    torch.testing.assert_close(found.cpu().float(), expected.cpu().float(), rtol=units * unit, atol=3e-6)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=units * unit, atol=3e-6)
+    if found.dtype != torch.float32:
+        assert (found != expected).sum() <= max(1, found.numel() // 50)
