@@ -67,14 +67,11 @@ def count_parameters(folder: str | Path) -> int:
     """Numbers in all tensors of the *.safetensors files of a folder, from their headers alone."""
     root = Path(folder)
     names = sorted(path.name for path in root.glob("*.safetensors"))
-    if not names:
+    # Links to nowhere are no files.
+    paths = [path for name in names if (path := file_in(root, name)) is not None]
+    if not paths:
         raise ModelError(f"{folder} has no *.safetensors file")
-    total = 0
-    for name in names:
-        path = file_in(root, name)
-        if path is not None:
-            total += sum(math.prod(tensor.shape) for tensor in read_header(path).values())
-    return total
+    return sum(math.prod(tensor.shape) for path in paths for tensor in read_header(path).values())
 
 
 def model_version(folder: str | Path) -> str:

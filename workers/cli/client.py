@@ -112,13 +112,16 @@ class Gateway:
         with self._request("POST", "/v1/chat/completions", {**request, "stream": True}) as response:
             for line in response:
                 name, _, value = line.decode().rstrip("\r\n").partition(": ")
-                if name != "data" or value == "[DONE]":
+                if name != "data":
                     continue
+                if value == "[DONE]":
+                    return
                 chunk: dict[str, Any] = json.loads(value)
                 if chunk.get("error"):
                     raise Refused(500, chunk["error"])
                 for choice in chunk["choices"]:
                     yield choice["delta"].get("content") or ""
+        raise Failure(f"the answer from {self.url} broke off", Exit.UNREACHABLE)
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         with self._request(method, path, body) as response:

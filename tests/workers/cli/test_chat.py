@@ -25,6 +25,7 @@ from tests.workers.cli.conftest import Ran, Run, Scripted
 
 PENSTOCK = (sys.executable, "-m", "workers.cli")
 SERVED = {"id": "tiny", "capabilities": ["generate", "chat"]}
+BREAKS_OFF = "(breaks off)"
 
 
 class Answers:
@@ -39,15 +40,19 @@ class Answers:
         return lambda request: self._send(request, json.dumps({"data": served}).encode())
 
     def _answer(self, pieces: list[str | dict[str, Any]]) -> Callable[[BaseHTTPRequestHandler], None]:
+        """BREAKS_OFF as the last piece: nothing comes after it."""
+
         def answer(request: BaseHTTPRequestHandler) -> None:
             self.asked.append(json.loads(request.rfile.read(int(request.headers["content-length"]))))
             chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
-            for piece in pieces:
+            whole = pieces[-1:] != [BREAKS_OFF]
+            for piece in pieces if whole else pieces[:-1]:
                 chunk = {"choices": [{"index": 0, "delta": {"content": piece}}]} if isinstance(piece, str) else piece
                 chunks.append(chunk)
-            chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            if whole:
+                chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
             body = b": still here\n\n" + b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks)
-            self._send(request, body + b"data: [DONE]\n\n")
+            self._send(request, body + (b"data: [DONE]\n\n" if whole else b""))
 
         return answer
 
@@ -119,6 +124,11 @@ class TestFailure:
         broken = {"error": {"message": "The engine failed.", "type": "server_error", "code": "engine_error"}}
         ran = chat(Answers(scripted, ["begun", broken]).url, "1\n2\n")
         assert (ran.status, ran.out, ran.err) == (3, "begun\n", "penstock: The engine failed.\n")
+
+    def test_of_the_connection_is_no_end_of_an_answer(self, chat: Callable[..., Ran], scripted: Scripted) -> None:
+        ran = chat(Answers(scripted, ["begun", BREAKS_OFF]).url, "1\n2\n")
+        assert (ran.status, ran.out) == (3, "begun\n")
+        assert ran.err == f"penstock: the answer from {scripted.url} broke off\n"
 
     def test_of_the_gateway_is_said(self, chat: Callable[..., Ran]) -> None:
         ran = chat("http://127.0.0.1:1", "1\n")

@@ -84,6 +84,15 @@ class TestShow:
         shown = json.loads(run("models", "show", str(mine), "--json").out)
         assert shown["files"].keys() == {path.name for path in TINY.iterdir()} - {"README.md"}
 
+    def test_of_weights_that_link_to_nowhere_is_refused(self, run: Run, tmp_path: Path) -> None:
+        mine = tmp_path / "mine"
+        shutil.copytree(TINY, mine)
+        (mine / "model.safetensors").unlink()
+        (mine / "model.safetensors").symlink_to("nowhere")
+        ran = run("models", "show", str(mine))
+        assert ran.status == 2
+        assert "has no *.safetensors file" in ran.err
+
     def test_of_what_is_no_model_is_refused(self, run: Run, tmp_path: Path) -> None:
         assert "no model 'nothing'" in run("models", "show", "nothing").err
         (tmp_path / "config.json").write_text("{}")
