@@ -1,4 +1,4 @@
-"""What Triton compiles in C beside each kernel: a launcher for its signature, and its own way to the driver.
+"""What Triton compiles in C beside its kernels: its own way to the driver, and up to 3.6 a launcher for each signature.
 
 At run time they take a C compiler and some tenths of a second each, unless they are in the cache. Here they are put
 there where there is neither a GPU nor a driver: they are linked against a library that has the driver's name and
@@ -32,12 +32,13 @@ def build_utilities() -> None:
 def build_launcher(source: Any, metadata: Any) -> None:
     """Put the launcher of a kernel (a Triton ASTSource and its metadata) into the cache, as `nvidia.CudaLauncher` does.
 
-    Raises EngineError where there is no C compiler.
+    From Triton 3.7 on there is none to be built: one, beside its way to the driver, serves all kernels. Raises
+    EngineError where there is no C compiler.
     """
-    code = nvidia.make_launcher(
-        dict(source.constants), dict(source.signature), getattr(metadata, "tensordesc_meta", None)
-    )
-    _put("__triton_launcher", code)
+    make = getattr(nvidia, "make_launcher", None)
+    if make is not None:
+        described = getattr(metadata, "tensordesc_meta", None)
+        _put("__triton_launcher", make(dict(source.constants), dict(source.signature), described))
 
 
 def _put(name: str, code: str) -> None:

@@ -87,17 +87,6 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     assert ("penstock_worker_running", "tiny", POOL, "w1") not in got
 
 
-def test_what_a_worker_of_another_version_does_not_tell_is_left_out(
-    http: httpx.Client, model: str, valkey: Redis
-) -> None:
-    announce(valkey)
-    announce(valkey, "w2.def", worker="w2", out_of_memory=4)
-    got = figures(http)
-    told = {names[-1]: value for names, value in got.items() if names[0] == "penstock_worker_out_of_memory_total"}
-    assert told == {"w2": 4}
-    assert [got["penstock_worker_running", "tiny", POOL, name] for name in ("w1", "w2")] == [3, 3]
-
-
 def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, model: str, valkey: Redis) -> None:
     gpu = {"uuid": "a0", "memory_bytes": 150e9, "memory_used_bytes": 128e9, "power_watts": 654.3, "ecc_uncorrected": 1}
     announce(valkey, gpu={**gpu, "slowed_by": ["power_cap", "hardware_thermal"]})

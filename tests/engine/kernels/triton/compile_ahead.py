@@ -17,6 +17,8 @@ from triton.compiler import ASTSource
 
 from engine.kernels.triton.ahead import Build, compiling_for
 
+VERSION = [int(number) for number in triton.__version__.split(".")[:2]]
+
 
 @triton.jit(do_not_specialize=["count"])
 def scale(x, out, count, stride, factor, BLOCK: tl.constexpr):
@@ -52,7 +54,9 @@ def shown(build: Build) -> dict[str, object]:
 def key_at_a_launch(arch: int) -> str:
     """The cache's key as Triton's compiler makes it for bfloat16 with an even stride, written out by hand."""
     signature = {"x": "*bf16", "out": "*bf16", "count": "i32", "stride": "i32", "factor": "fp32", "BLOCK": "constexpr"}
-    attributes = {(place,): [["tt.divisibility", 16]] for place in (0, 1, 3)}
+    attributes: dict[tuple[int], list[list[object]]] = {(place,): [["tt.divisibility", 16]] for place in (0, 1, 3)}
+    if VERSION >= [3, 7]:
+        attributes[5,] = []
     source = ASTSource(scale, signature, {(5,): 256}, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
     return Path(next(iter(compiled.metadata_group.values()))).parent.name
@@ -60,7 +64,7 @@ def key_at_a_launch(arch: int) -> str:
 
 def main() -> None:
     cache, arch = Path(sys.argv[1]), sys.argv[2]
-    found: dict[str, object] = {}
+    found: dict[str, object] = {"triton": VERSION}
     with compiling_for(arch, cache) as builds:
         launch(torch.bfloat16, 1000, 16)
         launch(torch.bfloat16, 7, 16)  # no other specialisation: the count is not one

@@ -37,9 +37,9 @@ def test_a_second_time_finds_all_in_the_cache_by_the_key_of_a_launch(tmp_path: P
     assert "shared memory" in first["refused"]
 
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    # Beside the kernels: a launcher for the types in C of each of the two, and the way to the driver.
+    # Beside the kernels: up to Triton 3.6 a launcher for the types in C of each of the two; and the way to the driver.
     launchers = [path for path in files if path.name.startswith("__triton_launcher")]
-    assert len(launchers) == 2
+    assert len(launchers) == (2 if first["triton"] < [3, 7] else 0)
     assert len([path for path in files if path.name.startswith("cuda_utils")]) == 1
     second = compiled(tmp_path)
     assert [build["key"] for build in second["builds"]] == [build["key"] for build in first["builds"]]
