@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine.alive import check_alive
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.loop import StepLoop
@@ -104,7 +105,14 @@ class Engine:
         overlap = config.overlap
         if overlap is None:
             overlap = int(model.device.type == "cuda")
-        self._loop = StepLoop(scheduler, runner, lambda: _use_threads(config.threads), overlap=overlap, release=release)
+        self._loop = StepLoop(
+            scheduler,
+            runner,
+            lambda: _use_threads(config.threads),
+            overlap=overlap,
+            release=release,
+            check=lambda: check_alive(model.device),
+        )
 
     @classmethod
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:

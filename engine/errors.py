@@ -24,6 +24,10 @@ class ModelError(EngineError):
     """A model folder that cannot be served; the message names the file, tensor or setting at fault."""
 
 
+class DeviceLostError(EngineError):
+    """The device does nothing more for this process; only another process finds it whole."""
+
+
 def brief(error: BaseException) -> str:
     """Its type and the first line of what it says."""
     lines = str(error).strip().splitlines()

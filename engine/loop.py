@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.errors import EngineError, RequestError, brief
+from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.pipeline import Executor, Pipeline
 from engine.request import Event, Request
 from engine.scheduler import Scheduler, SchedulerStats
@@ -41,9 +41,10 @@ class StepLoop:
         *,
         overlap: int = 0,
         release: Callable[[BaseException], bool] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1.
-        `release`: see Shrink."""
+        `release`: see Shrink. `check`: see Pipeline."""
         self._scheduler = scheduler
         self._on_start = on_start
         #: Called on the loop's thread when all events of a step have been delivered.
@@ -57,7 +58,7 @@ class StepLoop:
         self._state = threading.Lock()
         # Of the loop's thread alone: the tickets that the scheduler knows.
         self._known: dict[str, _Ticket] = {}
-        self._pipeline = Pipeline(scheduler, executor, self._state, self._end_step, overlap, release)
+        self._pipeline = Pipeline(scheduler, executor, self._state, self._end_step, overlap, release, check)
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
@@ -112,12 +113,25 @@ class StepLoop:
     # ---- the loop's thread
 
     def _run(self) -> None:
+        """Raises DeviceLostError, once nobody is left in."""
         self._on_start()
+        try:
+            self._step_on()
+        except DeviceLostError as error:
+            with self._wake:
+                self._closing = True
+            self._read_notes()
+            self._end_all(f"the engine failed: {brief(error)}")
+            raise
+
+    def _step_on(self) -> None:
         while self._wait_for_work():
             try:
                 told = self._read_notes()
                 if not self._pipeline.step() and told:
                     self._tell_step()
+            except DeviceLostError:
+                raise
             except Exception as error:
                 # A fault of ours, not of a request (those end alone): nothing of this step can be kept.
                 logger.exception("a step failed as a whole; its requests are ended")
@@ -201,7 +215,9 @@ class StepLoop:
                     events = self._scheduler.fail(request_id, message)
             except Exception:
                 logger.exception("request %r could not be taken out", request_id)
-                events = [_ending(ticket.request, message)]
+                events = []
+            # What was said of its end may have gone with the step.
+            events = events or [_ending(ticket.request, message)]
             self._deliver([replace(event, finish_reason="abort") for event in events] if closing else events)
 
 

@@ -21,6 +21,7 @@ then callers' aborts are read.
 - **N+1 cannot be launched**: N is entered first; then the rows of N+1 that are left run one by one, with tokens that
   are known, so that only the culprit fails. The same is done for any step that fails when none was planned after it.
 - **The device has no memory for N+1**: N is entered; then N+1 is planned anew, smaller (engine/shrink.py).
+- **The device is lost** (`check`, after any failure): nothing can be run again, here or later, and the loop ends.
 - **N fails when it is collected** and N+1 was planned: memory has changed hands, so that the rows of N cannot run
   again. N+1 is waited for and ignored; the sequences of both are put out of the batch with the tokens that are known
   (Scheduler.take_back). Steps do not overlap until each of them has got on, so that the culprit is found as above.
@@ -87,14 +88,17 @@ class Pipeline:
         entered: Callable[[list[Event]], None],
         overlap: int,
         release: Callable[[BaseException], bool] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`state` is held while the scheduler changes, not while a step computes. `entered` is called with the events
-        of each step. `release`: see Shrink."""
+        of each step. `release`: see Shrink. `check` is called after every failure, and raises DeviceLostError where no
+        step can go well any more; so does, then, whichever method was at it."""
         self._scheduler = scheduler
         self._executor = executor
         self._state = state
         self._entered = entered
         self._overlap = overlap
+        self._check = check
         # Launched and not collected: at most one between steps, two within.
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
@@ -159,6 +163,7 @@ class Pipeline:
             flight.launched = self._executor.launch(replace(flight.plan, copies=[]))
         except Exception as error:
             logger.exception("a step of %d sequences could not be launched", len(flight.plan.rows))
+            self._check()
             # Without the traceback, whose frames hold the step's tensors.
             flight.error = error.with_traceback(None)
             return False
@@ -172,6 +177,7 @@ class Pipeline:
             found = self._executor.collect(flight.launched)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(flight.plan.rows))
+            self._check()
             flight.error = error.with_traceback(None)
             return None
         self._shrink.went_well()
@@ -216,6 +222,7 @@ class Pipeline:
             except Exception as error:
                 message = f"the model failed on this request: {brief(error)}"
                 logger.exception("request %r failed alone", seq.request.id)
+                self._check()
                 with self._state:
                     failures += self._scheduler.fail(seq, message)
                 if row.samples:
