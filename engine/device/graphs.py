@@ -49,10 +49,13 @@ class CudaRecorder:
     def __call__(self, run: Callable[[], None]) -> Recording:
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            # What is only done at first use (kernels compiled, workspaces taken) cannot be recorded.
-            run()
-        here.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                # What is only done at first use (kernels compiled, workspaces taken) cannot be recorded.
+                run()
+        finally:
+            # Also of one that broke off: who runs without works in the same memory.
+            here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads of this process may use the device meanwhile.
