@@ -42,8 +42,9 @@ def test_every_part_is_found_and_the_tokens_are_the_same(
     for found in report.values():
         assert sum(found["parts_ms"].values()) == pytest.approx(found["ms"])
         assert all(took >= 0 for took in found["parts_ms"].values())
-    inside = KERNELS if device.type == "cpu" else set()
-    assert set(report["decode"]["parts_ms"]) >= HOST - (set() if inside else {"forward, rest"}) | inside | more
+    # What asks the device for lengths is not recorded there: nothing is replayed.
+    more = more if device.type == "cpu" else more - {"replay"}
+    assert set(report["decode"]["parts_ms"]) >= HOST | KERNELS | more
     text = shown("a", report)
     assert "a, decode:" in text
     assert "100.0%" not in text
