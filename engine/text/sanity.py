@@ -23,20 +23,23 @@ _PARTS: Final = ("normalizers", "pretokenizers", "decoders", "processors")
 def check(tokenizer: Mapping[str, Any]) -> None:
     """`tokenizer`: the file, parsed. Raises ModelError naming the part at fault; what is malformed others find."""
     for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
-        growth = 1.0
+        growth, around = 1.0, 0
         for part in _flat(tokenizer.get(name)):
             match part.get("type"):
                 case "Replace":
                     growth *= _growth(part)
                 case "Prepend":
-                    _around(name, part.get("prepend"))
+                    around += _length(part.get("prepend"))
                 case "Precompiled":
                     _charsmap(part.get("precompiled_charsmap"))
                 case "TemplateProcessing":
-                    _around(name, part.get("single"))
-                    _around(name, part.get("pair"))
-                    for token in _values(part.get("special_tokens")):
-                        _around(name, token.get("ids"))
+                    special, texts = _around(part)
+                    around += special
+                    growth *= max(1, texts)
+            if around > MOST_AROUND:
+                raise ModelError(
+                    f"tokenizer.json has a {name} that puts {around} pieces around a text; at most {MOST_AROUND}"
+                )
             if growth > MOST_GROWTH:
                 raise ModelError(f"tokenizer.json has a {name} that makes a text over {MOST_GROWTH} times longer")
 
@@ -62,16 +65,33 @@ def _growth(part: Mapping[str, Any]) -> float:
     return max(1.0, len(content) / shortest) if isinstance(content, str) else 1.0
 
 
-def _around(name: str, what: Any) -> None:
-    if isinstance(what, (str, list)) and len(what) > MOST_AROUND:
-        raise ModelError(
-            f"tokenizer.json has a {name} that puts {len(what)} pieces around a text; at most {MOST_AROUND}"
-        )
+def _length(what: Any) -> int:
+    return len(what) if isinstance(what, (str, list)) else 0
 
 
-def _values(tokens: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(tokens, dict):
-        yield from (token for token in tokens.values() if isinstance(token, dict))
+def _around(template: Mapping[str, Any]) -> tuple[int, int]:
+    """How many token ids a template adds, and how many copies of its texts it makes: where most, for one text or two.
+
+    A special token may be many ids, and stand many times.
+    """
+    tokens = template.get("special_tokens")
+    listed = tokens if isinstance(tokens, dict) else {}
+    special = texts = 0
+    for pieces in (template.get("single"), template.get("pair")):
+        named = [_special(piece) for piece in pieces] if isinstance(pieces, list) else []
+        special = max(special, sum(_ids(listed.get(name)) for name in named if name is not None))
+        texts = max(texts, named.count(None))
+    return special, texts
+
+
+def _special(piece: Any) -> str | None:
+    """Which special token a piece of a template is, None for one that is a text."""
+    token = piece.get("SpecialToken") if isinstance(piece, dict) else None
+    return str(token.get("id")) if isinstance(token, dict) else None
+
+
+def _ids(token: Any) -> int:
+    return _length(token.get("ids")) if isinstance(token, dict) else 0
 
 
 def _charsmap(text: Any) -> None:

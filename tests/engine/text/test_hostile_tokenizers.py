@@ -36,6 +36,7 @@ def template(single: list[Any], ids: list[int]) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": single, "pair": both, "special_tokens": {"x": token}}
 
 
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 PIECE = {"SpecialToken": {"id": "x", "type_id": 0}}
 HARMFUL: dict[str, tuple[dict[str, Any], str]] = {
     "a long replacement": ({"normalizer": replace({"String": "a"}, "a" * 100_000)}, "normalizer that makes a text"),
@@ -53,6 +54,12 @@ HARMFUL: dict[str, tuple[dict[str, Any], str]] = {
         {"decoder": sequence("decoders", [replace({"String": "a"}, "x" * 1_000_000)])},
         "decoder that makes a text",
     ),
+    "beginnings that add up": (
+        {"normalizer": sequence("normalizers", [{"type": "Prepend", "prepend": "a" * 40}] * 2000)},
+        "80 pieces around",
+    ),
+    "special tokens that are many, many times": ({"post_processor": template([PIECE] * 60, [0] * 60)}, "3600 pieces"),
+    "a text many times": ({"post_processor": template([TEXT] * 100, [0])}, "64 times longer"),
     "special tokens without end": ({"post_processor": template([PIECE] * 1000, [0])}, "1000 pieces around"),
     "one that is many": ({"post_processor": template([PIECE], [0] * 1000)}, "1000 pieces around"),
     "a table of four gigabytes": (
