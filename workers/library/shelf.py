@@ -128,12 +128,13 @@ class Shelf:
         Raises Refused where it is no model's, lacks something, is not what its own manifest.json says, or there is no
         room.
         """
-        names = {path.name for path in folder.iterdir() if path.is_file()}
-        index = _own(folder, INDEX).read_bytes() if INDEX in names else None
-        files = needed(str(folder), names, index)
-        for file in files:
-            _own(folder, file)
-        digests = {file: sha256_of(folder / file) for file in files}
+        try:
+            names = {path.name for path in folder.iterdir() if path.is_file()}
+            index = _own(folder, INDEX).read_bytes() if INDEX in names else None
+            files = needed(str(folder), names, index)
+            digests = {file: sha256_of(_own(folder, file)) for file in files}
+        except OSError as error:
+            raise Refused(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
         for file, digest in _manifest(folder).items():
             if digests.get(file, digest) != digest:
                 raise Refused(f"{folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}")
@@ -204,7 +205,7 @@ def _shards(whose: str, index: bytes) -> set[str]:
 
 def _manifest(folder: Path) -> dict[str, str]:
     """SHA-256 by file. Raises Refused."""
-    path = folder / MANIFEST
+    path = _own(folder, MANIFEST)
     if not path.exists():
         return {}
     try:

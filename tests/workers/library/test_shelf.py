@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -115,6 +116,14 @@ class TestVersions:
         (own / "tokenizer_config.json").unlink()
         (own / "tokenizer_config.json").symlink_to(secret)
         with pytest.raises(Refused, match="outside"):
+            shelf.copy("m", own)
+        assert shelf.all() == []
+
+    @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+    def test_do_not_wait_for_a_manifest_that_never_ends(self, shelf: Shelf, own: Path, target: str) -> None:
+        os.mkfifo(own / "pipe")
+        (own / "manifest.json").symlink_to(target)
+        with pytest.raises(Refused, match=r"manifest\.json is not a regular file"):
             shelf.copy("m", own)
         assert shelf.all() == []
 
