@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -13,6 +14,7 @@ import typer
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
 from workers.cli.options import MaxTokens, Seed, Stop, Temperature, TopP
 from workers.cli.references import MODEL, complete_model, find_models
+from workers.cli.stdin import text_from
 
 if TYPE_CHECKING:
     from workers.cli.client import Gateway
@@ -94,7 +96,7 @@ class Chat:
             typer.echo("Chat with /help for help; Ctrl-D leaves.", err=True)
         while True:
             try:
-                line = input("> ") if terminal else _line()
+                line = text_from(partial(input, "> ") if terminal else _line)
                 if not line.startswith("/"):
                     if line.strip():
                         self.say(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -12,6 +13,7 @@ import typer
 from workers.cli.exits import PROCESS_STATUS, Failure
 from workers.cli.options import DEFAULT_URL
 from workers.cli.references import MODEL, complete_model, find_models
+from workers.cli.show import printable
 
 if TYPE_CHECKING:
     from engine.text import ModelCard
@@ -101,12 +103,11 @@ def show(model: Model, as_json: Json = False) -> None:
         "defaults": ", ".join(f"{name} {value:g}" for name, value in found.defaults.items()) or "none",
     }
     width = max(map(len, lines))
-    for name, value in lines.items():
-        if value is not None:
-            typer.echo(f"{name.ljust(width)}  {value}")
-    typer.echo(f"files: {_megabytes(sum(files.values()))}")
-    for name, size in files.items():
-        typer.echo(f"  {size:>14,}  {name}")
+    told = [f"{name.ljust(width)}  {value}" for name, value in lines.items() if value is not None]
+    told.append(f"files: {_megabytes(sum(files.values()))}")
+    told += [f"  {size:>14,}  {name}" for name, size in files.items()]
+    for line in told:  # of which much is whatever the model's files say
+        typer.echo(printable(line, sys.stdout.isatty()))
 
 
 def pull(

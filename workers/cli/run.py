@@ -33,6 +33,7 @@ from workers.cli.options import (
     TopP,
 )
 from workers.cli.references import MODEL, complete_model, find_models
+from workers.cli.stdin import text_from
 
 if TYPE_CHECKING:
     from engine import Engine, Event, Request, SamplingParams
@@ -104,7 +105,7 @@ def run(
         asked = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(**asked)  # what is wrong with it is said before a model is loaded for seconds
         config = EngineConfig(**{name: value for name, value in setup.items() if value is not None})
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = text_from(sys.stdin.read) if prompt == "-" else prompt
         with Engine.load(found.folder, config) as engine:
             if engine.card is None:
                 raise Failure(f"{found.folder} has no tokenizer.json: it cannot read a text")

@@ -29,6 +29,7 @@ from workers.cli.options import (
     TypicalP,
     Url,
 )
+from workers.cli.stdin import text_from
 
 if TYPE_CHECKING:
     from workers.cli.client import Gateway
@@ -99,7 +100,7 @@ def submit(
     gateway = _gateway(url)
     asked = {
         "model": model,
-        "prompt": sys.stdin.read() if prompt == "-" else prompt,
+        "prompt": text_from(sys.stdin.read) if prompt == "-" else prompt,
         "tier": tier,
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,

@@ -130,6 +130,13 @@ class TestFailure:
         assert (ran.status, ran.out) == (3, "begun\n")
         assert ran.err == f"penstock: the answer from {scripted.url} broke off\n"
 
+    def test_of_standard_input_is_said(self, run: Run, monkeypatch: pytest.MonkeyPatch, scripted: Scripted) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1\n\xff\n"), "utf-8"))
+        answers = Answers(scripted, ["one"])
+        ran = run("chat", "tiny", "--url", answers.url)
+        assert (ran.status, len(answers.asked)) == (2, ran.out.count("one"))
+        assert ran.err.startswith("penstock: standard input is not text in UTF-8")
+
     def test_of_the_gateway_is_said(self, chat: Callable[..., Ran]) -> None:
         ran = chat("http://127.0.0.1:1", "1\n")
         assert ran.status == 3

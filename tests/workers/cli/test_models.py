@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,6 +97,22 @@ class TestShow:
         ran = run("models", "show", str(mine))
         assert ran.status == 2
         assert "has no *.safetensors file" in ran.err
+
+    def test_does_to_a_terminal_nothing_that_a_model_says(self, tmp_path: Path) -> None:
+        shutil.copytree(TINY, tmp_path / "mine")
+        config = tmp_path / "mine" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "\x1b[2Jbfloat16"}))
+        (tmp_path / "mine" / "\x07.json").touch()
+        ours, theirs = pty.openpty()
+        shown = subprocess.run([sys.executable, "-m", "workers.cli", "models", "show", config.parent], stdout=theirs)
+        os.close(theirs)
+        said = ""
+        with open(ours, "rb", buffering=0) as terminal, suppress(OSError):  # a terminal that nobody has ends so
+            while part := terminal.read(1 << 12):
+                said += part.decode()
+        assert shown.returncode == 0
+        assert "\u241b[2Jbfloat16" in said
+        assert not {"\x1b", "\x07"} & set(said)
 
     def test_of_what_is_no_model_is_refused(self, run: Run, tmp_path: Path) -> None:
         assert "no model 'nothing'" in run("models", "show", "nothing").err

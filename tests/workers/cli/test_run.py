@@ -35,6 +35,14 @@ def test_reads_the_prompt_from_standard_input(run: Run, monkeypatch: pytest.Monk
     assert piped.out == run("run", "tiny", "def main():", "--max-tokens", "12", *GREEDY).out != ""
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_that_is_no_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def \xff"), "utf-8", errors))
+    ran = run("run", "tiny", "-")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("penstock: standard input is not text in UTF-8: 'utf-8' codec can't ")
+
+
 def test_json_has_tokens_reasons_and_usage(run: Run, engine: Engine) -> None:
     ran = run("run", "tiny", "import ", "-n", "2", "--seed", "5", "--max-tokens", "8", "--threads", "1", "--json")
     told = json.loads(ran.out)
