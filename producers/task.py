@@ -64,7 +64,9 @@ def _prompt(value: Any) -> Any:
             )
         for at, token in enumerate(value):
             if type(token) is not int or not 0 <= token <= MAX_INT32:
-                raise InvalidTask(f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 up", param="prompt")
+                raise InvalidTask(
+                    f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
+                )
     if not isinstance(value, (str, list, tuple)):
         raise InvalidTask(
             f"prompt is {shown(value)}; it must be text or a list of token ids", param="prompt", code="invalid_type"
@@ -114,11 +116,11 @@ class Task(BaseModel):
     model: str = Field(min_length=1, max_length=200, description="the name of a model, 1 to 200 characters")
     prompt: Prompt = Field(description="text or a list of token ids")
     max_tokens: int | None = Field(
-        None, ge=0, le=MAX_INT32, description="an integer from 0 up (unset: as far as the context goes)"
+        None, ge=0, le=MAX_INT32, description=f"an integer from 0 to {MAX_INT32} (unset: as far as the context goes)"
     )
-    min_tokens: int = Field(0, ge=0, le=MAX_INT32, description="an integer from 0 up, at most max_tokens")
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32, description=f"an integer from 0 to {MAX_INT32}, at most max_tokens")
     temperature: float | None = Field(None, ge=0, le=100, description="a number from 0 (greedy) to 100")
-    top_k: int | None = Field(None, ge=0, le=MAX_INT32, description="an integer from 0 (off) up")
+    top_k: int | None = Field(None, ge=0, le=MAX_INT32, description=f"an integer from 0 (off) to {MAX_INT32}")
     top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
     min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 (off) to 1")
     typical_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")

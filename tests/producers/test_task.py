@@ -120,7 +120,7 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str, code
 def test_the_message_gives_value_and_limits() -> None:
     with pytest.raises(InvalidTask, match=r"top_p is 1\.5; top_p must be a number above 0, up to 1"):
         Task(model="tiny", prompt="x", top_p=1.5)
-    with pytest.raises(InvalidTask, match=r"prompt\[1\] is -7; a token id is an integer from 0 up"):
+    with pytest.raises(InvalidTask, match=r"prompt\[1\] is -7; a token id is an integer from 0 to 2147483647"):
         Task(model="tiny", prompt=(1, -7))
     with pytest.raises(InvalidTask, match="did you mean 'temperature'"):
         Task.parse({"model": "tiny", "prompt": "x", "temprature": 1})
@@ -291,3 +291,9 @@ def test_kv_tokens_count_the_prompt_once_and_the_output_for_each_choice() -> Non
     assert Task(model="m", prompt=[1], max_tokens=500, n=2).kv_tokens(100) == 200
     assert Task(model="m", prompt=[1] * 10, max_tokens=5, n=2, best_of=3).kv_tokens(512) == 25
     assert Task(model="m", prompt=[1] * 10, max_tokens=0).kv_tokens(512) == 10
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k"])
+def test_a_number_that_is_too_large_is_told_the_largest(name: str) -> None:
+    with pytest.raises(InvalidTask, match=f"^{name} is 2147483648; {name} must be an integer from 0 .*to 2147483647"):
+        Task(model="m", prompt="p", **{name: 1 << 31})
