@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -138,6 +138,7 @@ class Shelf:
         for file, digest in _manifest(folder).items():
             if digests.get(file, digest) != digest:
                 raise Refused(f"{folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}")
+        _check_weights(folder, files)
         with self.workplace(name, secrets.token_hex(8)) as place:
             try:
                 for file in files:
@@ -150,6 +151,21 @@ class Shelf:
             finally:
                 shutil.rmtree(place, ignore_errors=True)
                 place.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _check_weights(folder: Path, files: Iterable[str]) -> None:
+    """Each file is as long as its header says."""
+    from engine.errors import ModelError
+    from engine.text.checkpoint import read_header
+
+    try:
+        for name in files:
+            if name.endswith(".safetensors"):
+                read_header(folder / name)
+    except ModelError as error:
+        raise Refused(str(error)) from error
+    except OSError as error:
+        raise Refused(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
 
 
 def _own(folder: Path, name: str) -> Path:

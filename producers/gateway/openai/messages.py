@@ -35,7 +35,8 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     if role not in ROLES:
         raise _refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
     calls = given.pop("tool_calls", None) or None
-    read: dict[str, Any] = {"role": role, "content": _content(given.pop("content", None), place, optional=bool(calls))}
+    content = given.pop("content", None)
+    read: dict[str, Any] = {"role": role, "content": None}
     for name, part in given.items():
         if name in PASSED_ON:
             if part is not None:
@@ -48,6 +49,8 @@ def _message(message: Any, place: str) -> dict[str, Any]:
                 code="unsupported_parameter" if name in EMPTY_AS_RECEIVED else "unknown_parameter",
                 param=f"{place}.{name}",
             )
+    # Last: without what is not offered here, such as a refusal, a content may be lacking.
+    read["content"] = _content(content, place, optional=bool(calls))
     if calls is not None:
         if role != "assistant":
             raise _refused(f"{place}.tool_calls", calls, "left out: only an assistant's message has them")
@@ -79,6 +82,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _refused(place, call, "an object with id, type and function (name, arguments)", "invalid_type")
+    name = _string(function["name"], f"{place}.function.name")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
@@ -88,7 +92,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise _refused(f"{place}.function.arguments", arguments, "a JSON object, as text")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _each(parts: Any, place: str, read: Callable[[Any, str], Any]) -> list[Any]:

@@ -71,6 +71,13 @@ class TestCopy:
         with pytest.raises(Refused, match=r"manifest\.json cannot be read"):
             shelf.copy("again", pulled.folder)
 
+    def test_whose_weights_were_cut_off_is_refused(self, shelf: Shelf, own: Path) -> None:
+        weights = own / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size // 2)
+        (own / "manifest.json").unlink(missing_ok=True)
+        with pytest.raises(Refused, match="is truncated"):
+            shelf.copy("mine", own)
+
     def test_that_fails_leaves_nothing(self, shelf: Shelf, own: Path) -> None:
         (own / "config.json").unlink()
         with pytest.raises(Refused, match=r"has no config\.json"):

@@ -166,7 +166,7 @@ CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, r"messages[0].\ud800", "unknown_parameter", ""),
     ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name", "invalid_type", "a string"),
     (
-        {"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]},
+        {"messages": [{"role": "assistant", "content": None, "refusal": "no"}]},
         "messages[0].refusal",
         "unsupported_parameter",
         "not offered",
