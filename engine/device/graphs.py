@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -62,8 +63,11 @@ class CudaRecorder:
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 run()
         except BaseException:
-            # Where ending the capture fails torch stays on its stream, which waits for no other.
+            # Where ending the capture fails torch stays on its stream, which waits for no other; and before 2.12 its
+            # allocator goes on as if recording, and refuses to give memory back (pytorch/pytorch#180395).
             torch.cuda.set_stream(here)
+            with suppress(RuntimeError):  # it has ended that
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             raise
         return graph
 

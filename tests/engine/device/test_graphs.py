@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.device.graphs import DecodeGraphs, Recorded, Recording, batch_sizes
+from engine.device.graphs import DecodeGraphs, Recorded, Recording, batch_sizes, recorder
 from engine.device.inputs import Shape
 
 CPU = torch.device("cpu")
@@ -91,6 +91,33 @@ def test_sizes_for_which_there_is_no_memory_run_without_and_others_are_still_rec
     assert len(found) == 1
     # At once, as it is.
     assert [shape.rows for shape in ran] == [8, 8, 2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_a_recording_that_fails_harms_no_memory_and_no_other() -> None:
+    cuda = torch.device("cuda")
+    numbers = torch.zeros(8, device=cuda)
+    seen: list[float] = []
+
+    def asking(shape: Shape) -> None:
+        numbers.add_(1)
+        seen.extend((numbers * 2).tolist())
+
+    def filling(shape: Shape) -> None:
+        numbers.fill_(5)
+
+    found = DecodeGraphs(recorder(cuda), slots=4, most_places=64, device=cuda)
+    found.run(decode(1), 0, asking)
+    assert found.padded(decode(1)) is None
+    assert seen[-1] == 2 * int(numbers[0])
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+    other = DecodeGraphs(recorder(cuda), slots=4, most_places=64, device=cuda)
+    other.run(decode(1), 0, filling)
+    numbers.zero_()
+    other.run(decode(1), 0, lambda shape: None)
+    assert len(other) == 1
+    assert numbers.tolist() == [5.0] * 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
