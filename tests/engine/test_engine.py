@@ -288,7 +288,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(load: Load, monkeyp
 
 
 def test_a_forward_pass_that_raises_fails_its_request_alone(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load()
+    engine = load(graphs=False)  # what the device is asked for while it records breaks the recording
     expected = [one.token_ids for one in engine.generate([[1, 2, 3], list(range(20, 60))], GREEDY)]
     forward = engine._model.forward
 
@@ -368,7 +368,7 @@ def test_an_engine_is_a_context_manager(model_folder: Path) -> None:
 
 def test_sampling_takes_place_only_where_a_prompt_is_complete(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk in the middle of a prompt costs no head and no sampling."""
-    engine = load(max_num_batched_tokens=8)
+    engine = load(max_num_batched_tokens=8, kernels="reference")
     sizes: list[int] = []
 
     def counted(logits: torch.Tensor, batch: SamplingBatch) -> Any:
