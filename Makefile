@@ -2,7 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-JOBS ?= 2
+# For two cores: the fast tests wait as often as they compute, the slow ones start processes of their own.
+JOBS ?= 3
+SLOW_JOBS ?= 2
 
 .PHONY: run test lint .venv clean
 .DEFAULT_GOAL := help
@@ -15,7 +17,7 @@ run: .venv  ## Start the whole system, submit a mixed load, show the tokens stre
 
 test: .venv  ## Run every test: the fast ones first, then the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
-	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -m slow -n $(SLOW_JOBS) --dist worksteal
 
 lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	$(BIN)/ruff format --check .
