@@ -19,6 +19,7 @@ from typing import Any, Final
 from producers import keys
 from producers.aio import AsyncClient
 from producers.errors import PenstockError, TaskExists
+from producers.message import is_plain
 from producers.protocol import PACKAGE
 from producers.record import Record
 from producers.script import Call, arun, script
@@ -98,12 +99,9 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
     """
     record = await record_of(client, letter)
     message = _decoded(letter.message)
-    ours = message is not None and _is_ours(message)
-    if record is None:
-        if ours:
-            raise NotReplayed("its record is past its time to live, so that nobody knows what was asked; purge it")
-        return await _send(client, letter, letter.message, letter.task_id)
-    if not record.final:
+    if record is None and message is not None and not is_plain(message["headers"]):
+        raise NotReplayed("its record is past its time to live, so that nobody knows what was asked; purge it")
+    if record is None or not record.final:
         return await _send(client, letter, letter.message, letter.task_id)
     error = record.json("error")
     if not isinstance(error, dict) or error.get("code") != "dead_lettered":
@@ -162,9 +160,3 @@ def _task_id(message: str) -> str | None:
     found = _decoded(message)
     task_id = found["headers"].get("id") if found else None
     return task_id if isinstance(task_id, str) and task_id else None
-
-
-def _is_ours(message: dict[str, Any]) -> bool:
-    """A Penstock client sent it: what was asked stands in its record alone."""
-    size = message["headers"].get("penstock")
-    return isinstance(size, dict) and size.get("v") == 1

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -101,3 +102,11 @@ class Message:
 
     def _size(self) -> dict[str, int]:
         return {"v": 1, "n": self.n, "tokens": self.tokens}
+
+
+def is_plain(headers: Mapping[str, Any]) -> bool:
+    """Whether no Penstock client sent it: those say its size. A sender's own header of that name says nothing to us."""
+    said = headers.get("penstock")
+    if not isinstance(said, dict) or said.get("v") != 1:
+        return True
+    return not all(isinstance(said.get(k), int | float) and not isinstance(said[k], bool) for k in ("n", "tokens"))

@@ -20,6 +20,7 @@ from typing import Any
 from celery.worker import state
 
 from producers import keys
+from producers.message import is_plain
 from workers.finisher import Finisher
 from workers.gpu_facts import GpuFacts
 from workers.housekeeper import Housekeeper
@@ -27,7 +28,7 @@ from workers.incarnation import Incarnation
 from workers.pool.claimer import Claimer
 from workers.pool.delivery import Delivery, Job, forget
 from workers.pool.ledger import Ledger, Size
-from workers.pool.plain import is_plain, plain_fields
+from workers.pool.plain import plain_fields
 from workers.publisher import Publisher
 from workers.settings import WorkerSettings
 from workers.transport.courier import Courier

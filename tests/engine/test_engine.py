@@ -15,7 +15,6 @@ import torch
 import engine.engine as engine_module
 import engine.runner as runner_module
 from engine import Engine, EngineConfig, EngineError, Event, ModelError, Output, Request, RequestError, SamplingParams
-from engine.kernels import select
 from engine.sampling import SamplingBatch, sample
 from tests.engine.random_models import write_model
 
@@ -396,8 +395,3 @@ def test_a_cache_that_the_device_cannot_hold_is_refused(load: Load, monkeypatch:
     monkeypatch.setattr("engine.placement.DeviceRunner", full)
     with pytest.raises(EngineError, match=r"no memory for a KV cache of \d+ blocks; lower kv_cache_bytes .* 90.00 GiB"):
         load(kernels="ragged")
-
-
-def test_kernels_for_another_device_are_refused() -> None:
-    with pytest.raises(EngineError, match="kernels='cpu' are for CPUs"):
-        select(torch.device("cuda"), torch.float32, "cpu")

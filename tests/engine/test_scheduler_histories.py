@@ -22,8 +22,6 @@ VOCAB = 7
 MAX_MODEL_LEN = 40
 
 Entry = bytes
-
-
 #: Of each KV group, how far back a query sees.
 Windows = tuple[int | None, ...]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,9 +31,9 @@ def add_to(app: typer.Typer) -> None:
     dlq = typer.Typer(no_args_is_help=True, help="Messages that no worker could use, and tasks that were given up.")
     examples: dict[str, tuple[Callable[..., None], str]] = {
         "ls": (listed, "penstock dlq ls --broker redis://10.0.0.5:6379/0"),
-        "show": (show, "penstock dlq show 3f9a51c07be2"),
-        "replay": (replay, "penstock dlq replay --all --reason 'workers died'"),
-        "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes"),
+        "show": (show, "BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2"),
+        "replay": (replay, "penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0"),
+        "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0"),
     }
     for name, (command, example) in examples.items():
         dlq.command(name, epilog=f"Example: {example}\n\n{PROCESS_STATUS}")(command)
@@ -225,7 +225,7 @@ def _when(ms: int) -> str:
     return f"{ms} ms"
 
 
-def _times(fields: Any) -> str:
+def _times(fields: Mapping[str, str]) -> str:
     return f"{fields.get('claims', 0)} times, {fields.get('deaths', 0)} workers lost"
 
 

@@ -23,14 +23,6 @@ def error_json(code: str, message: str, param: str | None = None) -> str:
     return json.dumps({"code": code, "message": message, "param": param})
 
 
-def is_plain(headers: dict[str, Any]) -> bool:
-    """Whether no Penstock client sent it: those say its size. A sender's own header of that name says nothing to us."""
-    said = headers.get("penstock")
-    if not isinstance(said, dict) or said.get("v") != 1:
-        return True
-    return not all(isinstance(said.get(k), int | float) and not isinstance(said[k], bool) for k in ("n", "tokens"))
-
-
 def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str, Any] | None) -> Plain:
     """`arguments` holds `args` and `kwargs`; None where they must not be decoded."""
     fields: dict[str, str | int] = {

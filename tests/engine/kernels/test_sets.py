@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import EngineError
 from engine.kernels import AttentionBatch, AttentionGroup, Kernels, select, visibility
 from engine.kernels.cpu import Cpu
 
@@ -239,3 +240,8 @@ def test_bfloat16_is_computed_in_float32_where_the_cpu_only_emulates_it(
 def test_an_accelerator_computes_in_the_dtype_of_the_weights() -> None:
     chosen = select(torch.device("cuda"), torch.bfloat16)
     assert (chosen.name, chosen.compute_dtype) == ("triton" if "triton" in SETS else "sdpa", torch.bfloat16)
+
+
+def test_kernels_for_another_device_are_refused() -> None:
+    with pytest.raises(EngineError, match="kernels='cpu' are for CPUs"):
+        select(torch.device("cuda"), torch.float32, "cpu")
