@@ -1,5 +1,7 @@
 """Deadlines of tasks that nobody runs: whoever sweeps ends those that are too late.
 
+One that was taken up before (its worker died, or gave it back) is `incomplete` then, any other has failed.
+
 The set `penstock:deadlines` holds unfinished tasks by when their deadline is, in server time. Whoever runs a task ends
 it himself; one that is still `submitting` is first sent by the sweeper. Several may sweep: the second finds nothing.
 """
@@ -37,7 +39,7 @@ def expire_late() -> Steps[int]:
                 log.exception("task %s is past its deadline and cannot be ended", task_id)
                 kept += 1
                 continue
-            ended += status in ("failed", "cancelled")
+            ended += status in ("failed", "incomplete", "cancelled")
             kept += status in ("submitting", "queued", "in_progress")
         if len(page) < PAGE:
             return ended

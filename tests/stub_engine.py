@@ -3,9 +3,9 @@
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
 requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run
-on; unset: the whole request), STUB_STALLED (no request makes a token). A prompt that contains
-DEADLY kills the process in its first step, one that contains STALLED makes no token; the text PANIC
-cannot be tokenised.
+on; unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED
+(no request makes a token). A prompt that contains DEADLY kills the process in its first step, one that contains STALLED
+makes no token; the text PANIC cannot be tokenised.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class StubEngine:
         self.stalled = "STUB_STALLED" in os.environ
         self.fault_seeds = os.environ.get("STUB_FAULT_SEEDS")
         self.fault_choice = os.environ.get("STUB_FAULT_CHOICE")
+        self.short = int(os.environ.get("STUB_SHORT_CHOICE", "0"))
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -207,21 +208,24 @@ class StubEngine:
             seed = request.params.seed or 0
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
             fault = faulty and self._failed.get(str(seed), 0) < self.faults
-            for choice in range(len(running.done)):
+            targets = [running.target] * len(running.done)
+            if self.short:
+                targets[0] = self.short
+            for choice, target in enumerate(targets):
                 if choice in running.failed:
                     continue
                 index = running.done[choice]
-                finished = index >= running.target
-                if finished and any(done < running.target for done in running.done):
+                finished = index >= target
+                if finished and any(done < of for done, of in zip(running.done, targets, strict=True)):
                     continue
                 tokens = [] if finished else [token(seed, choice, index)]
                 running.done[choice] += len(tokens)
                 self._generated += len(tokens)
-                last = running.done[choice] >= running.target
+                last = running.done[choice] >= target
                 half = fault and self.fault_choice in (None, str(choice)) and running.done[choice] > running.target // 2
                 if half:
                     running.failed |= {choice} if self.fault_choice else set(range(len(running.done)))
-                done = all(d >= running.target or c in running.failed for c, d in enumerate(running.done))
+                done = all(d >= targets[c] or c in running.failed for c, d in enumerate(running.done))
                 event = Event(
                     request_id=key,
                     choice=choice,
@@ -229,7 +233,11 @@ class StubEngine:
                     token_ids=tokens,
                     texts=[WORDS[t] for t in tokens],
                     logprobs=None,
-                    finish_reason="error" if half else "length" if last else None,
+                    finish_reason="error"
+                    if half
+                    else ("stop" if self.short and choice == 0 else "length")
+                    if last
+                    else None,
                     stop_match=None,
                     done=done,
                     error="a fault of the stub" if half else None,

@@ -27,7 +27,6 @@ from producers.steps import Read, Step, drive
 from workers.connect import LOST, connect, is_passing
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
-from workers.publisher import EXPIRED
 from workers.transport import broker
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ class Housekeeper(threading.Thread):
                 continue
             if delivery.deadline <= now:
                 delivery.deadline = None
-                self._runtime.publisher.conclude(delivery, "failed", EXPIRED)
+                self._runtime.publisher.conclude_late(delivery)
             else:
                 nearest = min(nearest, delivery.deadline)
         return nearest

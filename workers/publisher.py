@@ -35,6 +35,8 @@ REFUSED_S = 1.0
 MAX_ENTRIES = 2000
 
 EXPIRED = error_json("expired", "The deadline passed before the task was finished.")
+#: The finish reason of a choice that the deadline cut off; `_late.lua` has it too.
+DEADLINE = "deadline"
 
 
 @dataclass(slots=True)
@@ -74,6 +76,10 @@ class Publisher(threading.Thread):
         self._news.append(end)
         self._wake.set()
 
+    def conclude_late(self, delivery: Delivery) -> None:
+        """Its deadline passed: `incomplete`, with what it has. Any thread."""
+        self.conclude(delivery, "incomplete", EXPIRED)
+
     def conclude_revoked(self, delivery: Delivery) -> None:
         if delivery.revoked_expired:
             self.conclude(delivery, "failed", EXPIRED)
@@ -106,7 +112,7 @@ class Publisher(threading.Thread):
         while self._news:
             item = self._news.popleft()
             if isinstance(item, Conclusion):
-                if not item.delivery.ended:
+                if not (item.delivery.ended or (item.status == "incomplete" and item.delivery.complete)):
                     ends.setdefault(item.delivery.uuid, item)
                 continue
             delivery = self._runtime.running.get(item.request_id)
@@ -163,7 +169,9 @@ class Publisher(threading.Thread):
             error = error_json(code, event.error)
             ends[delivery.uuid] = Conclusion(delivery, "failed", error, retry=not event.refused)
         elif event.done:
-            ends.setdefault(delivery.uuid, Conclusion(delivery, "completed"))
+            end = ends.get(delivery.uuid)
+            if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
+                ends[delivery.uuid] = Conclusion(delivery, "completed")
 
     def _prompt(self, deliveries: list[Delivery], ends: dict[str, Conclusion]) -> None:
         """Until the store has their prompts' log probabilities, which come before their tokens."""
@@ -313,11 +321,12 @@ def _part(batch: list[Append]) -> tuple[list[Append], list[Append]]:
 
 def _finish_call(end: Conclusion) -> Any:
     d = end.delivery
+    reasons = [reason or DEADLINE for reason in d.reasons] if end.status == "incomplete" else d.reasons
     return finish(
         d.task_id,
         d.uuid,
         end.status,
-        reasons=json.dumps(d.reasons, separators=(",", ":")),
+        reasons=json.dumps(reasons, separators=(",", ":")),
         nexts=[d.next_index(choice) for choice in range(len(d.base))],
         error=end.error,
         prompt_tokens=d.prompt_tokens,

@@ -156,7 +156,8 @@ def _problem_of(end: End) -> Problem | None:
         return Problem(
             409, "The task of this request was cancelled.", code="cancelled", headers={"x-should-retry": "false"}
         )
-    if end.status == "failed":
+    # Of a task whose time was over before its first token there is nothing to answer with.
+    if end.status == "failed" or (end.status == "incomplete" and not end.usage["output_tokens"]):
         error: dict[str, Any] = end.error or {}
         code = error.get("code", "failed")
         return Problem(

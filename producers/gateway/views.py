@@ -38,7 +38,9 @@ class ChoiceView(BaseModel):
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = Field(description="stop, length, or null where the task ended before the output did")
+    finish_reason: str | None = Field(
+        description="stop, length, deadline, or null where the task ended before the output did"
+    )
     logprobs: list[TokenLogprobs | None] | None = Field(None, description="one entry a token, where asked for")
 
 

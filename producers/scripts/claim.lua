@@ -2,12 +2,14 @@
 -- 3 claim = c: repeat the answer. 4 settled: `done`. 5 owner live: `busy`, also when final or cancelled.
 -- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1, and stuck + 1; a stream that has grown since
 -- the last `go`: stuck = 0. 8 cancel, deadline, stuck >= N or deaths >= 4 N (or the broker condemned a message that nobody
--- ever lived to claim): finalise with the terminal entry, take the claim, `settle`.
+-- ever lived to claim): finalise with the terminal entry, take the claim, `settle`. Past its deadline a task that was
+-- taken up before is `incomplete`.
 -- 9 take the claim, `in_progress`, `go(next)`. Whoever was lost with the task is noted, 32 of them at most.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, then for a plain message field, value, ...
 -- Answers: {lost} {done} {busy}; {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
 -- include: _final.lua
+-- include: _late.lua
 local task, stream = KEYS[1], KEYS[2]
 local id, claim, inc = ARGV[1], ARGV[2], ARGV[3]
 if redis.call('EXISTS', 'penstock:lease:' .. inc) == 0 then
@@ -70,7 +72,8 @@ end
 local err
 local limit = tonumber(ARGV[5])
 if r[6] and tonumber(r[6]) <= now then
-  err = EXPIRED
+  late(task, stream, id, r[8])
+  return answer('settle')
 elseif stuck >= limit or deaths >= 4 * limit then
   err = '{"code":"dead_lettered","message":"Given up: ' .. deaths .. ' workers died while they held this task."}'
 elseif ARGV[6] == '1' and not r[8] then

@@ -54,6 +54,12 @@ def begun(r: Rec, t: str) -> Rec:
     return r._replace(next=(0,) * TASKS[t], counted=PROMPT if t in COUNTED else None)
 
 
+def reason_of(r: Rec, choice: int) -> str:
+    """Of a choice of a task that is incomplete."""
+    mine = [entry for entry in map(json.loads, r.stream) if entry[0] == choice]
+    return mine[-1][5] if mine and len(mine[-1]) > 5 else "deadline"
+
+
 class Pair(RuleBasedStateMachine):
     """`model` is what the records should be; `published` what was heard; `controls` what workers should be told."""
 
@@ -173,4 +179,6 @@ class Pair(RuleBasedStateMachine):
             name: stored.json(name) for name in ("reasons", "usage", "error")
         }
         assert end["usage"]["output_tokens"] == sum(r.next) + r.discarded
+        if r.why == "expired":
+            assert end["reasons"] == ([reason_of(r, c) for c in range(len(r.next))] if r.end == "incomplete" else [])
         assert end["usage"]["prompt_tokens"] == ((r.counted or 0) if "started" in stored.fields else 0)

@@ -54,6 +54,7 @@ FAULTS: dict[str, dict[str, int]] = {
     "append_final": {"expire": 1, "deadline": 1},
     "expire_submitting": {"pcrash": 1, "deadline": 1},
     "expire_cancel": {"expire": 1, "cancel": 1, "deadline": 1},
+    "late_begun": {"expire": 1, "deadline": 1},
     "settle_claimed": {"dup": 1},
     "release_fence": {"dup": 1, "drain": 1, "lost": 1},
     "not_busy_back": {"expire": 1},

@@ -19,7 +19,7 @@ from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, TASKS, TTL, Pair, begun, prompt_fields
+from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, TASKS, TTL, Pair, begun, prompt_fields, reason_of
 
 TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
 
@@ -122,7 +122,8 @@ class StoreMachine(Pair):
             entries = []
             for k in range(count):
                 self.tokens += 1
-                entries.append(encode_token(choice, i + k, self.tokens, TEXTS[self.tokens % len(TEXTS)]))
+                reason = "stop" if k == count - 1 and self.tokens % 3 == 0 else None
+                entries.append(encode_token(choice, i + k, self.tokens, TEXTS[self.tokens % len(TEXTS)], None, reason))
             calls.append(protocol.Append(t, self.held(t, valid), choice, i, entries))
 
         def step() -> None:
@@ -324,8 +325,33 @@ def _be_late(kind: type[StoreMachine]) -> None:
     for t in TASKS:
         machine.claim(t, "i2", False, False, False)
     ends = {t: r and r.end for t, r in machine.model.items()}
-    assert ends == {"t1": "failed", "t2": "failed", "p": "cancelled"}
+    assert ends == {"t1": "failed", "t2": "incomplete", "p": "cancelled"}
     machine.teardown()
+
+
+def _be_late_with_a_part(kind: type[StoreMachine]) -> None:
+    """One choice ended long before the deadline, one has begun, one has not; found by CLAIM, and by EXPIRE. Beside it a
+    task that nobody took up."""
+    for found_by_claim in (True, False):
+        machine = kind()
+        machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+        machine.claim("p", "i1", False, False, False)
+        machine.append([("p", False, True, 0, 0, 3)])
+        machine.append([("p", False, True, 1, 0, 600)])
+        machine.admit("t2", "mine", False)
+        machine.queued("t2", True)
+        for t in ("t2", "p"):
+            machine.deadline_passes(t, True)
+        machine.expire("t2", False, True)
+        machine.lease("i1", False)
+        if found_by_claim:
+            machine.claim("p", "i2", False, False, False)
+        else:
+            machine.expire("p", False, True)
+        r = machine.model["p"]
+        assert r
+        assert (r.end, reason_of(r, 0), reason_of(r, 2)) == ("incomplete", "stop", "deadline")
+        machine.teardown()
 
 
 def _go_on_after_the_end(kind: type[StoreMachine]) -> None:
@@ -372,6 +398,7 @@ def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> N
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
     _be_late(machine)
+    _be_late_with_a_part(machine)
     _condemned(machine)
     _go_on_after_the_end(machine)
     for lives in LIVES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
 
@@ -97,13 +98,71 @@ def test_a_deadline_ends_a_task(rig: Rig, state: str) -> None:
     else:
         rig.until(lambda: rig.tokens(handle.id) > 2)
     rig.until_settled([handle.id, *ids])
-    rig.check([handle.id], "failed")
-    assert '"expired"' in rig.record(handle.id)["error"]
-    assert (rig.tokens(handle.id) == 1) == (state == "queued")
+    rig.check([handle.id], "failed" if state == "queued" else "incomplete")
+    result = handle.result(10, raise_for_status=False)
+    assert result.error
+    assert result.error["code"] == "expired"
+    if state == "queued":
+        assert rig.tokens(handle.id) == 1
+    else:
+        assert result.choices[0].finish_reason == "deadline"
+        assert len(result.token_ids) == result.usage["output_tokens"] == rig.tokens(handle.id) - 1
     rig.check(ids)
     rig.until(lambda: rig.leases()[0]["running"] == 0)
     rig.check_nothing_left()
     client.close()
+
+
+def test_what_has_ended_by_the_deadline_keeps_its_reason(rig: Rig) -> None:
+    """One choice ends by itself, before the other fails to."""
+    rig.worker(STUB_STEP_S=0.02, STUB_SHORT_CHOICE=5)
+    with Client(rig.url) as client:
+        handle = client.submit(model="stub", prompt=[1, 2], max_tokens=4000, n=2, timeout=1.0, seed=0)
+        result = handle.result(20)
+    assert result.status == "incomplete"
+    assert [choice.finish_reason for choice in result.choices] == ["stop", "deadline"]
+    assert len(result.choices[0].token_ids) == 5
+    assert len(result.choices[1].token_ids) > 5
+
+
+def test_deadlines_that_race_with_ends_and_cancels(rig: Rig) -> None:
+    """Cancelled where that was accepted, completed only with all of it, incomplete otherwise."""
+    rig.worker(STUB_STEP_S=0.001)
+    with Client(rig.url) as client:
+        task = {"model": "stub", "prompt": [1, 2, 3, 4], "max_tokens": 40}
+        handles = [client.submit(seed=k, timeout=0.1 + 0.002 * k, **task) for k in range(60)]
+        accepted = {handle.id: handle.cancel() for handle in handles[::5]}
+        rig.until_settled([handle.id for handle in handles])
+        results = {handle.id: handle.result(10, raise_for_status=False) for handle in handles}
+    for task_id, result in results.items():
+        ended = (len(result.token_ids), result.choices[0].finish_reason)
+        if accepted.get(task_id):
+            assert result.status == "cancelled"
+        elif result.status == "completed":
+            assert ended == (40, "length")
+        else:
+            began = rig.record(task_id).get("started") is not None
+            assert result.status == ("incomplete" if began else "failed")
+            assert ended[0] < 40
+            assert ended[1] == ("deadline" if began else None)
+
+
+@pytest.mark.parametrize("left", ["its worker died", "it was given back"])
+def test_what_an_earlier_worker_made_of_it_stands(rig: Rig, left: str) -> None:
+    """Nobody has it when its deadline passes."""
+    worker = rig.worker(STUB_STEP_S=0.02)
+    with Client(rig.url) as client:
+        handle = client.submit(model="stub", prompt=[1, 2], max_tokens=4000, timeout=1.0, seed=0)
+        rig.until(lambda: rig.tokens(handle.id) > 2)
+        worker.stop(signal.SIGKILL if left == "its worker died" else signal.SIGQUIT)
+        deadline = int(rig.record(handle.id)["deadline"])
+        rig.until(lambda: _server_ms(rig) > deadline)
+        rig.worker()
+        result = handle.result(20)
+        rig.until_settled([handle.id])
+    assert (result.status, result.choices[0].finish_reason) == ("incomplete", "deadline")
+    assert len(result.token_ids) > 2
+    rig.check([handle.id], "incomplete")
 
 
 def _server_ms(rig: Rig) -> int:

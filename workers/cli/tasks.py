@@ -89,7 +89,7 @@ def submit(
     prompt_logprobs: Annotated[
         int | None, typer.Option(help="How likely the prompt was, with so many alternatives; see --json.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which the task fails as expired.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the task ends with what it has.")] = None,
     tenant: Annotated[str | None, typer.Option(help="On whose behalf.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help="Yours; may be repeated.")] = None,
     ttl: Annotated[int | None, typer.Option(help="Seconds that the result is kept.")] = None,

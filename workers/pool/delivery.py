@@ -90,6 +90,11 @@ class Delivery:
         self.scored = record.scored
         self.reasons = [None] * len(nexts)
 
+    @property
+    def complete(self) -> bool:
+        """All of its choices have ended by themselves."""
+        return all(self.reasons)
+
     def next_index(self, choice: int) -> int:
         """Of the next token, as far as this worker knows."""
         return self.base[choice] + len(self.entries[choice])

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Final
 
 from producers.events import End, Event, Logprobs, Prompt, Token
+
+#: What OpenAI's endpoints call the reasons that only `/v1/tasks` knows: cut off by a limit, here that of time.
+WORDS: Final = {"deadline": "length"}
 
 
 @dataclass(slots=True)
@@ -50,7 +54,7 @@ class News:
                 # A choice without a token has its reason here alone.
                 for choice, reason in enumerate(event.reasons):
                     if reason is not None:
-                        self.output(number * n + choice).reason = reason
+                        self.output(number * n + choice).reason = WORDS.get(reason, reason)
 
     def output(self, choice: int) -> Output:
         return self.outputs.setdefault(choice, Output())

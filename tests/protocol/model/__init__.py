@@ -16,6 +16,7 @@ is; `search` visits every state within a scenario's budget of faults (`scenarios
   S9 a message that kills its workers harms no other task: none but itself is given up
   S10 a task is given up only if it was taken up again and again and nothing came of it, or too often in all
   S11 a task whose reader lives is not cancelled for a lease that was renewed; without a reader, none is left
+  S12 past its deadline a task that was ever taken up is incomplete, and any other fails
 
 Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity.
 """

@@ -54,6 +54,8 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
         return "S7 a death was counted that did not happen"
     if r.why == "dead" and r.claims and cfg.counting and g.idle < cfg.limit:
         return "S10 a task was given up though it had got on"
+    if r.status in ("incomplete", "failed") and r.why != "dead" and (r.status == "incomplete") != (r.claims > 0):
+        return "S12 past its deadline it failed though it was taken up, or is incomplete though it was not"
     if cfg.killer and t and r.why == "dead":
         return "S9 a task was given up for deaths that another task caused"
     return ""

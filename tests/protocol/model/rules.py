@@ -48,6 +48,9 @@ RULES: dict[str, Rule] = {
         "CANCEL finalises a task nobody live owns at once, but only flags one that is still submitting",
     ),
     "expire_cancel": Rule("cancel", "EXPIRE under an accepted cancel writes cancelled"),
+    "late_begun": Rule(
+        "cancel", "past its deadline, a task that was ever taken up is incomplete, and keeps what it has; others fail"
+    ),
     "expire_submitting": Rule("late-producer", "EXPIRE leaves a task that is still submitting to the sweeper"),
     "end_in_script": Rule("cancel", "whatever makes a record final appends the terminal entry in the same script"),
     "settle_claimed": Rule("drain", "claim and owner stand until SETTLE: a final record with a live owner is busy"),

@@ -59,6 +59,12 @@ def _left(r: Rec, rules: Rules) -> Rec:
     return r._replace(listed=False) if r.listed and "index_left" in rules else r
 
 
+def _late(r: Rec, rules: Rules, **changes: Any) -> Rec:
+    """Its deadline passed, and nobody live has it."""
+    begun = r.claims > 0 and "late_begun" in rules
+    return _final(r, "incomplete" if begun else "failed", rules, why="expired", **changes)
+
+
 def admit(r: Rec | None, nonce: Any, late: bool, rules: Rules, new: Rec = SUBMITTED) -> tuple[str, Rec | None]:
     if r is not None and "admit_absent" in rules:
         return ("mine" if r.nonce == nonce or "admit_nonce" not in rules else "exists"), r
@@ -101,7 +107,7 @@ def claim(
     if r.status in FINAL and (not busy or "settle_claimed" not in rules):
         return "settle", r._replace(claim=c, owner=inc)
     if "owner_first" not in rules and (r.cancel or r.expired):
-        return "settle", _final(r, "cancelled", rules) if r.cancel else _final(r, "failed", rules, why="expired")
+        return "settle", _final(r, "cancelled", rules) if r.cancel else _late(r, rules)
     if busy:
         return "busy", r
     died = r.claim is not None
@@ -110,7 +116,7 @@ def claim(
     if r.cancel:
         return "settle", _final(r, "cancelled", rules)
     if r.expired:
-        return "settle", _final(r, "failed", rules, why="expired")
+        return "settle", _late(r, rules)
     given_up = r.stuck >= limit or r.deaths >= STRETCH * limit
     if given_up or (condemned and not r.claims and "condemned_fails" in rules):
         return "settle", _final(r, "failed", rules, why="dead")
@@ -210,7 +216,8 @@ def expire(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[str, Rec 
         return r.status, r
     if r.cancel and "expire_cancel" in rules:
         return "cancelled", _final(r, "cancelled", rules, claim=None, owner=None)
-    return "failed", _final(r, "failed", rules, why="expired", claim=None, owner=None)
+    ended = _late(r, rules, claim=None, owner=None)
+    return ended.status, ended
 
 
 def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str, Rec | None]:

@@ -55,6 +55,11 @@ class Cfg(NamedTuple):
     budget: tuple[int, ...]
 
     @property
+    def late(self) -> bool:
+        """Whether it matters that a task was ever taken up."""
+        return self.counting or self.budget[FAULT["deadline"]] > 0
+
+    @property
     def counting(self) -> bool:
         """Returns and claims are counted only where few faults reach the limit: elsewhere nobody reads them."""
         return self.limit < 9
@@ -62,7 +67,8 @@ class Cfg(NamedTuple):
 
 class Slot(NamedTuple):
     """A worker's slot: what it does next (`pc`), message, delivery, claim, the text it has seen, and what it was told:
-    `condemned` by FETCH, or `dead` where the task was given up, or `taken` where another published the prompt."""
+    `condemned` by FETCH, or `dead` where the task was given up, or `taken` where another published the prompt;
+    `unscored`: it ends before its prompt was published."""
 
     pc: str
     msg: Any = None
@@ -160,7 +166,7 @@ def is_suspect(s: State, cfg: Cfg, t: int) -> bool:
     return cfg.counting and 0 < s.reaped[t] >= cfg.limit - 1
 
 
-KEEPS_PREFIX = ("got", "score", "run", "fin", "popped")
+KEEPS_PREFIX = ("got", "score", "run", "fin", "late", "popped")
 KEEPS_CLAIM = ("release_back", "release_ack", "release_end", "retry_pub", "retry_ack")
 
 
@@ -202,7 +208,7 @@ def canon(s: State, cfg: Cfg) -> State:
         lb=frozenset(inc[n] for n in s.lb),
         ls=frozenset(inc[n] for n in s.ls),
         infl=frozenset((d[e[0]], inc[e[1]], e[2]) for e in s.infl),
-        recs=tuple(r and _record(r, c[r.claim], inc[r.owner], cfg.counting) for r in s.recs),
+        recs=tuple(r and _record(r, c[r.claim], inc[r.owner], cfg) for r in s.recs),
         ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) if g.idle else g for g in s.ghosts),
     )
 
@@ -211,9 +217,10 @@ def _renamed(p: Slot, d: dict[Any, Any], c: dict[Any, Any]) -> Slot:
     return p._replace(d=d[p.d], c=c[p.c])
 
 
-def _record(r: Rec, claim: Any, owner: Any, counting: bool) -> Rec:
+def _record(r: Rec, claim: Any, owner: Any, cfg: Cfg) -> Rec:
     """Most are as they were already, and a new tuple takes long."""
-    claims, stuck, mark = (min(r.claims, 1), r.stuck, r.mark) if counting else (0, 0, 0)
+    claims = min(r.claims, 1) if cfg.late else 0
+    stuck, mark = (r.stuck, r.mark) if cfg.counting else (0, 0)
     if (r.claim, r.owner, r.claims, r.stuck, r.mark) == (claim, owner, claims, stuck, mark):
         return r
     return r._replace(claim=claim, owner=owner, claims=claims, stuck=stuck, mark=mark)

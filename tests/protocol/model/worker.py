@@ -81,12 +81,20 @@ def slot_steps(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield "enter in flight", p._replace(pc="got"), s._replace(infl=s.infl | {(p.d, inc, p.msg)})
     elif p.pc == "got":
         yield from _claim(s, p, inc, cfg, rules)
-    elif p.pc == "score":
+    else:
+        r = s.recs[p.msg[0]]
+        if p.pc in ("score", "run") and r and r.expired:
+            yield "ends it at its deadline", p._replace(pc="late", note=p.note if p.pc == "run" else "unscored"), s
+        yield from _go_on(s, p, i, cfg, rules)
+
+
+def _go_on(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    if p.pc == "score":
         yield _prompt(s, p, rules)
     elif p.pc == "run" and len(p.prefix) < cfg.length:
         yield _append(s, p, i, cfg, rules)
-    elif p.pc in ("run", "fin"):
-        yield _finish(s, p, cfg, rules)
+    elif p.pc in ("run", "fin", "late"):
+        yield _finish(s, p, cfg, rules, "incomplete" if p.pc == "late" else "completed")
     else:
         yield from _put_down(s, p, cfg, rules)
 
@@ -198,20 +206,20 @@ def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
     return f"APPEND {n} -> {answer}", after, s2
 
 
-def _finish(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Step:
+def _finish(s: State, p: Slot, cfg: Cfg, rules: Rules, status: str) -> Step:
     t = p.msg[0]
     r, g = s.recs[t], s.ghosts[t]
     if "tracer_after" not in rules and p.pc == "run":
         return "tracer", p._replace(pc="fin"), haunt(s, t, links=min(g.links + 1, 2))
     if "end_in_script" not in rules and r and r.claim == p.c and not r.end:
         return "APPEND terminal entry", p, store(s, t, r._replace(end="completed"))
-    answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules, scored=cfg.prompt)
+    answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules, status, scored=cfg.prompt and p.note != "unscored")
     after = {
         "won": p._replace(pc="trace" if "tracer_after" in rules else "settle"),
         "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
         "resend": _again(p, r, len(r.stream) if r else 0, cfg),
     }[answer]
-    return f"FINISH -> {answer}", after, store(s, t, r2)
+    return f"FINISH {status} -> {answer}", after, store(s, t, r2)
 
 
 def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:

@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from engine.text import ChatTemplate, Tokenizer
+from producers.record import Record
+from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, TINY
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, says
 
@@ -267,6 +269,7 @@ class TestLogprobs:
         ({"status": "failed", "error": {"code": "dead_lettered", "message": "m"}}, 500, "dead_lettered"),
         ({"status": "failed", "error": {"code": "expired", "message": "m"}}, 504, "expired"),
         ({"status": "failed", "error": {"code": "kv_capacity_exceeded", "message": "m"}}, 400, "kv_capacity_exceeded"),
+        ({"status": "incomplete", "error": {"code": "expired", "message": "m"}}, 504, "expired"),
         ({"status": "cancelled"}, 409, "cancelled"),
     ],
 )
@@ -276,6 +279,30 @@ def test_how_a_task_ends_is_how_its_request_does(
     answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=[], **end) and None]
     answer = chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_there_is_at_the_deadline_is_the_answer(chat: Ask, answering: Answering, stream: bool) -> None:
+    def play(worker: FakeWorker, record: Record) -> None:
+        worker.append(record.id, 0, ["all"], finish_reason="stop")
+        worker.append(record.id, 0, ["a part"], choice=1)
+        worker.finish(record.id, [1, 1], status="incomplete", reasons=["stop", "deadline"], error={"code": "expired"})
+
+    answering.scripts = [play]
+    answer = chat(n=2, timeout=60, stream=stream)
+    assert answer.status_code == 200
+    if stream:
+        *said, done = chunks(answer)
+        assert done == "[DONE]"
+        choices = [choice for chunk in said for choice in chunk["choices"]]
+        reasons = [(c["index"], c["finish_reason"]) for c in choices if c["finish_reason"]]
+        text = {i: "".join(c["delta"].get("content", "") for c in choices if c["index"] == i) for i in (0, 1)}
+    else:
+        reasons = [(c["index"], c["finish_reason"]) for c in answer.json()["choices"]]
+        text = {c["index"]: c["message"]["content"] for c in answer.json()["choices"]}
+        assert answer.json()["usage"]["completion_tokens"] == 2
+    assert sorted(reasons) == [(0, "stop"), (1, "length")]
+    assert text == {0: "all", 1: "a part"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
