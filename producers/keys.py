@@ -27,6 +27,10 @@ TASK_NAME: Final = "penstock.generate"
 
 SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; what the sweeper looks at
 DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks that have one
+UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final ones whose message nobody has put down
+SETTLED: Final = "penstock:settled"  # zset: task id -> ms; whose streams are to be compacted
+SWEEPER: Final = "penstock:sweeper"  # string with a TTL: the sweeper that leads
+SWEPT: Final = "penstock:swept"  # hash: what sweepers did -> how often
 READERS: Final = "penstock:readers"  # zset: task id -> ms; when the lease of its reader ends
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of the pool that serves it
@@ -46,6 +50,11 @@ def task(task_id: str) -> str:
 def stream(task_id: str) -> str:
     """Stream: one entry a token, then the terminal entry; entry ids are position + 1."""
     return f"penstock:stream:{task_id}"
+
+
+def result(task_id: str) -> str:
+    """Hash: the stream, once compacted; number of a block -> its entries (`producers.blocks`)."""
+    return f"penstock:result:{task_id}"
 
 
 def channel(task_id: str) -> str:

@@ -162,6 +162,25 @@ def settle(task_id: str, default_ttl_s: int = DEFAULT_TTL_S) -> Call:
     return Call(script(PACKAGE, "settle"), (keys.task(task_id), keys.stream(task_id)), (task_id, default_ttl_s))
 
 
+def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL_S) -> Call:
+    """Answers `settled`, `owned`, `message` (it needs its own, and that is not seen to be `gone`), `gone` or `open`."""
+    return Call(
+        script(PACKAGE, "orphan"),
+        (keys.task(task_id), keys.stream(task_id), keys.UNSETTLED),
+        (task_id, default_ttl_s, int(gone)),
+    )
+
+
+def compact(task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes]) -> Call:
+    """`settled_ms`: as the record says; `blocks`: see `producers.blocks`. Answers `done`, `gone`, `unsettled` or
+    `changed`."""
+    return Call(
+        script(PACKAGE, "compact"),
+        (keys.task(task_id), keys.stream(task_id), keys.result(task_id), keys.SETTLED),
+        (task_id, settled_ms, entries, *blocks),
+    )
+
+
 def release(task_id: str, claim_id: str) -> Call:
     """Answers 1, or 0 where another holds the claim."""
     return Call(script(PACKAGE, "release"), (keys.task(task_id),), (claim_id,))

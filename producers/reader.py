@@ -3,6 +3,9 @@
     read the stream -> ended: done
                     -> follow the channel -> on doubt (gap, reconnect, silence, overflow): read the stream
 
+A stream that was compacted (`producers.compact`) is read as its blocks. Both are asked for, the stream first: as one
+takes the other's place at once, the first that is there holds all.
+
 The first read serves finished tasks without a subscription. When the subscription is confirmed the stream is read
 again, so that nothing falls between the two; what came on both ways is dropped by its position.
 """
@@ -12,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from producers import keys
+from producers.blocks import BLOCK, unpack
 from producers.events import End, Event, decode, decode_message, stream_position
 from producers.hub import Hub, Subscription
 from producers.operations import not_found
@@ -31,6 +36,8 @@ CHUNK: Final = 1000
 #: More bytes at a time are parsed in a thread: others on the event loop are served meanwhile. Log probabilities of a
 #: long prompt are megabytes.
 INLINE: Final = 1 << 16
+#: Bytes of a stream in one of a block, about.
+SQUEEZED: Final = 5
 #: After this long without a word (s) the stream is read, whatever pub/sub says.
 SILENCE_S: Final = 5.0
 #: A store that is away for longer than this (s) ends a reader with its error.
@@ -53,23 +60,35 @@ class Cursor:
         self.behind = True
         self.ended = False
 
+    @property
+    def block(self) -> int:
+        """The number of the block that holds what is next."""
+        return self.position // BLOCK
+
     def query(self) -> Read:
-        """The record's end is asked for before the entries: if it is set, the terminal entry was there to be read."""
+        """The record's end is asked for before the entries: if it is set, the terminal entry was there to be read. The
+        stream is asked for before what it may have become."""
         return Read(
             (
                 ("HMGET", keys.task(self.task_id), "status", "end"),
                 ("XRANGE", keys.stream(self.task_id), f"{self.position + 1}-0", "+", "COUNT", CHUNK),
+                ("HGET", keys.result(self.task_id), self.block),
             )
         )
 
-    def replay(self, record: tuple[bytes | None, bytes | None], entries: Entries) -> list[Event]:
-        """Events from `query`'s answer: the record's status and end, and the stream's entries. Raises TaskNotFound."""
+    def replay(
+        self, record: tuple[bytes | None, bytes | None], entries: Entries, compacted: bool = False
+    ) -> list[Event]:
+        """Events from `query`'s answer: the record's status and end, and the entries of the stream, or of a block where
+        it was `compacted`. Raises TaskNotFound."""
         status, end = record
         if status is None:
             self.ended = True
             raise not_found(self.task_id)
+        before = self.position
         events = self._take(entries)
-        self.behind = not self.ended and len(entries) == CHUNK
+        more = self.position > before if compacted else len(entries) == CHUNK
+        self.behind = not self.ended and more
         if end is not None and not self.behind:
             self.ended = True
         return events
@@ -102,6 +121,11 @@ def read_entries(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> Entrie
     return [(position, decode(position, entry)) for position, entry in places]
 
 
+def read_block(number: int, block: bytes) -> Entries:
+    """What stands in a compacted stream's block."""
+    return [(position, decode(position, entry)) for position, entry in unpack(number, block)]
+
+
 def read_messages(payloads: Iterable[bytes]) -> list[Entries]:
     """What came on the channel."""
     return [[(place, decode(place, entry)) for place, entry in decode_message(payload)] for payload in payloads]
@@ -125,9 +149,13 @@ class Reader:
         while not cursor.ended:
             events: list[Event] = []
             if cursor.behind:
-                record, found = await self._ask(persistently(cursor.query(), PATIENCE_S))
-                size = sum(len(fields[b"e"]) for _, fields in found)
-                events = cursor.replay(record, await _parsed(size, read_entries, found))
+                record, found, block = await self._ask(persistently(cursor.query(), PATIENCE_S))
+                if found or block is None:
+                    size = sum(len(fields[b"e"]) for _, fields in found)
+                    events = cursor.replay(record, await _parsed(size, read_entries, found))
+                else:
+                    parse = partial(read_block, cursor.block)
+                    events = cursor.replay(record, await _parsed(SQUEEZED * len(block), parse, block), compacted=True)
             elif self._subscription is None:
                 self._subscription = self._hub.follow(cursor.task_id)
             else:
@@ -145,6 +173,6 @@ class Reader:
             self._hub.leave(self._subscription)
 
 
-async def _parsed(size: int, parse: Callable[[list[Any]], T], what: list[Any]) -> T:
+async def _parsed(size: int, parse: Callable[[Any], T], what: Any) -> T:
     """In a thread, nothing is touched but what was read: a reader may be cancelled at any point, and go on."""
     return parse(what) if size <= INLINE else await asyncio.to_thread(parse, what)

@@ -28,5 +28,6 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
     'reasons', reasons, 'usage', usage, 'error', err)
   redis.call('ZREM', 'penstock:submitting', id)
   redis.call('ZREM', 'penstock:deadlines', id)
+  redis.call('ZADD', 'penstock:unsettled', now_ms(), id)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
 end

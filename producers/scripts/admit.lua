@@ -18,6 +18,7 @@ for i = 5, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
 redis.call('HSET', task, unpack(fields))
+redis.call('UNLINK', 'penstock:stream:' .. id, 'penstock:result:' .. id) -- they outlive the record of an earlier life
 redis.call('ZADD', submitting, now, id)
 local deadline = redis.call('HGET', task, 'deadline')
 if deadline then

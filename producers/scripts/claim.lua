@@ -32,6 +32,7 @@ if not r[1] then
     fields[#fields + 1] = ARGV[i]
   end
   redis.call('HSET', task, unpack(fields))
+  redis.call('UNLINK', stream, 'penstock:result:' .. id) -- they outlive the record of an earlier life
   r = { 'queued', false, false, false, false, redis.call('HGET', task, 'deadline'), '0', false, false, false }
   if r[6] then
     redis.call('ZADD', 'penstock:deadlines', r[6], id)

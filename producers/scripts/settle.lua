@@ -3,15 +3,10 @@
 -- KEYS: task, stream   ARGV: id, default TTL (seconds)
 -- Answers: 1 settled (also before) | 0
 -- include: _final.lua
-local r = redis.call('HMGET', KEYS[1], 'status', 'settled', 'ttl')
-if not r[1] or not FINAL[r[1]] then
+-- include: _settle.lua
+local status = redis.call('HGET', KEYS[1], 'status')
+if not status or not FINAL[status] then
   return 0
 end
-if not r[2] then
-  redis.call('HSET', KEYS[1], 'settled', now_ms())
-  local ttl = tonumber(r[3] or ARGV[2])
-  redis.call('EXPIRE', KEYS[1], ttl)
-  redis.call('EXPIRE', KEYS[2], ttl)
-end
-redis.call('HDEL', KEYS[1], 'claim', 'owner')
+settle(KEYS[1], KEYS[2], ARGV[1], ARGV[2])
 return 1

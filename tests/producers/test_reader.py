@@ -80,7 +80,7 @@ def test_whatever_comes_on_the_two_ways_each_event_is_given_once_in_order(data: 
 
 def answer(cursor: Cursor, events: list[Event]) -> tuple[tuple[bytes, bytes | None], Entries]:
     """What the store answers to the cursor's query when `events` are written."""
-    _, xrange = cursor.query().commands
+    _, xrange, _ = cursor.query().commands
     first = int(str(xrange[2]).partition("-")[0]) - 1
     end = b"completed" if events and isinstance(events[-1], End) else None
     found = [(f"{e.position + 1}-0".encode(), {b"e": entry(e).encode()}) for e in events[first:]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,28 +92,41 @@ class Server:
                 pipe.xrange(keys.stream(task_id))
                 pipe.ttl(keys.task(task_id))
                 pipe.ttl(keys.stream(task_id))
-            pipe.zrange(keys.SUBMITTING, 0, -1)
-            *parts, listed = pipe.execute()
+                pipe.hgetall(keys.result(task_id))
+                pipe.ttl(keys.result(task_id))
+            for index in (keys.SUBMITTING, keys.UNSETTLED, keys.SETTLED):
+                pipe.zrange(index, 0, -1)
+            *parts, listed, unsettled, settled = pipe.execute()
         found = {}
         for k, task_id in enumerate(ids):
-            fields, entries, ttl, stream_ttl = parts[4 * k : 4 * k + 4]
+            fields, entries, ttl, stream_ttl, blocks, result_ttl = parts[6 * k : 6 * k + 6]
+            packed = [zlib.decompress(blocks[b"%d" % at]).decode().split("\n") for at in range(len(blocks))]
             found[task_id] = Stored(
                 {name.decode(): value.decode() for name, value in fields.items()},
-                [(entry_id.decode(), value[b"e"].decode()) for entry_id, value in entries],
+                [(entry_id.decode(), value[b"e"].decode()) for entry_id, value in entries]
+                or [(f"{at}-0", entry) for at, entry in enumerate(itertools.chain(*packed), 1)],
                 ttl,
-                stream_ttl,
+                result_ttl if blocks else stream_ttl,
                 task_id.encode() in listed,
+                task_id.encode() in unsettled,
+                task_id.encode() in settled,
+                bool(blocks) and not entries,
             )
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
+    """`entries` and their TTL are the stream's, or the compact result's."""
+
     fields: dict[str, str]
     entries: list[tuple[str, str]]
     ttl: int
     stream_ttl: int
     listed: bool
+    unsettled: bool
+    settled: bool
+    compact: bool
 
     def json(self, name: str) -> Any:
         return json.loads(self.fields[name])

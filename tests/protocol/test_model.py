@@ -30,6 +30,8 @@ SMALL = {
     "prompt-alone": with_faults(SCENARIOS["prompt-alone"], tail=1, drain=1, lost=1),
     "unread": with_faults(SCENARIOS["unread"], leave=1, lapse=1, lost=1),
     "two": with_faults(SCENARIOS["two"], crash=1),
+    "orphan": with_faults(SCENARIOS["orphan"], cancel=1, crash=1, gone=1),
+    "orphan-poison": with_faults(SCENARIOS["orphan-poison"], crash=2, gone=1),
     **{
         name: SCENARIOS[name]
         for name in (
@@ -41,6 +43,8 @@ SMALL = {
             "innocent",
             "innocent-both",
             "sqs-lost",
+            "orphan-plain",
+            "compact",
         )
     },
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -186,6 +187,40 @@ class StoreMachine(Pair):
 
         self.do(step)
 
+    @rule(t=tasks, gone=rarely)
+    @precondition(lambda self: any(r and r.end for r in self.model.values()))
+    def orphan(self, t: str, gone: bool) -> None:
+        t = self.apt(t, lambda r: r.end and not r.settled)
+
+        def step() -> None:
+            answer = text(self.server.run(protocol.orphan(t, gone=gone, default_ttl_s=TTL)))
+            r = self.model[t]
+            needs = t == "p" or bool(r and r.why == "dead")
+            expected, self.model[t] = scripts.orphan(r, self.live, ALL, needs=needs, gone=gone)
+            assert answer == expected
+
+        self.do(step)
+
+    @rule(t=tasks, valid=mostly, short=rarely)
+    @precondition(lambda self: any(r and r.end for r in self.model.values()))
+    def compact(self, t: str, valid: bool, short: bool) -> None:
+        t = self.apt(t, lambda r: r.settled) if valid else t
+        stored = self.server.stored([t])[t]
+        entries = stored.entries[:-1] if short else stored.entries
+        block = zlib.compress("\n".join(entry for _, entry in entries).encode())
+
+        def step() -> None:
+            answer = text(
+                self.server.run(protocol.compact(t, int(stored.fields.get("settled", 0)), len(entries), [block]))
+            )
+            r = self.model[t]
+            expected, self.model[t] = scripts.compact(r, len(entries), ALL)
+            if r is None or (r.at == "stream" and not r.length and not r.end):
+                expected = "gone"  # a stream without entries is none
+            assert answer == expected
+
+        self.do(step)
+
     @rule(t=tasks, valid=mostly)
     @precondition(claimed)
     def release(self, t: str, valid: bool) -> None:
@@ -282,7 +317,7 @@ class StoreMachine(Pair):
         t = self.apt(t, lambda r: r.settled)
         r = self.model[t]
         if r and r.settled:
-            self.server.redis.delete(keys.task(t), keys.stream(t))
+            self.server.redis.delete(keys.task(t), keys.stream(t), keys.result(t))
             self.model[t] = None
             self.published[t] = []
 
@@ -371,6 +406,7 @@ def _condemned(kind: type[StoreMachine]) -> None:
     machine = kind()
     machine.begin(begun=(0, 0, 0), alive=(True, True, True))
     machine.claim("p", "i1", False, False, False)
+    machine.again()
     machine.lease("i1", False)
     machine.claim("p", "i2", True, False, False)
     r = machine.model["p"]
@@ -394,6 +430,23 @@ def _die(kind: type[StoreMachine], lives: list[bool]) -> None:
     machine.teardown()
 
 
+def _keep_the_letter(kind: type[StoreMachine]) -> None:
+    """A client's task is given up, and whoever was to keep its message dies."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(False, False, False))
+    machine.admit("t1", "mine", False)
+    for inc in [*INCS, *INCS][: LIMIT + 1]:
+        machine.lease(inc, True)
+        machine.claim("t1", inc, False, False, False)
+        machine.lease(inc, False)
+    machine.orphan("t1", False)
+    r = machine.model["t1"]
+    assert r
+    assert not r.settled
+    machine.orphan("t1", True)
+    machine.teardown()
+
+
 def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
@@ -401,6 +454,7 @@ def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> N
     _be_late_with_a_part(machine)
     _condemned(machine)
     _go_on_after_the_end(machine)
+    _keep_the_letter(machine)
     for lives in LIVES:
         _die(machine, lives)
     run_state_machine_as_test(

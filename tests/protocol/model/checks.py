@@ -34,8 +34,10 @@ def _links(r: Rec | None, g: Ghost) -> str:
         return "S2 links sent for a task that is not final"
     if g.cancelled and g.final not in (None, "cancelled"):
         return "S3 an accepted cancel did not win"
-    if r is None and g.final and not g.links:
+    if r is None and g.final and not (g.links or g.spared):
         return "S4 the record expired before its links were sent"
+    if r is not None and r.settled and not (g.links or g.spared):
+        return "S4 settled, and its links were never sent"
     return ""
 
 
@@ -66,7 +68,7 @@ def good(s: State, cfg: Cfg) -> bool:
     if s.queue or s.infl or s.sweep or any(p != IDLE for p in s.slots) or any(p != "done" for p in s.prods):
         return False
     for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
-        if g.accepted and not (g.final and g.links and (r is None or (r.settled and not r.listed))):
+        if g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
             return False
         if r and r.why == "dead" and not (t in s.dead or g.unlisted or cfg.sqs):
             return False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.protocol.model import scripts
 from tests.protocol.model.scripts import FINAL, Rules
-from tests.protocol.model.state import Cfg, State, enqueue, message, put, spend
+from tests.protocol.model.state import Cfg, State, enqueue, message, put, spend, without
 from tests.protocol.model.worker import haunt, store
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
@@ -53,6 +53,34 @@ def sweeper_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield "sweeper crashes", False, s._replace(sweep=None, budget=b)
 
 
+def orphan_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """The sweeper settles what is final and nobody's. It has looked for the message wherever it may be (on one server,
+    at one instant), where the task needs it."""
+    r = s.recs[t]
+    if not cfg.orphan or "orphan_sweeper" not in rules or r is None:
+        return
+    nowhere = not any(m[0] == t for m in (*s.queue, *(e[2] for e in s.infl)))
+    said, after = scripts.orphan(r, s.ls, rules, needs=cfg.plain or r.why == "dead", gone=nowhere)
+    if after is not r:
+        spared = nowhere or not cfg.plain
+        s2 = haunt(store(s, t, after), t, spared=spared, unlisted=s.ghosts[t].unlisted or nowhere)
+        yield f"ORPHAN {t} -> {said}", True, s2
+
+
+def compact_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """What it has read of the stream may be old by now; it reads again then."""
+    r = s.recs[t]
+    if not cfg.compact or r is None:
+        return
+    if r.at == "nowhere":  # unless its writer is killed now
+        yield "the result is written", False, store(s, t, r._replace(at="result"))
+        return
+    for entries in {r.length + (r.end is not None), max(0, r.length - 1)}:
+        said, after = scripts.compact(r, entries, rules)
+        if after is not r:
+            yield f"COMPACT {t} -> {said}", False, store(s, t, after)
+
+
 def expiry_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
     """Whoever sweeps ends what is too late and waits for nobody."""
     status, r = scripts.expire(s.recs[t], s.ls, rules)
@@ -77,6 +105,9 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield f"record {t} expires", False, store(s, t, None)._replace(budget=b)
     if (b := spend(s, "dup")) and any(m[0] == t for m in s.queue):
         yield f"message {t} is duplicated", False, s._replace(queue=enqueue(s.queue, message(s, cfg, t)), budget=b)
+    if (b := spend(s, "gone")) and r and r.status in FINAL and not r.settled:
+        for m in {m for m in s.queue if m[0] == t}:
+            yield f"the broker loses message {t}", False, s._replace(queue=without(s.queue, m), budget=b)
     if (b := spend(s, "tail")) and r and (r.stream or r.prompt) and r.status not in FINAL:
         cut = r._replace(stream=r.stream[:-1], next=(len(r.stream) - 1,)) if r.stream else r._replace(prompt=())
         yield f"failover drops the last entry of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)

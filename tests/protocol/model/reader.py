@@ -15,7 +15,7 @@ from tests.protocol.model.worker import haunt, store
 
 # A lease is (held | lapsed | none, whether its reader lives, what a sweeper has found lapsed: nothing, this or an old
 # one).
-# A reader is (new | replay | follow, messages waiting on its channel, text seen, ended).
+# A reader is (new | replay | second | follow, messages waiting on its channel, text seen, ended).
 
 
 def reader_steps(s: State, rules: Rules) -> Iterator[tuple[str, bool, State]]:
@@ -30,9 +30,16 @@ def reader_steps(s: State, rules: Rules) -> Iterator[tuple[str, bool, State]]:
         return
     if pc == "new":
         yield "reader subscribes", True, to("replay" if reread else "follow", (), seen, False)
-    elif pc == "replay":
-        whole = seen + r.stream[len(seen) :]
-        yield "reader replays", True, to("follow", () if r.end else channel, whole, bool(r.end))
+    elif pc in ("replay", "second"):
+        # The stream, then the result, each with a call of its own.
+        places = ("stream", "result") if "read_stream_first" in rules else ("result", "stream")
+        if r.at == places[pc == "second"]:
+            whole = seen + r.stream[len(seen) :]
+            yield "reader replays", True, to("follow", () if r.end else channel, whole, bool(r.end))
+        elif pc == "replay":
+            yield f"reader finds no {places[0]}", True, to("second", channel, seen, False)
+        else:
+            yield f"reader finds no {places[1]}", True, to("follow", channel, seen, bool(r.end))
     elif channel:
         (kind, n, token), rest = channel[0], channel[1:]
         if n > len(seen) and reread:

@@ -59,6 +59,14 @@ RULES: dict[str, Rule] = {
     "release_final": Rule(
         "drain", "RELEASE clears the claim on a final, unsettled record too (FINISH's reply was lost)"
     ),
+    "orphan_sweeper": Rule(
+        "orphan", "ORPHAN settles what is final, unsettled and nobody's: its message may be gone, or nobody takes it"
+    ),
+    "orphan_message": Rule(
+        "orphan-plain", "ORPHAN leaves what needs its message (links, a dead letter) while that is anywhere to be found"
+    ),
+    "compact_settled": Rule("compact", "COMPACT takes only the stream of a settled record"),
+    "compact_once": Rule("compact", "COMPACT writes the result and removes the stream in one script"),
     # the broker
     "ack_uuid": Rule("drain", "ACK and BACK name a fresh delivery UUID, not the message's own tag"),
     "fetch_atomic": Rule("crash", "FETCH pops and enters the delivery in flight in one script"),
@@ -81,6 +89,7 @@ RULES: dict[str, Rule] = {
     # the reader
     "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),
     "reader_reread": Rule("reader", "a reader reads the stream again on a gap or silence"),
+    "read_stream_first": Rule("compact", "a reader looks for the stream first, then for the compact result"),
     "unread_lease": Rule("unread", "UNREAD cancels only where the lease is the one that was found lapsed"),
 }
 

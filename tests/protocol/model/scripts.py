@@ -15,7 +15,7 @@ Rules = frozenset[str]
 class Rec(NamedTuple):
     """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up.
     `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
-    prompt's tokens, where known."""
+    prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -36,6 +36,7 @@ class Rec(NamedTuple):
     prompt: tuple[int, ...] = ()
     discarded: int = 0
     counted: int | None = None
+    at: str = "stream"
 
     @property
     def length(self) -> int:
@@ -194,6 +195,32 @@ def settle(r: Rec | None) -> tuple[int, Rec | None]:
     if r is None or r.status not in FINAL:
         return 0, r
     return 1, r._replace(settled=True, claim=None, owner=None)
+
+
+def orphan(r: Rec | None, live: Container[Any], rules: Rules, *, needs: bool, gone: bool) -> tuple[str, Rec | None]:
+    """`needs`: its message, by what it is or how it ended; `gone`: that is nowhere any more, or it needs none."""
+    if r is None:
+        return "gone", r
+    if r.status not in FINAL or r.settled:
+        return "settled" if r.settled else "open", r
+    if r.owner is not None and r.owner in live:
+        return "owned", r
+    if needs and not gone and "orphan_message" in rules:
+        return "message", r
+    return "settled", settle(r)[1]
+
+
+def compact(r: Rec | None, entries: int, rules: Rules) -> tuple[str, Rec | None]:
+    """`entries`: how many were read of the stream, the terminal one among them."""
+    if r is None:
+        return "gone", r
+    if r.at != "stream":
+        return "done", r
+    if not r.settled and "compact_settled" in rules:
+        return "unsettled", r
+    if entries != r.length + (r.end is not None):
+        return "changed", r
+    return "done", r._replace(at="result" if "compact_once" in rules else "nowhere")
 
 
 def release(r: Rec | None, c: Any, rules: Rules) -> tuple[int, Rec | None]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tests.protocol.model.scripts import Rec
 
 #: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it. `leave`: the gateway of task
-#: 0's reader dies; `lapse`: its lease lapses, and it lives.
+#: 0's reader dies; `lapse`: its lease lapses, and it lives; `gone`: the broker loses the message of a final task.
 FAULTS = (
     "crash",
     "expire",
@@ -25,6 +25,7 @@ FAULTS = (
     "turn",
     "leave",
     "lapse",
+    "gone",
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
@@ -35,7 +36,8 @@ SQS = -1
 
 class Cfg(NamedTuple):
     """A scenario. `workers[i]` is the process that slot i belongs to; `killer`: how many workers task 0 may kill;
-    `prompt`: tasks have an entry for their prompt, before their tokens; `lease`: task 0's reader holds a lease."""
+    `prompt`: tasks have an entry for their prompt, before their tokens; `lease`: task 0's reader holds a lease;
+    `orphan`, `compact`: the sweeper settles what others left, and compacts streams."""
 
     name: str
     tasks: int
@@ -52,6 +54,8 @@ class Cfg(NamedTuple):
     prompt: bool
     lease: bool
     sent: bool
+    orphan: bool
+    compact: bool
     budget: tuple[int, ...]
 
     @property
@@ -81,7 +85,7 @@ class Slot(NamedTuple):
 class Ghost(NamedTuple):
     """What only the checker knows of a task. `excused`: its owner was lost before SETTLE, so that links may go out
     again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept; `idle`: times in a
-    row that it was taken up and nothing came of it."""
+    row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none that are known."""
 
     accepted: bool
     final: str | None = None
@@ -90,6 +94,7 @@ class Ghost(NamedTuple):
     excused: bool = False
     unlisted: bool = False
     idle: int = 0
+    spared: bool = False
     bad: str = ""
 
 

@@ -35,7 +35,7 @@ def store(s: State, t: int, r: Rec | None) -> State:
             g = g._replace(bad="S2 a finished task's record was made again")
         if r.status in FINAL and g.final is None:
             g = g._replace(final=r.status)
-    if t == 0 and reader and reader[0] in ("replay", "follow") and r is not None and old is not None:
+    if t == 0 and reader and reader[0] in ("replay", "second", "follow") and r is not None and old is not None:
         news: tuple[tuple[str, int, object], ...] = ()
         if len(r.stream) > len(old.stream):
             news += (("tok", len(old.stream), r.stream[-1]),)
@@ -197,6 +197,8 @@ def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
             s2 = haunt(s2, t, bad="S6 token after the terminal entry")
         elif r.stream != p.prefix:
             s2 = haunt(s2, t, bad="S1 token on top of a text its author never saw")
+        elif r.at != "stream":
+            s2 = haunt(s2, t, bad="S1 token in a stream that was compacted: its position is another's")
     after = {
         "ok": p._replace(prefix=(*p.prefix, token)),
         "resend": _again(p, r, at, cfg),

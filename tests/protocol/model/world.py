@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.protocol.model.outside import client_steps, expiry_steps, fault_steps, producer_steps, sweeper_steps
+from tests.protocol.model.outside import (
+    client_steps,
+    compact_steps,
+    expiry_steps,
+    fault_steps,
+    orphan_steps,
+    producer_steps,
+    sweeper_steps,
+)
 from tests.protocol.model.reader import lease_steps, reader_steps
 from tests.protocol.model.scripts import QUEUED, Rules
 from tests.protocol.model.state import IDLE, SQS, Cfg, Ghost, Slot, State, enqueue, fresh, put, spend, toxic
@@ -50,6 +58,8 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     for t in range(cfg.tasks):
         yield from client_steps(s, t, rules)
         yield from expiry_steps(s, t, rules)
+        yield from orphan_steps(s, t, cfg, rules)
+        yield from compact_steps(s, t, cfg, rules)
         yield from fault_steps(s, t, cfg, rules)
     if s.reader:
         yield from reader_steps(s, rules)

@@ -1,0 +1,7 @@
+-- RESIGN(me) | I lead: nobody does any more; else nothing.
+-- KEYS: sweeper   ARGV: me
+-- Answers: 1 | 0
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  return redis.call('DEL', KEYS[1])
+end
+return 0

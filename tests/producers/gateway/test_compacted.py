@@ -1,0 +1,49 @@
+"""Over HTTP a compacted task is what it was: whole, and from every position."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers import AsyncClient, keys
+from producers.blocks import BLOCK
+from producers.compact import compact
+from tests.producers.fake_worker import FakeWorker
+
+
+@pytest.mark.parametrize("count", [3, BLOCK + 5])
+def test_the_same_bytes_are_answered(
+    http: httpx.Client,
+    submit: Callable[..., str],
+    worker: FakeWorker,
+    valkey: Redis,
+    valkey_url: str,
+    count: int,
+) -> None:
+    task_id = submit()
+    worker.claim(task_id)
+    worker.prompt(task_id, [1, 2], [None, (-0.5, ((7, -0.25),))])
+    worker.append(task_id, 0, ["é"] * count, logprobs=[(-1.0, ((3, -1.0),))] * count)
+    worker.finish(task_id, [count])
+    worker.settle(task_id)
+
+    def answers() -> list[tuple[int, bytes]]:
+        url = f"/v1/tasks/{task_id}"
+        asked = [http.get(url), http.get(f"{url}/events")]
+        for start in (0, 1, count, count + 1, count + 2, 5 * BLOCK):
+            asked.append(http.get(f"{url}/events", params={"from": start}))
+            asked.append(http.get(f"{url}/events", headers={"last-event-id": str(start)}))
+        return [(answer.status_code, answer.content) for answer in asked]
+
+    async def squeeze() -> int:
+        async with AsyncClient(valkey_url) as client:
+            return (await compact(client, age_ms=0)).streams
+
+    before = answers()
+    assert asyncio.run(squeeze()) == 1
+    assert not valkey.exists(keys.stream(task_id))
+    assert answers() == before
