@@ -39,6 +39,11 @@ POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerpr
 INCARNATIONS: Final = "penstock:incarnations"  # hash: incarnation -> queue
 DEAD: Final = "penstock:dead"  # list: {"reason", "list", "at", "message"}
 REAPED: Final = "penstock:reaped"  # hash: task id -> deliveries that their worker did not survive
+RETURNED: Final = (
+    "penstock:returned"  # hash: task id -> number of arrival; of what is back in its list, to be sorted anew
+)
+ARRIVALS: Final = "penstock:arrivals"  # string: how many messages were ever sorted
+WEIGHTS: Final = "penstock:weights"  # hash: tenant -> its share, where that is not 1
 UNSERVED: Final = "penstock:unserved"  # hash: list -> ms since when its head waits
 
 
@@ -80,6 +85,26 @@ def inflight(incarnation: str) -> str:
 def delayed(queue: str) -> str:
     """Sorted set: messages given back, by the time at which they are due (ms)."""
     return f"penstock:delayed:{queue}"
+
+
+def sorted_of(list_name: str) -> str:
+    """Sorted set: what waits of a list, sorted by tenant already, by number of arrival (see `fetch.lua`)."""
+    return f"penstock:sorted:{list_name}"
+
+
+def turns(list_name: str) -> str:
+    """Sorted set: the tenants of whom something waits there, by what they were served (tokens / weight)."""
+    return f"penstock:turns:{list_name}"
+
+
+def rested(list_name: str) -> str:
+    """Sorted set: the same, of tenants of whom nothing waits, who were served more than somebody who does."""
+    return f"penstock:rested:{list_name}"
+
+
+def turn(list_name: str, tenant: str) -> str:
+    """Sorted set: the numbers of what waits there of a tenant; the empty name stands for all who give none."""
+    return f"penstock:turn:{list_name}:{tenant}"
 
 
 def blob(sha256: str) -> str:

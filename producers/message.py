@@ -34,12 +34,15 @@ class Message:
     tier: str
     n: int
     tokens: int
+    tenant: str = ""
+    """With whom it shares its turn; empty: with all who name none."""
 
     @classmethod
     def of(cls, record: Record) -> Message:
         """The message of a record, for sending it again. Raises KeyError or ValueError for a broken record."""
         fields = record.fields
-        return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]))
+        tenant = fields.get("tenant", "")
+        return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]), tenant)
 
     @property
     def list(self) -> str:
@@ -100,8 +103,8 @@ class Message:
             }
         )
 
-    def _size(self) -> dict[str, int]:
-        return {"v": 1, "n": self.n, "tokens": self.tokens}
+    def _size(self) -> dict[str, int | str]:
+        return {"v": 1, "n": self.n, "tokens": self.tokens, **({"tenant": self.tenant} if self.tenant else {})}
 
 
 def is_plain(headers: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@
 | `status` | submitting, queued, in_progress, completed, failed, cancelled, incomplete |
 | `task` | the task as accepted (JSON, see `producers.task`) |
 | `model`, `queue`, `tier`, `n` | name, pool queue, service tier, choices |
+| `tenant` | on whose turn it is fetched, where it names one |
 | `prompt_tokens`, `tokens` | prompt length, of a text once it was taken up; KV tokens that it may need |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | when (server time, ms); `first`: the first token |
 | `deadline`, `ttl` | ms; seconds that it is kept once settled |

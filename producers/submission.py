@@ -91,7 +91,7 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
     task_id = task_id or str(uuid.uuid4())
     fields = record_fields(task, known)
     yield from _admit(directory, task, task_id, known, fields, patience_s)
-    message = Message(task_id, known.queue, task.tier, task.width, int(fields["tokens"]))
+    message = Message(task_id, known.queue, task.tier, task.width, int(fields["tokens"]), task.tenant or "")
     try:
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:
@@ -116,6 +116,8 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
         "n": task.n,
         "tokens": task.kv_tokens(int(known.card["context_length"])),
     }
+    if task.tenant is not None:
+        fields["tenant"] = task.tenant
     if task.prompt_tokens is not None:
         fields["prompt_tokens"] = task.prompt_tokens
     if task.timeout is not None:

@@ -139,7 +139,7 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
         pipe.execute_command(*admit(task_id, "", now, record).command)
         pipe.hset(keys.task(task_id), mapping={"status": "queued", "queued": now})
         pipe.zrem(keys.SUBMITTING, task_id)
-        message = Message(task_id, queue, tier, n, tokens)
+        message = Message(task_id, queue, tier, n, tokens, spec.get("tenant", ""))
         pipe.lpush(message.list, message.envelope())
     pipe.execute()
     return ids

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.5
 #: A lease that was not renewed is looked at again so soon after its end.
 REAP_AFTER_S = 0.02
+#: Messages that go back into their lists in one call.
+UNSORTED = 1000
 
 
 class Housekeeper(threading.Thread):
@@ -83,8 +85,22 @@ class Housekeeper(threading.Thread):
             self._let_lapsed_go()
             self._abandon(life)
             run(self._broker, broker.reap(life.id))
+            self._unsort_unserved()
         except LOST as exc:
             logger.warning("The lease was not given up, it lapses by itself: %s", exc)
+
+    def _unsort_unserved(self) -> None:
+        """Where this was the last worker of its queues, their lists hold all that waits again: who looks at nothing but
+        their lengths, as a scaler does, must see it."""
+        served = {text(queue) for queue in self._broker.hvals(keys.INCARNATIONS)}
+        pools = {text(queue): json.loads(about)["model"] for queue, about in self._store.hgetall(keys.POOLS).items()}
+        if any(pools.get(queue) == self._runtime.model for queue in served):
+            queues = [queue for queue in self._runtime.queues if queue in pools and queue not in served]
+        else:
+            queues = self._runtime.queues
+        for queue in queues:
+            while run(self._broker, broker.unsort(queue, UNSORTED)) == UNSORTED:
+                pass
 
     def lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
         """One of its leases is gone. What it held is let go before a new life begins, or the worker exits."""
@@ -153,8 +169,9 @@ class Housekeeper(threading.Thread):
     def _tell_of(self, queue: str, version: str) -> None:
         """Once for each number of tasks."""
         with self._broker.pipeline(transaction=False) as pipe:
-            for tier in keys.TIERS:
-                pipe.llen(keys.tier_list(queue, tier))
+            for name, _ in broker.lists([queue]):
+                pipe.llen(name)
+                pipe.zcard(keys.sorted_of(name))
             pipe.zcard(keys.delayed(queue))
             count = sum(pipe.execute())
         if self._stranded.get(queue, 0) != count:

@@ -179,7 +179,7 @@ class Runtime:
     def done(self, delivery: Delivery, reason: str = "") -> None:
         """ACK: settled or gone."""
         if self.put_down(delivery):
-            self.courier.ack(delivery.incarnation, delivery.uuid, reason)
+            self.courier.ack(delivery.incarnation, delivery.uuid, reason, delivery.used)
             if delivery.job is not None:
                 forget(delivery.job.request)
 

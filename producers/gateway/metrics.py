@@ -113,16 +113,20 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily("penstock_dead_letters", "Messages that no worker could use.", fleet.dead_letters)
     queued = GaugeMetricFamily("penstock_queued", "Tasks waiting for a worker.", labels=("model", "pool", "tier"))
+    tenants = GaugeMetricFamily(
+        "penstock_queued_tenants", "Tenants whose tasks wait for their turn.", labels=("model", "pool", "tier")
+    )
     delayed = GaugeMetricFamily("penstock_delayed", "Tasks to be offered again later.", labels=("model", "pool"))
     in_flight = GaugeMetricFamily("penstock_in_flight", "Tasks that workers have taken.", labels=("model", "pool"))
     workers = GaugeMetricFamily("penstock_workers", "Workers with a live lease.", labels=("model", "pool"))
     for pool in fleet.pools:
         for tier, waiting in pool.queued.items():
             queued.add_metric((pool.model, pool.name, tier), waiting)
+            tenants.add_metric((pool.model, pool.name, tier), pool.tenants[tier])
         delayed.add_metric((pool.model, pool.name), pool.delayed)
         in_flight.add_metric((pool.model, pool.name), pool.in_flight)
         workers.add_metric((pool.model, pool.name), len(pool.workers))
-    yield from (queued, delayed, in_flight, workers)
+    yield from (queued, tenants, delayed, in_flight, workers)
     for name, text, key, grows in WORKER_FIGURES:
         family = CounterMetricFamily if grows else GaugeMetricFamily
         figures = family(f"penstock_worker_{name}", text, labels=("model", "pool", "worker"))

@@ -26,6 +26,8 @@ class Pool:
     name: str
     model: str
     queued: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
+    #: Tenants of whom something waits, as far as workers have sorted it.
+    tenants: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
     delayed: int = 0
     in_flight: int = 0
     #: What each live worker says of itself in its lease (see `workers.runtime`).
@@ -54,14 +56,18 @@ async def read_fleet(store: Redis, broker: Redis) -> Fleet:
         ("HGETALL", keys.INCARNATIONS),
         ("LLEN", keys.DEAD),
         *(("LLEN", name) for _, _, name in lists),
+        *(("ZCARD", keys.sorted_of(name)) for _, _, name in lists),
+        *(("ZCARD", keys.turns(name)) for _, _, name in lists),
         *(("ZCARD", keys.delayed(queue)) for queue in served),
     )
     pools = {
         queue: Pool(queue.removeprefix(QUEUE_PREFIX), model, delayed=delayed)
-        for (queue, model), delayed in zip(served.items(), counts[len(lists) :], strict=True)
+        for (queue, model), delayed in zip(served.items(), counts[3 * len(lists) :], strict=True)
     }
-    for (queue, tier, _), waiting in zip(lists, counts[: len(lists)], strict=True):
-        pools[queue].queued[tier] += waiting
+    arrived, sorted_, tenants = (counts[k * len(lists) : (k + 1) * len(lists)] for k in range(3))
+    for (queue, tier, _), *waiting, waiters in zip(lists, arrived, sorted_, tenants, strict=True):
+        pools[queue].queued[tier] += sum(waiting)
+        pools[queue].tenants[tier] += waiters
     taking = [(text(name), pools[text(queue)]) for name, queue in alive.items() if text(queue) in pools]
     in_flight, leases = await asyncio.gather(
         _ask(broker, *(("HLEN", keys.inflight(name)) for name, _ in taking)),

@@ -87,10 +87,19 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
     assert seen == expected
 
 
+def test_whose_turn_it_is_stands_in_message_and_record(client: Face, valkey: Redis) -> None:
+    valkey.hset(keys.ROUTES, "tiny", QUEUE)
+    handle = client.submit(model="tiny", prompt=[1], max_tokens=2, tenant="Ünï")
+    (raw,) = valkey.lrange(keys.tier_list(QUEUE, "default"), 0, -1)
+    assert json.loads(raw)["headers"]["penstock"] == {"v": 1, "n": 1, "tokens": 3, "tenant": "Ünï"}
+    assert Message.of(handle.status()).tenant == "Ünï"
+
+
 def test_a_record_gives_its_message_again() -> None:
     message = Message("t", QUEUE, "flex", 3, 40)
     fields = {"queue": QUEUE, "tier": "flex", "n": "3", "tokens": "40", "task": "{}"}
     assert Message.of(Record("t", fields)) == message
+    assert Message.of(Record("t", fields | {"tenant": "é"})) == Message("t", QUEUE, "flex", 3, 40, "é")
     best = fields | {"n": "2", "task": '{"best_of": 3}'}
     assert Message.of(Record("t", best)) == message
     with pytest.raises(KeyError):

@@ -1,4 +1,4 @@
-"""What the broker's scripts must do, in plain Python: lists, deliveries, credit, ageing, suspects, dead letters.
+"""What the broker's scripts must do, in plain Python: lists, turns, deliveries, credit, ageing, suspects, dead letters.
 
 A list's last element is its front, as in Redis. Time is counted in ages: how many `ageing` periods a list's head has
 waited unserved.
@@ -19,6 +19,53 @@ class Sent(NamedTuple):
     sized: bool = True
     seqs: int | None = None
     tokens: int | None = None
+    tenant: str = ""
+
+
+@dataclass(slots=True)
+class Turns:
+    """What was sorted of one list: per tenant its messages by number of arrival, and what it was served by its weight.
+
+    `served` has those of whom something waits; `rested` those of whom nothing does and who were served more than the
+    least of them.
+    """
+
+    queues: dict[str, dict[int, Sent]] = field(default_factory=dict)
+    served: dict[str, float] = field(default_factory=dict)
+    rested: dict[str, float] = field(default_factory=dict)
+
+    def place(self, number: int, message: Sent) -> None:
+        tenant = message.tenant
+        if tenant not in self.served:
+            self.served[tenant] = max([self.rested.pop(tenant, 0.0), *self._least()])
+        self.queues.setdefault(tenant, {})[number] = message
+
+    def serve(self, tenant: str, number: int, charge: float) -> None:
+        del self.queues[tenant][number]
+        self.served[tenant] += charge
+        if not self.queues[tenant]:
+            del self.queues[tenant]
+            self.rested[tenant] = self.served.pop(tenant)
+        self._forget()
+
+    def correct(self, tenant: str, more: float) -> None:
+        for some in (self.served, self.rested):
+            if tenant in some:
+                least = min([some[tenant], *(self._least() or [0.0])])
+                some[tenant] = max(least, some[tenant] + more)
+        self._forget()
+
+    def order(self) -> list[str]:
+        return sorted(self.queues, key=lambda tenant: (self.served[tenant], tenant.encode()))
+
+    def messages(self) -> dict[int, Sent]:
+        return {number: sent for queue in self.queues.values() for number, sent in queue.items()}
+
+    def _least(self) -> list[float]:
+        return [min(self.served.values())] if self.served else []
+
+    def _forget(self) -> None:
+        self.rested = {t: n for t, n in self.rested.items() if any(n > least for least in self._least())}
 
 
 @dataclass(slots=True)
@@ -30,6 +77,9 @@ class Delivery:
     rank: int
     seqs: int
     tokens: int
+    number: int
+    charge: int
+    weight: float
 
 
 @dataclass(slots=True)
@@ -46,6 +96,7 @@ class Broker:
     capacity: tuple[int, int]
     plain_tokens: int
     limit: int
+    bite: int
     lists: dict[str, list[Sent]] = field(default_factory=dict)
     inflight: dict[str, dict[str, Delivery]] = field(default_factory=dict)
     delayed: list[Delayed] = field(default_factory=list)
@@ -54,9 +105,14 @@ class Broker:
     ages: dict[str, int] = field(default_factory=dict)
     live: set[str] = field(default_factory=set)
     fetched: int = 0
+    turns: dict[str, Turns] = field(default_factory=dict)
+    returned: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    arrivals: int = 0
 
     def __post_init__(self) -> None:
         self.lists = {name: [] for name in self.ranks}
+        self.turns = {name: Turns() for name in self.ranks}
 
     # ---- FETCH -----------------------------------------------------------------------------------------------
 
@@ -69,23 +125,29 @@ class Broker:
             self.lists[late.list].append(late.message)
             self.delayed.remove(late)
         room, out, mine = Room(seqs[:], tokens[:]), [], self.inflight.setdefault(inc, {})
-        skipped: set[str] = set()
+        passed: set[tuple[str, str]] = set()
         looked, dead = False, len(self.dead)
+        for name in self.lists:
+            self._sort(name)
         for uuid in uuids:
             if uuid not in mine:
                 if not looked:
                     looked = True
                     for name in self.lists:
                         self._head(name)
-                chosen = self._choose(mine, room, skipped)
+                chosen = self._choose(mine, room, passed)
                 if chosen is None:
                     break
-                message = self.lists[chosen].pop()
-                self.ages[chosen] = 0
+                name, number, message = chosen
+                seqs_, tokens_ = self.size(message)
+                charge, weight = max(tokens_, 1), self.weights.get(message.tenant, 1.0)
+                self.turns[name].serve(message.tenant, number, charge / weight)
+                self.ages[name] = 0
                 self.fetched += 1
-                mine[uuid] = Delivery(uuid, chosen, message, self.fetched, self.ranks[chosen], *self.size(message))
+                rank = self.ranks[name]
+                mine[uuid] = Delivery(uuid, name, message, self.fetched, rank, seqs_, tokens_, number, charge, weight)
                 room.take(mine[uuid])
-                self._head(chosen)
+                self._head(name)
             else:
                 room.take(mine[uuid])
             d = mine[uuid]
@@ -93,28 +155,44 @@ class Broker:
             out.append((uuid, d.list, d.message.raw, "condemned" if n >= self.limit else str(n)))
         return out + [("", name, raw, reason) for reason, name, raw in self.dead[dead:]]
 
-    def _choose(self, mine: dict[str, Delivery], room: Room, skipped: set[str]) -> str | None:
-        """The list to take from: the best rank, then tier, then the order of the lists, among those not held up."""
+    def _choose(
+        self, mine: dict[str, Delivery], room: Room, passed: set[tuple[str, str]]
+    ) -> tuple[str, int, Sent] | None:
+        """From the list of the best rank, then tier, then the order of the lists, among those not held up: the oldest
+        of the tenant that was served least, of those who are not passed over."""
         while True:
-            names = [n for n in self.lists if self.lists[n] and n not in skipped and self.ranks[n] < room.blocked]
-            if not names:
+            heads = {}
+            for name, turns in self.turns.items():
+                waiting = [tenant for tenant in turns.order() if (name, tenant) not in passed]
+                if waiting and self.ranks[name] < room.blocked:
+                    heads[name] = min(turns.queues[waiting[0]].items(), key=lambda item: item[0])
+            if not heads:
                 return None
-            best = min(names, key=lambda n: (self.ranks[n] - self.ages[n], self.ranks[n]))
-            head = self.lists[best][-1]
+            best = min(heads, key=lambda n: (self.ranks[n] - self.ages[n], self.ranks[n]))
+            number, head = heads[best]
             if not room.fits(self.ranks[best], *self.size(head)):
                 room.blocked = self.ranks[best]
             elif self._suspect(head) and any(self._suspect(d.message) for d in mine.values()):
-                skipped.add(best)
+                passed.add((best, head.tenant))
             else:
-                return best
+                return best, number, head
+
+    def _sort(self, name: str) -> None:
+        """By tenant, so many from the front; what cannot be decoded is dead-lettered."""
+        waiting = self.lists[name]
+        for _ in range(min(self.bite, len(waiting))):
+            message = waiting.pop()
+            if message.poison:
+                self.dead.append((message.poison, name, message.raw))
+                continue
+            number = self.returned.pop(message.id, None)
+            if number is None:
+                number = self.arrivals = self.arrivals + 1
+            self.turns[name].place(number, message)
 
     def _head(self, name: str) -> None:
-        """Dead-letter what stands at the front and cannot be decoded; note since when the head waits."""
-        waiting = self.lists[name]
-        while waiting and waiting[-1].poison:
-            poison = waiting.pop()
-            self.dead.append((poison.poison, name, poison.raw))
-        if waiting:
+        """Note since when the head waits."""
+        if self.turns[name].queues:
             self.ages[name] = max(0, self.ages.get(name, 0))  # below 0: the clock was set back
         else:
             self.ages.pop(name, None)
@@ -129,11 +207,12 @@ class Broker:
 
     # ---- ACK, BACK, REAP -------------------------------------------------------------------------------------
 
-    def ack(self, inc: str, uuid: str, reason: str) -> int:
+    def ack(self, inc: str, uuid: str, reason: str, used: int) -> int:
         d = self.inflight.get(inc, {}).pop(uuid, None)
         if d is None:
             return 0
         self.reaped.pop(d.message.id, None)
+        self._correct(d, max(1, used))
         if reason:
             self.dead.append((reason, d.list, d.message.raw))
         return 1
@@ -146,6 +225,7 @@ class Broker:
             self.delayed.append(Delayed(None, uuid, d.list, d.message))
         else:
             self.lists[d.list].append(d.message)
+        self._returns(d)
         return 1
 
     def reap(self, inc: str) -> int:
@@ -155,7 +235,50 @@ class Broker:
         for d in gone:
             self.lists[d.list].append(d.message)
             self.reaped[d.message.id] = self.reaped.get(d.message.id, 0) + 1
+            self._returns(d)
         return len(gone)
+
+    def _returns(self, d: Delivery) -> None:
+        self.returned[d.message.id] = d.number
+        self._correct(d, 0)
+
+    def _correct(self, d: Delivery, used: int) -> None:
+        self.turns[d.list].correct(d.message.tenant, (used - d.charge) / d.weight)
+
+    # ---- UNSORT, ADOPT ---------------------------------------------------------------------------------------
+
+    def unsort(self, queue: list[str], count: int) -> int:
+        """The last of each list first; `queue` names its lists."""
+        moved = 0
+        for name in queue:
+            turns, returned = self.turns[name], self._take_returned(name) if moved < count else []
+            for number, message in sorted(turns.messages().items(), reverse=True)[: count - moved]:
+                self.lists[name].append(message)
+                del turns.queues[message.tenant][number]
+                if not turns.queues[message.tenant]:
+                    del turns.queues[message.tenant], turns.served[message.tenant]
+                moved += 1
+            self.lists[name] += reversed(returned)
+            if not turns.queues:
+                turns.rested.clear()
+        return moved
+
+    def _take_returned(self, name: str) -> list[Sent]:
+        """What came back stays in front of what was sorted."""
+        taken = []
+        while self.lists[name] and self.lists[name][-1].id in self.returned:
+            taken.append(self.lists[name].pop())
+        return taken
+
+    def adopt(self, source: list[str], target: list[str]) -> int:
+        """What waits. Of what is held back, a test has none there."""
+        self.unsort(source, len(source) * 10**6)
+        moved = 0
+        for here, there in zip(source, target, strict=True):
+            moved += len(self.lists[here])
+            self.lists[there] += self.lists[here]
+            self.lists[here].clear()
+        return moved
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ INCS = ("i1", "i2")
 LISTS = dict(broker.lists(QUEUES))
 CAPACITY = (8, 1000)
 PLAIN_TOKENS = 300
+BITE = 3
 LIMIT = 2
 #: So long that a test's own time is nothing beside it.
 AGEING_MS = 10**8
@@ -69,13 +70,33 @@ SEQS = [
 TOKENS = [(100, 100), (400, 400), (1000, 1000), (float("nan"), None), (float("inf"), 10**9), ({}, None), (-1e300, None)]
 
 
-def _good(id_: str, task: str, seqs: tuple[Any, int | None], tokens: tuple[Any, int | None], said: bool) -> Sent:
+#: A tenant as a header names it, and whose turn that is.
+TENANTS = [
+    (None, ""),
+    ("", ""),
+    ("t1", "t1"),
+    ("t1", "t1"),
+    ("t2", "t2"),
+    ("é:\x00 t", "é:\x00 t"),
+    (7, ""),
+    (["t1"], ""),
+]
+
+
+def _good(
+    id_: str,
+    task: str,
+    seqs: tuple[Any, int | None],
+    tokens: tuple[Any, int | None],
+    said: bool,
+    tenant: tuple[Any, str] = (None, ""),
+) -> Sent:
     headers: dict[str, Any] = {"id": id_, "task": task}
     if said:
-        headers["penstock"] = {"n": seqs[0], "tokens": tokens[0]}
+        headers["penstock"] = {"n": seqs[0], "tokens": tokens[0], "tenant": tenant[0]}
     raw = json.dumps({**GOOD, "headers": headers, "body": "é\x00\\/"}, ensure_ascii=False).encode()
     sized = task == keys.TASK_NAME
-    return Sent(raw, id_, "", sized, seqs[1] if said else None, tokens[1] if said else None)
+    return Sent(raw, id_, "", sized, *((seqs[1], tokens[1], tenant[1]) if said else (None, None, "")))
 
 
 messages = st.one_of(
@@ -86,6 +107,7 @@ messages = st.one_of(
         st.sampled_from(SEQS),
         st.sampled_from(TOKENS),
         st.sampled_from([True, True, False]),
+        st.sampled_from(TENANTS),
     ),
     st.sampled_from(POISON),
 )
@@ -102,19 +124,26 @@ credit = st.lists(st.sampled_from([8, 8, 8, 4, 2, 1, 0, -1]), min_size=4, max_si
 #: Mostly the same few lists, so that something stands behind their heads.
 names = st.sampled_from([*sorted(LISTS), *[n for n in sorted(LISTS) if n.startswith("penstock:m@1")] * 3])
 
-#: Unpacks what only Lua can: deliveries in flight (inc, uuid, order, list, message, tier, size), and what is held back.
+#: Unpacks what only Lua can: deliveries in flight (inc, uuid, order, list, message, tier, size, number, tenant, charge,
+#: weight), what is held back, and what was sorted (list, number, tenant, message).
 DUMP = """
-local out = {{}, {}}
+local out = {{}, {}, {}}
 for i, inc in ipairs(ARGV) do
   local all = redis.call('HGETALL', KEYS[1] .. inc)
   for k = 1, #all, 2 do
     local e = cmsgpack.unpack(all[k + 1])
-    table.insert(out[1], { inc, all[k], e[1], e[2], e[4], e[5], e[6], e[7] })
+    table.insert(out[1], { inc, all[k], e[1], e[2], e[4], e[5], e[6], e[7], e[8], e[9], e[10], tostring(e[11]) })
   end
 end
 for _, packed in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
   local e = cmsgpack.unpack(packed)
   table.insert(out[2], { e[3], e[1], e[2], packed })
+end
+for k = 3, #KEYS do
+  for _, packed in ipairs(redis.call('ZRANGE', KEYS[k], 0, -1)) do
+    local e = cmsgpack.unpack(packed)
+    table.insert(out[3], { KEYS[k], e[1], e[4], e[2] })
+  end
 end
 return out
 """
@@ -142,7 +171,7 @@ class BrokerMachine(RuleBasedStateMachine):
     ) -> None:
         """A few lists with something in them, and some of it on its way."""
         self.server = Server(self.redis, self.mutant)
-        self.model = Broker(LISTS, CAPACITY, PLAIN_TOKENS, LIMIT)
+        self.model = Broker(LISTS, CAPACITY, PLAIN_TOKENS, LIMIT, BITE)
         self.last: Callable[[], None] = lambda: None
         self.names = 0
         self.known: dict[str, list[str]] = {inc: [] for inc in INCS}
@@ -159,7 +188,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if dies:
             self.dies(INCS[0])
             self.fetch_more(INCS[0], 2)
-            self.ack(INCS[0], 0, False, "")
+            self.ack(INCS[0], 0, False, "", 0)
         else:
             self.back(INCS[0], 0, False, delay)
 
@@ -174,17 +203,39 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def compare(self) -> None:
         redis, model = self.server.redis, self.model
-        inflight, delayed = redis.eval(DUMP, 2, keys.inflight(""), keys.delayed(QUEUES[0]), *INCS)
+        inflight, delayed, placed = self.dump()
         real = {name: redis.lrange(name, 0, -1) for name in LISTS}
         assert real == {name: [m.raw for m in waiting] for name, waiting in model.lists.items()}
         assert sorted(map(tuple, inflight)) == sorted(
-            (inc.encode(), d.uuid.encode(), d.order, d.list.encode(), d.message.raw, d.rank, d.seqs, d.tokens)
+            (
+                *(inc.encode(), d.uuid.encode(), d.order, d.list.encode(), d.message.raw, d.rank, d.seqs, d.tokens),
+                *(d.number, d.message.tenant.encode(), d.charge, b"%g" % d.weight),
+            )
             for inc, held in model.inflight.items()
             for d in held.values()
         )
         assert sorted(tuple(e[:3]) for e in delayed) == sorted(
             (d.uuid.encode(), d.list.encode(), d.message.raw) for d in model.delayed
         )
+        assert sorted(map(tuple, placed)) == sorted(
+            (keys.sorted_of(name).encode(), number, sent.tenant.encode(), sent.raw)
+            for name, turns in model.turns.items()
+            for number, sent in turns.messages().items()
+        )
+        expected: dict[str, list[tuple[bytes, float]]] = {}
+        for name, turns in model.turns.items():
+            for key, served in ((keys.turns(name), turns.served), (keys.rested(name), turns.rested)):
+                expected[key] = [(tenant.encode(), n) for tenant, n in served.items()]
+            for tenant, waiting in turns.queues.items():
+                expected[keys.turn(name, tenant)] = [(b"%d" % number, number) for number in waiting]
+        with redis.pipeline(transaction=False) as pipe:
+            for key in expected:
+                pipe.zrange(key, 0, -1, withscores=True)
+            pipe.keys(keys.turn("", "")[:-1] + "*")
+            *found, left = pipe.execute()
+        assert [sorted(one) for one in found] == [sorted(one) for one in expected.values()]
+        assert {name.decode() for name in left} <= expected.keys(), "an empty one is left"
+        assert redis.hgetall(keys.RETURNED) == {t.encode(): b"%d" % n for t, n in model.returned.items()}
         letters: list[Any] = redis.lrange(keys.DEAD, 0, -1)
         dead = [json.loads(letter.decode("utf-8", "surrogateescape")) for letter in letters]
         assert [(d["reason"], d["list"], d["message"].encode("utf-8", "surrogateescape")) for d in dead] == model.dead
@@ -193,6 +244,10 @@ class BrokerMachine(RuleBasedStateMachine):
         unserved: dict[Any, Any] = redis.hgetall(keys.UNSERVED)
         ages = {name.decode(): (now - int(since)) // AGEING_MS for name, since in unserved.items()}
         assert ages == model.ages
+
+    def dump(self) -> Any:
+        names = [keys.inflight(""), keys.delayed(QUEUES[0]), *map(keys.sorted_of, LISTS)]
+        return self.server.redis.eval(DUMP, len(names), *names, *INCS)
 
     # ---- the scripts -----------------------------------------------------------------------------------------
 
@@ -220,6 +275,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 plain_tokens=PLAIN_TOKENS,
                 ageing_ms=AGEING_MS,
                 max_redeliveries=LIMIT,
+                bite=BITE,
             )
             answer = self.server.run(call)
             fetched = broker.read_fetch(answer)
@@ -237,7 +293,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.do(step)
 
     @rule(inc=incs, count=st.integers(1, 6))
-    @precondition(lambda self: any(self.model.lists.values()))
+    @precondition(lambda self: any(self.model.lists.values()) or any(t.queues for t in self.model.turns.values()))
     def fetch_more(self, inc: str, count: int) -> None:
         """What a worker with room does."""
         self.fetch(inc, count, 0, [8, 8, 8, 8], [8, 8, 8, 8])
@@ -252,11 +308,13 @@ class BrokerMachine(RuleBasedStateMachine):
         pick=st.integers(0, 9),
         other=st.sampled_from([False, False, False, True]),
         reason=st.sampled_from(["", "", "no 'é'"]),
+        used=st.sampled_from([0, 10, 150, 5000]),
     )
     @precondition(holding)
-    def ack(self, inc: str, pick: int, other: bool, reason: str) -> None:
+    def ack(self, inc: str, pick: int, other: bool, reason: str, used: int) -> None:
         uuid = self._delivery(inc, pick, other)
-        self.do(lambda: self._agree(broker.ack(inc, uuid, reason), lambda: self.model.ack(inc, uuid, reason)))
+        call = broker.ack(inc, uuid, reason, used)
+        self.do(lambda: self._agree(call, lambda: self.model.ack(inc, uuid, reason, used)))
 
     @rule(inc=incs, pick=st.integers(0, 9), other=st.sampled_from([False, False, False, True]), delay=rarely)
     @precondition(holding)
@@ -282,6 +340,19 @@ class BrokerMachine(RuleBasedStateMachine):
         self.server.lease(inc, True)
         self.model.live.add(inc)
 
+    @rule(queue=st.sampled_from(QUEUES), count=st.sampled_from([1, 2, 100]))
+    def unsort(self, queue: str, count: int) -> None:
+        """What the last worker of a queue does."""
+        lists = [name for name, _ in broker.lists([queue])]
+        self.do(lambda: self._agree(broker.unsort(queue, count), lambda: self.model.unsort(lists, count)))
+
+    @rule(back=st.booleans())
+    @precondition(lambda self: not self.model.delayed)
+    def adopt(self, back: bool) -> None:
+        source, target = reversed(QUEUES) if back else QUEUES
+        lists = [[name for name, _ in broker.lists([queue])] for queue in (source, target)]
+        self.do(lambda: self._agree(broker.adopt(source, target), lambda: self.model.adopt(*lists)))
+
     def _agree(self, call: Any, expected: Callable[[], int]) -> None:
         assert self.server.run(call) == expected()
 
@@ -296,6 +367,18 @@ class BrokerMachine(RuleBasedStateMachine):
     def lease(self, inc: str, alive: bool) -> None:
         self.server.lease(inc, alive)
         (self.model.live.add if alive else self.model.live.discard)(inc)
+
+    @rule(ids=st.sets(st.sampled_from("abcde"), min_size=2, max_size=4))
+    def have_come_back(self, ids: set[str]) -> None:
+        """Once more, and they are condemned."""
+        self.server.redis.hset(keys.REAPED, mapping=dict.fromkeys(ids, LIMIT - 1))
+        self.model.reaped |= dict.fromkeys(ids, LIMIT - 1)
+
+    @rule(tenant=st.sampled_from(["", "t1", "t2"]), weight=st.sampled_from(["4", "0.5", "0", "nan", "much"]))
+    def weigh(self, tenant: str, weight: str) -> None:
+        """What is no sane weight is 1."""
+        self.server.redis.hset(keys.WEIGHTS, tenant, weight)
+        self.model.weights[tenant] = {"4": 4.0, "0.5": 0.5}.get(weight, 1.0)
 
     @rule(pick=st.integers(0, 20), age=ages)
     @precondition(lambda self: self.model.ages)
@@ -312,7 +395,7 @@ class BrokerMachine(RuleBasedStateMachine):
         late = waiting[pick % len(waiting)]
         self.names += 1
         late.due = self.names
-        _, delayed = self.server.redis.eval(DUMP, 2, keys.inflight(""), keys.delayed(QUEUES[0]), *INCS)
+        _, delayed, _ = self.dump()
         packed = next(e[3] for e in delayed if e[0] == late.uuid.encode())
         self.server.redis.zadd(keys.delayed(QUEUES[0]), {packed: late.due})
 

@@ -104,6 +104,10 @@ class Rig:
         """Entries in its stream."""
         return self.store.xlen(keys.stream(task_id))
 
+    def waiting(self, list_name: str) -> int:
+        """Messages that no worker has taken."""
+        return int(self.redis.llen(list_name)) + int(self.redis.zcard(keys.sorted_of(list_name)))
+
     def cancel(self, task_id: str) -> list[Any]:
         """Answers [accepted 0|1, status]."""
         accepted, status = run(self.store, cancel(task_id))
@@ -151,7 +155,8 @@ class Rig:
 
 
 def _holds_messages(name: str) -> bool:
-    return name.startswith((keys.inflight(""), keys.delayed(""), "penstock:queue:"))
+    sorted_by_tenant = (keys.sorted_of(""), keys.turns(""), keys.rested(""), "penstock:turn:", keys.RETURNED)
+    return name.startswith((keys.inflight(""), keys.delayed(""), "penstock:queue:", *sorted_by_tenant))
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def test_a_task_that_waits_for_its_countdown_does_not_hold_the_drain(rig: Rig) -
     worker = rig.worker(drain=600.0)
     app = rig.sender()
     result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3}, countdown=3600)
-    rig.until(lambda: not rig.redis.llen(keys.model_queue("stub")))
+    rig.until(lambda: not rig.waiting(keys.model_queue("stub")))
     assert worker.stop() == 0
     check_gone(rig)
     assert rig.redis.zcard(keys.delayed(rig.redis.hvals(keys.ROUTES)[0])) == 1, "it is still to be run"
@@ -128,7 +128,7 @@ def test_an_ordinary_task_that_takes_too_long_is_handed_back(rig: Rig) -> None:
     rig.sender().send_task("app.note", ("note", 600.0))
     rig.until(lambda: rig.redis.llen("seen:note"))
     assert worker.stop() == 0
-    assert rig.redis.llen(keys.model_queue("stub")) == 1
+    assert rig.waiting(keys.model_queue("stub")) == 1
     check_gone(rig)
 
 

@@ -32,7 +32,7 @@ def test_before_the_task_is_fetched(rig: Rig) -> None:
     rig.worker(STUB_SEQS=1, STUB_STEP_S=0.01)
     running, waiting = send(app, 4000), send(app)
     rig.until(lambda: rig.tokens(running.id))
-    assert rig.redis.llen(keys.model_queue("stub")) == 1, "the second is still in the queue"
+    assert rig.waiting(keys.model_queue("stub")) == 1, "the second is still in the queue"
     waiting.revoke()
     revoked(rig, app, waiting.id)
     running.revoke(terminate=True)

@@ -47,16 +47,16 @@ def test_a_full_worker_takes_a_higher_task_at_once(rig: Rig, low: str, high: str
     rig.check(urgent)
     assert {rig.status(task_id) for task_id in running} == {"in_progress"}
     assert {rig.status(task_id) for task_id in same} == {"queued"}
-    assert rig.redis.llen(keys.tier_list(POOL, low)) == 2, "what would only wait here is left to others"
+    assert rig.waiting(keys.tier_list(POOL, low)) == 2, "what would only wait here is left to others"
 
 
 def test_a_worker_takes_no_more_of_a_higher_tier_than_it_holds_lower(rig: Rig) -> None:
     rig.worker(STUB_SEQS=4, STUB_STEP_S=0.01)
     rig.fill(4, tier="batch", max_tokens=3000)
-    rig.until(lambda: rig.redis.exists(keys.tier_list(POOL, "batch")) == 0)
+    rig.until(lambda: rig.waiting(keys.tier_list(POOL, "batch")) == 0)
     urgent = rig.fill(7, tier="priority", max_tokens=3000)
     rig.until(lambda: sum(rig.tokens(task_id) > 0 for task_id in urgent) == 4)
-    assert rig.redis.llen(keys.tier_list(POOL, "priority")) == 3
+    assert rig.waiting(keys.tier_list(POOL, "priority")) == 3
 
 
 def test_choices_and_tokens_count(rig: Rig) -> None:
@@ -68,7 +68,7 @@ def test_choices_and_tokens_count(rig: Rig) -> None:
     (narrow,) = rig.fill(1, max_tokens=2)
     (urgent,) = rig.fill(1, tier="priority", max_tokens=2)
     rig.until_settled([urgent])
-    assert rig.redis.llen(POOL) == 2
+    assert rig.waiting(POOL) == 2
     rig.until_settled([first, wide, narrow])
     assert started(rig, wide) >= int(rig.record(first)["finished"])
     (big,) = rig.fill(1, max_tokens=150)
@@ -94,6 +94,16 @@ def test_a_lower_tier_is_not_starved(rig: Rig) -> None:
     rig.until_settled([low])
     assert not rig.settled(flood), "its turn came before the flood was over"
     rig.check([low])
+
+
+def test_a_tenant_does_not_wait_for_the_backlog_of_another(rig: Rig) -> None:
+    flood = rig.fill(300, max_tokens=2, tenant="flood")
+    (alone,) = rig.fill(1, max_tokens=2, tenant="other")
+    (nobody,) = rig.fill(1, max_tokens=2)
+    rig.worker(STUB_SEQS=1, STUB_STEP_S=0.005)
+    rig.until_settled([alone, nobody])
+    assert not rig.settled(flood[20:]), "their turn came long before the flood was over"
+    rig.check([alone, nobody])
 
 
 def test_two_workers_share_a_queue(rig: Rig) -> None:

@@ -99,6 +99,12 @@ class Delivery:
         """Of the next token, as far as this worker knows."""
         return self.base[choice] + len(self.entries[choice])
 
+    @property
+    def used(self) -> int:
+        """KV tokens of all that was computed for it: the prompt once, the output of each choice."""
+        made = sum(base + len(entries) for base, entries in zip(self.base, self.entries, strict=True))
+        return self.prompt_tokens + made + self.discarded
+
     def terminate(self, signal: Any = None) -> None:
         """celery.worker.request calls this on what `apply_async` returned; `terminate_job` has done the work."""
 

@@ -14,6 +14,9 @@ from producers.script import Call, script, text
 
 PACKAGE: Final = "workers.transport"
 
+#: Messages of each list that one FETCH sorts: a round trip's worth of the server's time, also with all lists full.
+BITE: Final = 64
+
 
 def lists(queues: Sequence[str]) -> list[tuple[str, int]]:
     """The lists of the queues, each with its tier's rank, best tier first."""
@@ -53,8 +56,10 @@ def fetch(
     plain_tokens: int,
     ageing_ms: int,
     max_redeliveries: int,
+    bite: int = BITE,
 ) -> Call:
-    """`capacity` is (sequences, tokens) of the whole engine: a task that wants more is counted as that much."""
+    """`capacity` is (sequences, tokens) of the whole engine: a task that wants more is counted as that much. Of each
+    list `bite` messages are sorted by tenant, at most."""
     named = lists(queues)
     return Call(
         script(PACKAGE, "fetch"),
@@ -65,6 +70,9 @@ def fetch(
             keys.DEAD,
             keys.REAPED,
             keys.UNSERVED,
+            keys.RETURNED,
+            keys.ARRIVALS,
+            keys.WEIGHTS,
             *(name for name, _ in named),
         ),
         (
@@ -72,6 +80,7 @@ def fetch(
             max_redeliveries,
             *capacity,
             plain_tokens,
+            bite,
             *credit.seqs,
             *credit.tokens,
             *(rank for _, rank in named),
@@ -93,14 +102,22 @@ def read_fetch(answer: Sequence[Any]) -> list[Fetched] | None:
     return found
 
 
-def ack(incarnation: str, uuid: str, reason: str = "") -> Call:
-    """With a reason, the message is kept on the dead-letter list. Answers 1, or 0 where there is no such delivery."""
-    return Call(script(PACKAGE, "ack"), (keys.inflight(incarnation), keys.REAPED, keys.DEAD), (uuid, reason))
+def ack(incarnation: str, uuid: str, reason: str = "", used: int = 0) -> Call:
+    """With a reason, the message is kept on the dead-letter list. Its tenant is charged the KV tokens `used` in place
+    of the estimate. Answers 1, or 0 where there is no such delivery."""
+    return Call(script(PACKAGE, "ack"), (keys.inflight(incarnation), keys.REAPED, keys.DEAD), (uuid, reason, used))
 
 
 def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
     """Return a delivery to the front of its list. Answers 1, or 0 where there is no such delivery."""
-    return Call(script(PACKAGE, "back"), (keys.inflight(incarnation), keys.delayed(queue)), (uuid, delay_ms))
+    names = (keys.inflight(incarnation), keys.delayed(queue), keys.RETURNED)
+    return Call(script(PACKAGE, "back"), names, (uuid, delay_ms))
+
+
+def unsort(queue: str, count: int) -> Call:
+    """Where no worker takes from a queue: what was sorted of it goes back to the fronts of its lists. Answers how many
+    messages, `count` at most: fewer were the last."""
+    return Call(script(PACKAGE, "unsort"), [name for name, _ in lists([queue])], (count,))
 
 
 def adopt(source: str, target: str) -> Call:
@@ -113,6 +130,6 @@ def reap(incarnation: str) -> Call:
     """Answers how many deliveries of a dead incarnation went back to their lists; -1 while it lives."""
     return Call(
         script(PACKAGE, "reap"),
-        (keys.lease(incarnation), keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED),
+        (keys.lease(incarnation), keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED, keys.RETURNED),
         (incarnation,),
     )

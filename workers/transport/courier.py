@@ -37,9 +37,9 @@ class Courier(threading.Thread):
         self._changed = threading.Condition()
         self._stopping = False
 
-    def ack(self, incarnation: Incarnation, uuid: str, reason: str = "") -> None:
-        """The delivery is done with; with a reason, its message goes to the dead-letter list."""
-        self._add(incarnation, broker.ack(incarnation.id, uuid, reason))
+    def ack(self, incarnation: Incarnation, uuid: str, reason: str = "", used: int = 0) -> None:
+        """It is done with, for `used` KV tokens; with a reason, its message goes to the dead-letter list."""
+        self._add(incarnation, broker.ack(incarnation.id, uuid, reason, used))
 
     def back(self, incarnation: Incarnation, uuid: str, delay: float = 0.0) -> None:
         """The message goes back to the front of its list, after `delay` seconds."""

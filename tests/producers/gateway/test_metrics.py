@@ -59,8 +59,12 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
     valkey.lpush(f"{QUEUE}\x06\x169", "{}")
     valkey.lpush(keys.model_queue("tiny"), "{}")
     valkey.zadd(keys.delayed(QUEUE), {"x": 1, "y": 2})
+    sorted_by_a_worker = keys.tier_list(QUEUE, "flex")
+    valkey.zadd(keys.sorted_of(sorted_by_a_worker), {"first": 1, "second": 2, "third": 3})
+    valkey.zadd(keys.turns(sorted_by_a_worker), {"a tenant": 0, "": 5})
     got = figures(http)
-    assert [got["penstock_queued", "tiny", POOL, tier] for tier in keys.TIERS] == [1, 2, 0, 4]
+    assert [got["penstock_queued", "tiny", POOL, tier] for tier in keys.TIERS] == [1, 2, 3, 4]
+    assert [got["penstock_queued_tenants", "tiny", POOL, tier] for tier in keys.TIERS] == [0, 0, 2, 0]
     assert [got["penstock_queued", "tiny", "tiny", tier] for tier in keys.TIERS] == [0, 1, 0, 0]
     assert got["penstock_delayed", "tiny", POOL] == 2
     assert got["penstock_tasks_submitting",] == 0

@@ -2,8 +2,10 @@
 -- holds back for later is held back there.
 -- KEYS: delayed of the source, delayed of the target, then source list, target list, ...
 -- Answers: how many messages were moved
+-- include: _unsort.lua
 local moved = 0
 for k = 3, #KEYS, 2 do
+  repeat until unsort(KEYS[k], 1000) == 0
   while redis.call('LMOVE', KEYS[k], KEYS[k + 1], 'LEFT', 'RIGHT') do
     moved = moved + 1
   end

@@ -1,6 +1,8 @@
--- BACK(uuid) | the entry exists: return it to the front of its list (delayed for `busy`); else nothing.
--- KEYS: in flight of inc, delayed   ARGV: uuid, delay (ms)
+-- BACK(uuid) | the entry exists: return it to the front of its list (delayed for `busy`), to be sorted to where it stood
+-- among its tenant's, who is not charged for it; else nothing.
+-- KEYS: in flight of inc, delayed, returned   ARGV: uuid, delay (ms)
 -- Answers: 1 returned | 0
+-- include: _fair.lua
 local packed = redis.call('HGET', KEYS[1], ARGV[1])
 if not packed then
   return 0
@@ -15,4 +17,8 @@ if delay > 0 then
 else
   redis.call('RPUSH', e[2], e[4])
 end
+if e[8] then
+  redis.call('HSET', KEYS[3], e[3], e[8])
+end
+correct(e, 0)
 return 1

@@ -1,37 +1,46 @@
--- FETCH(inc, uuid) | broker lease alive; the caller names the UUID; already in flight: same answer; else pop + enter in
+-- FETCH(inc, uuid) | broker lease alive; the caller names the UUID; already in flight: same answer; else take + enter in
 -- flight (what cannot be decoded: dead letter).
+-- First it sorts by tenant what has arrived, so many of each list; another call goes on with the rest. A list's head is
+-- then the oldest message of the tenant that was served least (see _fair.lua); what it may need is charged to it here, and
+-- set right by ACK, BACK and REAP.
 -- Takes up to one message per named UUID, best list first: a list's rank is its tier less one for every `ageing` ms that
 -- its head has waited unserved, so that a lower tier never starves. A head that does not fit its tier's credit is left where
 -- it is, and so is all of its own and of lower tiers; higher tiers go on.
 -- A suspect (one more return and it is condemned) had company whenever its worker died, and most of that company is
--- innocent: an incarnation holds one suspect at a time, so that whatever kills its workers condemns itself alone.
--- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, list ...
--- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task,
---       sequence credit * 4 tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
+-- innocent: an incarnation holds one suspect at a time, so that whatever kills its workers condemns itself alone. Its
+-- tenant waits with it; others do not.
+-- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, returned, arrivals, weights, list ...
+-- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, how many of a list
+--       are sorted, sequence credit * 4 tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
 -- Answers: {lost}; else for each message: uuid, list, message, redeliveries. At N of them it says `condemned`: its
 -- workers died of it before they could claim, so that it must be claimed by its id before anyone decodes it.
 -- Last, for each message that was dead-lettered: nothing, list, message, reason.
+-- include: _fair.lua
 local lease, inflight, delayed, dead, reaped, unserved = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local nlists = #KEYS - 6
+local returned, arrivals, weights, before = KEYS[7], KEYS[8], KEYS[9], 9
+local nlists = #KEYS - before
 if redis.call('EXISTS', lease) == 0 then
   return { 'lost' }
 end
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local ageing, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
-local cap_seqs, cap_tokens, plain_tokens = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local cap_seqs, cap_tokens, plain_tokens, bite = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local seqs, tokens = {}, {}
 for k = 0, 3 do
-  seqs[k], tokens[k] = tonumber(ARGV[6 + k]), tonumber(ARGV[10 + k])
+  seqs[k], tokens[k] = tonumber(ARGV[7 + k]), tonumber(ARGV[11 + k])
 end
 local out, buried = {}, {}
 
--- a size from a header: sane, or the default (cjson lets NaN through, which compares with nothing)
-local function bounded(value, default, cap)
-  if type(value) ~= 'number' or not (value >= 1) then
-    value = default
-  end
-  return math.min(math.floor(value), cap)
+-- a size from a header; where it is no number it is 0, and what is not above 0 counts as unsaid (as NaN is, which cjson
+-- lets through)
+local function whole(value)
+  return type(value) == 'number' and math.floor(value) or 0
+end
+
+local function weight_of(tenant)
+  local weight = tonumber(redis.call('HGET', weights, tenant) or '1')
+  return weight and weight >= 0.001 and weight <= 1000 and weight or 1
 end
 
 local function returns(id)
@@ -69,15 +78,9 @@ for i = #due, 1, -1 do
   redis.call('ZREM', delayed, due[i])
 end
 
--- the head of list k, decoded; what cannot be decoded is dead-lettered on the way
-local function head(k)
-  local list = KEYS[6 + k]
-  while true do
-    local raw = redis.call('LINDEX', list, -1)
-    if not raw then
-      redis.call('HDEL', unserved, list)
-      return nil
-    end
+-- what the front of a list holds, by tenant; what cannot be decoded is dead-lettered on the way
+local function sort(list)
+  for _, raw in ipairs(redis.call('RPOP', list, bite) or {}) do
     local fine, m = pcall(cjson.decode, raw)
     local reason
     if not fine then
@@ -93,31 +96,61 @@ local function head(k)
     elseif type(m.body) ~= 'string' then
       reason = 'no body'
     end
-    if not reason then
-      local since = tonumber(redis.call('HGET', unserved, list))
-      if not since or since > now then -- later than now: the clock was set back
-        since = now
-        redis.call('HSET', unserved, list, now)
+    if reason then
+      redis.call('RPUSH', dead, cjson.encode({ reason = reason, list = list, at = now, message = raw }))
+      buried[#buried + 1] = { '', list, raw, reason }
+    else
+      local id, said = m.headers.id, type(m.headers.penstock) == 'table' and m.headers.penstock or {}
+      local number = tonumber(redis.call('HGET', returned, id)) -- it goes back to where it stood
+      if number then
+        redis.call('HDEL', returned, id)
+      else
+        number = redis.call('INCR', arrivals)
       end
-      local h = { raw = raw, id = m.headers.id, list = list, tier = tonumber(ARGV[13 + k]) }
-      h.rank = h.tier - math.floor((now - since) / ageing)
-      h.seqs, h.tokens = 0, 0
-      if m.headers.task == 'penstock.generate' then
-        local size = type(m.headers.penstock) == 'table' and m.headers.penstock or {}
-        h.seqs = bounded(size.n, 1, cap_seqs)
-        h.tokens = bounded(size.tokens, plain_tokens, cap_tokens)
-      end
-      return h
+      local generates = m.headers.task == 'penstock.generate' and 1 or 0
+      local tenant = type(said.tenant) == 'string' and said.tenant or ''
+      place(list, { number, raw, id, tenant, generates, whole(said.n), whole(said.tokens) })
     end
-    redis.call('RPOP', list)
-    redis.call('RPUSH', dead, cjson.encode({ reason = reason, list = list, at = now, message = raw }))
-    buried[#buried + 1] = { '', list, raw, reason }
   end
 end
 
+-- the head of list k: the oldest message of whoever was served least and is not `passed` over
+local passed = {}
+local function head(k)
+  local list, place, tenant = KEYS[before + k], 0, nil
+  repeat
+    tenant = redis.call('ZRANGE', 'penstock:turns:' .. list, place, place)[1]
+    place = place + 1
+  until not tenant or not (passed[k] and passed[k][tenant])
+  if not tenant then
+    if place == 1 then
+      redis.call('HDEL', unserved, list)
+    end
+    return nil
+  end
+  local since = tonumber(redis.call('HGET', unserved, list))
+  if not since or since > now then -- later than now: the clock was set back
+    since = now
+    redis.call('HSET', unserved, list, now)
+  end
+  local number = redis.call('ZRANGE', 'penstock:turn:' .. list .. ':' .. tenant, 0, 0)[1]
+  local e = cmsgpack.unpack(redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1])
+  local h = { number = e[1], raw = e[2], id = e[3], list = list, tenant = tenant, tier = tonumber(ARGV[14 + k]) }
+  h.rank = h.tier - math.floor((now - since) / ageing)
+  h.seqs, h.tokens = 0, 0
+  if e[5] == 1 then
+    h.seqs = math.min(e[6] > 0 and e[6] or 1, cap_seqs)
+    h.tokens = math.min(e[7] > 0 and e[7] or plain_tokens, cap_tokens)
+  end
+  return h
+end
+
+for k = 1, nlists do
+  sort(KEYS[before + k])
+end
 local heads, blocked = {}, 4
 local read = false
-for u = 14 + nlists, #ARGV do
+for u = 15 + nlists, #ARGV do
   local uuid = ARGV[u]
   local known = redis.call('HGET', inflight, uuid)
   if known then
@@ -144,7 +177,9 @@ for u = 14 + nlists, #ARGV do
         blocked = heads[best].tier
         best = blocked > 0 and -1 or nil
       elseif best and suspect(heads[best].id) and holds_suspect() then
-        heads[best] = nil
+        passed[best] = passed[best] or {}
+        passed[best][heads[best].tenant] = true
+        heads[best] = head(best)
         best = -1
       end
     until best ~= -1
@@ -152,9 +187,11 @@ for u = 14 + nlists, #ARGV do
       break
     end
     local h = heads[best]
-    redis.call('RPOP', h.list)
+    local charge, weight = math.max(h.tokens, 1), weight_of(h.tenant)
+    serve(h.list, h.tenant, h.number, charge / weight)
     redis.call('HSET', unserved, h.list, now)
-    local entry = { redis.call('INCR', 'penstock:deliveries'), h.list, h.id, h.raw, h.tier, h.seqs, h.tokens }
+    local order = redis.call('INCR', 'penstock:deliveries')
+    local entry = { order, h.list, h.id, h.raw, h.tier, h.seqs, h.tokens, h.number, h.tenant, charge, weight }
     redis.call('HSET', inflight, uuid, cmsgpack.pack(entry))
     give(uuid, h.list, h.raw, h.id, h.tier, h.seqs, h.tokens)
     heads[best] = head(best)

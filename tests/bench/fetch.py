@@ -1,0 +1,93 @@
+"""What one FETCH costs with many tenants and a long backlog: `python -m tests.bench.fetch`.
+
+A real Valkey, the real scripts, no worker. A backlog is sorted by tenant, then a worker with room for so many tasks
+fetches and acknowledges, again and again. Times are those of the round trip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+from redis import Redis
+
+from producers import keys
+from producers.message import Message
+from producers.script import run, run_many
+from tests.processes import valkey
+from workers.transport import broker
+
+QUEUE = keys.pool_queue("m", "1", "bench")
+INC = "w.1"
+
+
+def measure(redis: Redis, tenants: int, backlog: int, batch: int, rounds: int) -> dict[str, float]:
+    redis.flushall()
+    redis.set(keys.lease(INC), "{}")
+    for start in range(0, backlog, 5000):
+        with redis.pipeline(transaction=False) as pipe:
+            for number in range(start, min(backlog, start + 5000)):
+                tenant = f"tenant-{number % tenants}" if tenants > 1 else ""
+                message = Message(f"t{number}", QUEUE, "default", 1, 100 + number % 500, tenant)
+                pipe.lpush(message.list, message.envelope())
+            pipe.execute()
+    sorting = []
+    while redis.llen(QUEUE):
+        sorting.append(_timed(redis, batch, 0, 0)[0])
+    taking, acking = [], []
+    for number in range(rounds):
+        seconds, uuids = _timed(redis, batch, 10**6, number + 1)
+        taking.append(seconds)
+        start_s = time.perf_counter()
+        run_many(redis, [broker.ack(INC, uuid, "", 80) for uuid in uuids])
+        acking.append(time.perf_counter() - start_s)
+    return {
+        "tenants": tenants,
+        "backlog": backlog,
+        f"sort_{broker.BITE}_ms_p50": _ms(sorting or [0.0]),
+        f"fetch_{batch}_ms_p50": _ms(taking),
+        f"ack_{batch}_ms_p50": _ms(acking),
+    }
+
+
+def _timed(redis: Redis, batch: int, room: int, number: int) -> tuple[float, list[str]]:
+    uuids = [f"u{number}.{k}" for k in range(batch)]
+    call = broker.fetch(
+        INC,
+        [QUEUE, keys.model_queue("m")],
+        uuids,
+        broker.Credit((room,) * 4, (10**9,) * 4),
+        capacity=(10**6, 10**9),
+        plain_tokens=512,
+        ageing_ms=30_000,
+        max_redeliveries=5,
+    )
+    start = time.perf_counter()
+    answer = run(redis, call)
+    seconds = time.perf_counter() - start
+    fetched = broker.read_fetch(answer)
+    if fetched is None or len(fetched) != (batch if room else 0):
+        raise RuntimeError(f"{fetched and len(fetched)} tasks were fetched")
+    return seconds, uuids
+
+
+def _ms(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 100, 10_000])
+    parser.add_argument("--backlog", type=int, default=100_000)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=500)
+    args = parser.parse_args()
+    with valkey() as (_, redis):
+        for tenants in args.tenants:
+            print(json.dumps(measure(redis, tenants, args.backlog, args.batch, args.rounds)))
+
+
+if __name__ == "__main__":
+    main()

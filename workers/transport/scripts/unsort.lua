@@ -1,0 +1,10 @@
+-- UNSORT | no worker takes from these lists any more: what was sorted by tenant goes back to their fronts, in the order of
+-- its arrival, so that a list's length says again how much waits.
+-- KEYS: list ...   ARGV: how many, at most
+-- Answers: how many went back; fewer than asked for: all
+-- include: _unsort.lua
+local moved, count = 0, tonumber(ARGV[1])
+for _, list in ipairs(KEYS) do
+  moved = moved + (moved < count and unsort(list, count - moved) or 0)
+end
+return moved
