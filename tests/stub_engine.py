@@ -3,9 +3,9 @@
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
 requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run
-on; unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED
-(no request makes a token). A prompt that contains DEADLY kills the process in its first step, one that contains STALLED
-makes no token; the text PANIC cannot be tokenised.
+on; unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED (no request makes a
+token), STUB_HANG_AFTER (the step after so many does not end). A prompt that contains DEADLY kills the process in its
+first step, one that contains STALLED makes no token; the text PANIC cannot be tokenised.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class StubEngine:
         self.fault_seeds = os.environ.get("STUB_FAULT_SEEDS")
         self.fault_choice = os.environ.get("STUB_FAULT_CHOICE")
         self.short = int(os.environ.get("STUB_SHORT_CHOICE", "0"))
+        self.hang_after = int(os.environ.get("STUB_HANG_AFTER", "-1"))
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -159,6 +160,7 @@ class StubEngine:
     def close(self) -> None:
         self._closed = True
         self._wake.set()
+        self._thread.join()
 
     def _loop(self) -> None:
         while not self._closed:
@@ -194,6 +196,8 @@ class StubEngine:
                 time.sleep(self.step_s)
 
     def _step(self) -> None:
+        if self._steps == self.hang_after:
+            threading.Event().wait()
         self._steps += 1
         for key, running in list(self._running.items()):
             request = running.request

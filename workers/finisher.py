@@ -34,15 +34,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BATCH = 64
+BATCH = 256
 #: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter.
 RETRY, BACK, DEAD = "retry", "back", "dead"
 RETRY_S = 1.0
 #: Times that Celery's side of a task may fail, other than by a server that is away.
 MAX_FAILURES = 3
 AWAY = (*LOST, OperationalError)
-#: When the worker stops, how long an absent store is tried again, seconds.
-STOP_S = 5.0
 
 
 @dataclass(slots=True)
@@ -87,10 +85,11 @@ class Finisher(threading.Thread):
         error = error_json("dead_lettered", f"The message cannot be used: {reason}")
         self._queue.put(_Ending(delivery, DEAD, error, reason=reason))
 
-    def stop(self) -> None:
-        """Returns when everything that was said before is settled, or cannot be."""
+    def stop(self, timeout: float) -> bool:
+        """True once everything that was said before is settled."""
         self._queue.put(None)
-        self.join(timeout=10)
+        self.join(timeout)
+        return not self.is_alive()
 
     def run(self) -> None:
         stopping = False
@@ -100,7 +99,7 @@ class Finisher(threading.Thread):
                 batch.append(self._queue.get())
             stopping = None in batch
             traced = [end for end in batch if end is not None and not end.delivery.put_down and self._trace(end)]
-            self._settle(traced, stopping)
+            self._settle(traced)
 
     # ---- the tracer ---------------------------------------------------------------------------------------------
 
@@ -187,7 +186,7 @@ class Finisher(threading.Thread):
 
     # ---- settle ---------------------------------------------------------------------------------------------------
 
-    def _settle(self, ends: list[_Ending], stopping: bool) -> None:
+    def _settle(self, ends: list[_Ending]) -> None:
         for end in ends:
             if end.status == DEAD:
                 self._runtime.done(end.delivery, end.reason)
@@ -198,14 +197,10 @@ class Finisher(threading.Thread):
             else settle(end.delivery.task_id)
             for end in ends
         ]
-        give_up = time.monotonic() + STOP_S
         while calls and not all(end.delivery.put_down for end in ends):
             try:
                 answers = run_many(self._redis, calls)
             except LOST as exc:
-                if stopping and time.monotonic() > give_up:
-                    logger.error("The store is away: %d tasks are left to other workers", len(ends))
-                    return
                 logger.warning("Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
                 time.sleep(RETRY_S)
                 continue

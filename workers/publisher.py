@@ -86,11 +86,12 @@ class Publisher(threading.Thread):
         else:
             self.conclude(delivery, "cancelled")
 
-    def stop(self) -> None:
-        """Returns when everything that was said before is published."""
+    def stop(self, timeout: float) -> bool:
+        """True once everything that was said before is published."""
         self._stopping = True
         self._wake.set()
-        self.join(timeout=10)
+        self.join(timeout)
+        return not self.is_alive()
 
     # ---- the thread -----------------------------------------------------------------------------------------
 

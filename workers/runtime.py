@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from celery.worker import state
 
 from producers import keys
 from producers.message import is_plain
+from workers.drain import Drain
 from workers.finisher import Finisher
 from workers.gpu_facts import GpuFacts
 from workers.housekeeper import Housekeeper
@@ -35,9 +35,6 @@ from workers.transport.courier import Courier
 from workers.transport.intake import Arrival, Intake
 
 logger = logging.getLogger(__name__)
-
-#: How long the last acknowledgements may take at shutdown, seconds.
-FLUSH_S = 5.0
 
 
 class Runtime:
@@ -55,6 +52,7 @@ class Runtime:
         self.deliveries: dict[str, Delivery] = {}
         self.running: dict[str, Delivery] = {}
         self.draining = False
+        self.drain = Drain(self)
         self._lock = threading.RLock()
         self.ledger = Ledger((engine.max_num_seqs, engine.kv_tokens_total))
         self.courier = Courier(settings.broker, queue)
@@ -174,6 +172,7 @@ class Runtime:
             self.running.pop(delivery.uuid, None)
         self.ledger.release(delivery.uuid)
         self.claimer.room()
+        self.drain.put_down()
         return True
 
     def done(self, delivery: Delivery, reason: str = "") -> None:
@@ -217,6 +216,7 @@ class Runtime:
             self.deliveries.clear()
             self.running.clear()
             self.ledger.clear()
+        self.drain.put_down()
         logger.warning("The lease of %s lapsed: dropping %d deliveries, beginning anew", incarnation.id, len(dropped))
         for uuid in running:
             self.engine.abort(uuid)
@@ -234,31 +234,11 @@ class Runtime:
         self.draining = True
         self.intake.stop()
 
-    def drain(self, seconds: float) -> None:
-        """Let what ends within `seconds` end; release the rest with its tokens, and hand it back.
-
-        A second signal (SIGQUIT, or Ctrl-C again) cuts it short.
-        """
-        self.stop_fetching()
-        deadline = time.monotonic() + seconds
-        while self.deliveries and time.monotonic() < deadline and state.should_terminate is None:
-            time.sleep(0.02)
-        left = list(self.deliveries.values())
-        if left:
-            logger.warning("The drain is over: handing %d tasks back", len(left))
-        self.claimer.stop()
-        self.publisher.stop()
-        for delivery in left:
-            self.let_go(delivery)
-        self.finisher.stop()
-        if self.courier.flush(FLUSH_S):
-            self.housekeeper.end_life(self.incarnation)
-        else:
-            logger.error("The broker is away: what is in flight returns when the lease lapses")
-        self.courier.stop()
-        self.housekeeper.stop()
-        self.gpu.stop()
-        self.engine.close()
+    def stop(self, seconds: float, why: str, status: int = 0) -> None:
+        """End this worker: drain for at most `seconds`, then exit. Any thread; again, to make it shorter."""
+        state.should_stop = state.should_stop or 0
+        self.drain.begin(seconds, why, status)
+        self.intake.nudge()
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
         """Run `action` after a while on the housekeeper's thread."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import warnings
 from importlib import import_module
 from typing import Any
 
+from celery.apps.worker import install_cry_handler
 from celery.exceptions import SecurityWarning
 from celery.worker import state
 
@@ -20,12 +20,13 @@ from workers.notify import notify_ready
 from workers.runtime import Runtime
 from workers.serving import announce
 from workers.settings import WorkerSettings
+from workers.stopping import Stopping
 
 logger = logging.getLogger(__name__)
 
 
 def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
-    """Serve until SIGTERM or SIGINT (drains) or SIGQUIT (hands everything back at once); return the exit code.
+    """Serve until told to stop (`workers.stopping`); return the exit code.
 
     Raises workers.errors.Refused where broker, store or model cannot be used.
     """
@@ -34,6 +35,8 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     warnings.filterwarnings("ignore", category=SecurityWarning)
     for name in ("celery.app.trace", "celery.worker.strategy"):  # a line or two for every task
         logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
+    stopping = Stopping()
+    stopping.install()
     check_server(settings.broker, "broker")
     check_server(settings.store, "store")
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
@@ -43,10 +46,9 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     runtime = Runtime(settings, engine, app, card, queue)
     attach(app, runtime)
     threading.excepthook = _thread_died
-    # A byte for each signal: the event loop must not sleep on before it acts on one.
-    signal.set_wakeup_fd(runtime.intake.signal_fd, warn_on_full_buffer=False)
+    stopping.serve(runtime)
     runtime.start()
-    worker = app.Worker(
+    worker = _quiet(app.Worker)(
         hostname=f"penstock@{settings.name}",
         loglevel=loglevel,
         concurrency=engine.max_num_seqs,
@@ -58,8 +60,16 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     logger.info("Serving %s from %s", card["name"], queue)
     notify_ready()
     worker.start()
-    # For Celery, Ctrl-C is a failure.
     return 0 if state.should_stop is not None else int(worker.exitcode or 0)
+
+
+def _quiet(worker: Any) -> Any:
+    """Celery's worker, without its handlers of signals: those run on the main thread, which may wait for a broker."""
+
+    def only_ours(self: Any, worker: Any) -> None:
+        install_cry_handler()  # SIGUSR1 shows where every thread is
+
+    return type("Worker", (worker,), {"install_platform_tweaks": only_ours})
 
 
 def _thread_died(args: Any) -> None:

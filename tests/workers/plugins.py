@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import time
@@ -12,7 +13,7 @@ from celery import Celery
 from celery.exceptions import Reject
 from celery.result import AsyncResult
 from celery.worker import state as celery_state
-from celery.worker.control import inspect_command
+from celery.worker.control import control_command, inspect_command
 
 import workers.worker
 from workers.pool.claimer import Claimer
@@ -88,6 +89,22 @@ def dies_before_claim() -> None:
         return call(self, delivery)
 
     Claimer._call = deadly  # type: ignore[method-assign]
+
+
+def event_loop_sticks() -> None:
+    """`control stick`: the main thread waits for ever."""
+
+    @control_command()
+    def stick(state: Any) -> None:
+        print("stuck", flush=True)
+        while True:
+            time.sleep(600)
+
+
+def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
+    """An engine's factory, within a call in which Python's own handlers of signals do not get a turn."""
+    print("loading", flush=True)
+    ctypes.CDLL(None).sleep(600)
 
 
 def claimer_dies() -> None:

@@ -27,8 +27,8 @@ FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 10.0
 #: A child that served for this long (s) was well; its next death is the first one again.
 WELL_S: Final = 20.0
-#: Beyond the drain time (s): what a worker may take to hand things back.
-HAND_BACK_S: Final = 10.0
+#: Beyond the drain time (s): what a worker may take to hand things back. It is gone within 2 s of it (`workers.drain`).
+HAND_BACK_S: Final = 5.0
 #: Lines of a child's output that are kept, for when it fails.
 KEPT: Final = 200
 

@@ -118,6 +118,11 @@ class System:
             await self._gateway.stop(STREAMS_END_S)
         await self._stop_valkey()
 
+    def hasten(self) -> None:
+        """While it stops: workers hand back now what they run."""
+        for child in self._workers:
+            child.order(signal.SIGQUIT)
+
     async def kill(self) -> None:
         """Stop all at once. What was running is found in the queue at the next start."""
         self._stop_listening()
@@ -204,14 +209,15 @@ class System:
 
 
 async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> bool:
-    """Start the system, use it, stop it. SIGINT, SIGTERM or SIGHUP ends the use; a second one ends all at once.
+    """Start the system, use it, stop it. SIGINT, SIGTERM or SIGHUP ends the use; with SIGQUIT, or a second one, workers
+    hand back at once what they run; a third ends all on the spot.
 
-    Returns whether the use came to its own end. Raises Failure from the start, the use, or for the second signal;
+    Returns whether the use came to its own end. Raises Failure from the start, the use, or for the third signal;
     nothing is left running in any case.
     """
     loop = asyncio.get_running_loop()
     came: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(sig) is signal.SIG_IGN:  # under nohup
             continue
         loop.add_signal_handler(sig, came.put_nowait, sig)
@@ -224,17 +230,27 @@ async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> b
     told = asyncio.create_task(came.get())
     await asyncio.wait((work, told), return_when="FIRST_COMPLETED")
     finished = work.done()
+    signals = 0
     if not finished:
+        signals = 2 if told.result() is signal.SIGQUIT else 1
         work.cancel()
         await asyncio.wait((work,))
         told = asyncio.create_task(came.get())
     stopping = asyncio.create_task(system.stop())
-    await asyncio.wait((stopping, told), return_when="FIRST_COMPLETED")
-    if not stopping.done():
-        stopping.cancel()
-        await asyncio.wait((stopping,))
-        await system.kill()
-        raise Failure("stopped at once; what was running is in the queue", Exit.INTERRUPTED)
+    while True:
+        if signals == 2:
+            system.hasten()
+        await asyncio.wait((stopping, told), return_when="FIRST_COMPLETED")
+        if stopping.done():
+            break
+        signals += 1
+        told = asyncio.create_task(came.get())
+        if signals > 2:
+            stopping.cancel()
+            told.cancel()
+            await asyncio.wait((stopping,))
+            await system.kill()
+            raise Failure("stopped at once; what was running is in the queue", Exit.INTERRUPTED)
     told.cancel()
     stopping.result()
     if not work.cancelled():

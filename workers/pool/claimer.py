@@ -62,10 +62,11 @@ class Claimer(threading.Thread):
         self._suspects.clear()
         self._stay_alone(False)
 
-    def stop(self) -> None:
+    def stop(self, timeout: float) -> bool:
         self._stopping = True
         self._queue.put(None)
-        self.join(timeout=10)
+        self.join(timeout)
+        return not self.is_alive()
 
     def run(self) -> None:
         while not self._stopping:

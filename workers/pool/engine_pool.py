@@ -113,12 +113,13 @@ class EnginePool(BasePool):
         self.runtime.stop_fetching()
 
     def on_stop(self) -> None:
-        """SIGTERM: drain."""
-        self.runtime.drain(self.runtime.settings.drain)
+        """Drain; whoever told the worker to stop (`workers.stopping`) has begun that."""
+        self.runtime.drain.begin(self.runtime.settings.drain, "Celery's worker stops")
+        self.runtime.drain.over.wait()
 
     def on_terminate(self) -> None:
-        """SIGQUIT: hand everything back at once."""
-        self.runtime.drain(0.0)
+        self.runtime.drain.begin(0.0, "Celery's worker stops")
+        self.runtime.drain.over.wait()
 
     @property
     def num_processes(self) -> int:

@@ -112,10 +112,10 @@ class Intake(threading.Thread):
         """Readable while messages wait to be handed over."""
         return self._pipe[0]
 
-    @property
-    def signal_fd(self) -> int:
-        """Whatever is written here wakes the event loop."""
-        return self._pipe[1]
+    def nudge(self) -> None:
+        """Wake the event loop. Any thread."""
+        with contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
+            os.write(self._pipe[1], b"!")
 
     def attach(self) -> None:
         """The consumer is there: begin to fetch."""
@@ -125,15 +125,14 @@ class Intake(threading.Thread):
     def detach(self) -> None:
         """The consumer is gone (reconnecting, or shutting down)."""
         self._attached = False
-        while self._arrivals:
-            self._holder.celery_forgets(self._arrivals.popleft().fetched.uuid)
+        while (arrival := self._next()) is not None:
+            self._holder.celery_forgets(arrival.fetched.uuid)
 
     def hand_over(self, deliver: Callable[[dict[str, Any], str], None]) -> None:
         """Give everything that arrived to kombu's callbacks; runs in the event loop."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipe[0], 4096)
-        while self._arrivals:
-            arrival = self._arrivals.popleft()
+        while (arrival := self._next()) is not None:
             if arrival.incarnation.over:
                 continue
             try:
@@ -141,6 +140,12 @@ class Intake(threading.Thread):
             except Exception as exc:
                 logger.exception("A message could not be decoded: dead-lettered")
                 self._holder.refused(arrival.fetched.uuid, f"{type(exc).__name__}: {exc}")
+
+    def _next(self) -> Arrival | None:
+        try:
+            return self._arrivals.popleft()
+        except IndexError:
+            return None
 
     # ---- the fetching side ----------------------------------------------------------------------------------
 
@@ -213,8 +218,7 @@ class Intake(threading.Thread):
     def pass_on(self, arrival: Arrival) -> None:
         """Queue it for the event loop."""
         self._arrivals.append(arrival)
-        with contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
-            os.write(self._pipe[1], b"!")
+        self.nudge()
         if not self._attached:
             self.detach()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.cli.exits import Failure
 from workers.cli.system import Plan, System, conduct
 
 
@@ -28,6 +29,49 @@ def _hangup() -> Iterator[None]:
     before = signal.getsignal(signal.SIGHUP)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+class Slow(Empty):
+    """Its workers drain for as long as nobody hastens them."""
+
+    def __init__(self, stubborn: bool, tmp_path: Path) -> None:
+        super().__init__(Plan((), tmp_path), lambda name, line: None)
+        self.told: list[str] = []
+        self._stubborn = stubborn
+        self._hastened = asyncio.Event()
+
+    async def stop(self) -> None:
+        self.told.append("stop")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await self._hastened.wait()
+
+    def hasten(self) -> None:
+        self.told.append("hasten")
+        if self._stubborn:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._hastened.set()
+
+    async def kill(self) -> None:
+        self.told.append("kill")
+
+
+async def _until_told(system: System) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.Event().wait()
+
+
+def test_a_second_signal_hastens(tmp_path: Path) -> None:
+    system = Slow(False, tmp_path)
+    assert asyncio.run(conduct(system, _until_told)) is False
+    assert system.told == ["stop", "hasten"]
+
+
+def test_a_third_ends_all(tmp_path: Path) -> None:
+    system = Slow(True, tmp_path)
+    with pytest.raises(Failure, match="stopped at once"):
+        asyncio.run(conduct(system, _until_told))
+    assert system.told == ["stop", "hasten", "kill"]
 
 
 @pytest.mark.parametrize(("disposition", "finished"), [(signal.SIG_IGN, True), (signal.SIG_DFL, False)])
