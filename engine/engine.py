@@ -51,6 +51,8 @@ class EngineStats:
     """Steps for which the device had no memory."""
     shrinks: int
     """Times that steps were made smaller for it."""
+    not_finite: int
+    """Sequences that ended because the model's logits were NaN or infinite."""
     last_step_ms: float
     dtype: str
     """Of the weights."""
@@ -202,6 +204,7 @@ class Engine:
             aborted=found.aborted,
             out_of_memory=found.out_of_memory,
             shrinks=found.shrinks,
+            not_finite=found.not_finite,
             last_step_ms=self._loop.last_step_s * 1e3,
             dtype=_name(self._model.dtype),
             compute_dtype=_name(self._model.kernels.compute_dtype),

@@ -43,6 +43,8 @@ class SchedulerStats:
     """Steps for which the device had no memory."""
     shrinks: int
     """Times that steps were made smaller for it."""
+    not_finite: int
+    """Sequences that ended because the model's logits were NaN or infinite."""
 
 
 class Scheduler:
@@ -94,7 +96,7 @@ class Scheduler:
         # Seeds for sampling, not secrets.
         self._seeds = random.Random(seed)  # noqa: S311
         self._serial = 0
-        self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = 0
+        self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = self._not_finite = 0
 
     # ---- requests come and go
 
@@ -263,9 +265,11 @@ class Scheduler:
                 continue
             group = self._groups[seq.request.id]
             if result is not None and result.error is not None:
+                self._not_finite += not result.refused
                 events += self.fail(seq, result.error, refused=result.refused)
                 continue
             if row.scored is not None and row.scored.error is not None:
+                self._not_finite += 1
                 events += self.fail(seq.request.id, row.scored.error)
                 continue
             if seq.status is Status.RUNNING:
@@ -357,6 +361,7 @@ class Scheduler:
             aborted=self._aborted,
             out_of_memory=self._planner.out_of_memory,
             shrinks=self._planner.shrinks,
+            not_finite=self._not_finite,
         )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:

@@ -154,6 +154,7 @@ class StubEngine:
             generated_tokens=self._generated,
             preemptions=0,
             out_of_memory=0,
+            not_finite=0,
             device="cpu",
         )
 

@@ -270,6 +270,7 @@ class Runtime:
                 "generated_tokens": stats.generated_tokens,
                 "preemptions": stats.preemptions,
                 "out_of_memory": stats.out_of_memory,
+                "not_finite": stats.not_finite,
                 **({} if gpu is None else {"gpu": gpu}),
             }
         )

@@ -12,7 +12,7 @@ from redis.client import Pipeline
 
 from producers import keys
 from workers.errors import Refused
-from workers.library import find_model
+from workers.library import find_model, verify
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
 
     found = find_model(model, say=logger.info)
     folder = found.folder
+    verify(folder, say=logger.info)
     try:
         engine = Engine.load(folder, EngineConfig(**options))
     except EngineError as exc:

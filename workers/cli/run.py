@@ -78,6 +78,8 @@ def run(
         raise Failure("--system goes with --chat")
     with needs("worker"):
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
+        from workers.errors import Refused
+        from workers.library import verify
     (found,) = find_models([model], lambda line: typer.echo(line, err=True))
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -106,12 +108,13 @@ def run(
         SamplingParams(**asked)  # what is wrong with it is said before a model is loaded for seconds
         config = EngineConfig(**{name: value for name, value in setup.items() if value is not None})
         text = text_from(sys.stdin.read) if prompt == "-" else prompt
+        verify(found.folder)
         with Engine.load(found.folder, config) as engine:
             if engine.card is None:
                 raise Failure(f"{found.folder} has no tokenizer.json: it cannot read a text")
             params = SamplingParams(**{**engine.card.defaults, **asked})
             _show(engine, Request("run", _prompt_ids(engine, found.folder, text, chat, system), params), as_json)
-    except EngineError as error:
+    except (EngineError, Refused) as error:
         raise Failure(str(error)) from error
 
 

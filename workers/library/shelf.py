@@ -130,12 +130,12 @@ class Shelf:
         """
         try:
             names = {path.name for path in folder.iterdir() if path.is_file()}
-            index = _own(folder, INDEX).read_bytes() if INDEX in names else None
+            index = own_file(folder, INDEX).read_bytes() if INDEX in names else None
             files = needed(str(folder), names, index)
-            digests = {file: sha256_of(_own(folder, file)) for file in files}
+            digests = {file: sha256_of(own_file(folder, file)) for file in files}
         except OSError as error:
             raise Refused(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
-        for file, digest in _manifest(folder).items():
+        for file, digest in manifest_of(folder).items():
             if digests.get(file, digest) != digest:
                 raise Refused(f"{folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}")
         _check_weights(folder, files)
@@ -168,7 +168,7 @@ def _check_weights(folder: Path, files: Iterable[str]) -> None:
         raise Refused(f"cannot read {error.filename or folder}: {error.strerror or error}") from error
 
 
-def _own(folder: Path, name: str) -> Path:
+def own_file(folder: Path, name: str) -> Path:
     """A file of the folder. What it links to elsewhere would become part of the model, for all its callers to see."""
     from engine.errors import ModelError
     from engine.text.folder import file_in
@@ -219,9 +219,9 @@ def _shards(whose: str, index: bytes) -> set[str]:
     return shards
 
 
-def _manifest(folder: Path) -> dict[str, str]:
-    """SHA-256 by file. Raises Refused."""
-    path = _own(folder, MANIFEST)
+def manifest_of(folder: Path) -> dict[str, str]:
+    """SHA-256 by file, as the folder's own manifest.json says; empty where it has none. Raises Refused."""
+    path = own_file(folder, MANIFEST)
     if not path.exists():
         return {}
     try:

@@ -72,7 +72,7 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
 
 def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str, valkey: Redis) -> None:
     announce(valkey)
-    announce(valkey, "w2.def", worker="w2", running=5, out_of_memory=4)
+    announce(valkey, "w2.def", worker="w2", running=5, out_of_memory=4, not_finite=6)
     valkey.hset(keys.inflight("w1.abc"), mapping={"a": "m", "b": "m"})
     got = figures(http)
     assert got["penstock_workers", "tiny", POOL] == 2
@@ -84,6 +84,7 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     # One of an earlier release, which does not tell.
     assert ("penstock_worker_out_of_memory_total", "tiny", POOL, "w1") not in got
     assert got["penstock_worker_out_of_memory_total", "tiny", POOL, "w2"] == 4
+    assert got["penstock_worker_not_finite_total", "tiny", POOL, "w2"] == 6
     valkey.delete(keys.lease("w1.abc"))
     got = figures(http)
     assert got["penstock_workers", "tiny", POOL] == 1

@@ -1,0 +1,69 @@
+"""A model whose files are not what its manifest says is not loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.workers.rig import Rig
+from workers.cli.exits import Exit
+from workers.errors import Refused
+from workers.library import Shelf, verify
+from workers.serving import load_engine
+
+TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
+
+
+@pytest.fixture
+def pulled(tmp_path: Path) -> Path:
+    """A version on a shelf, whole."""
+    return Shelf(tmp_path / "models").copy("mine", TINY).folder
+
+
+def flip_a_bit(path: Path) -> None:
+    """As a disk does that rots: length and time of the file stay."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert path.stat().st_size == before.st_size
+
+
+def test_what_is_whole_is_loaded(pulled: Path) -> None:
+    said: list[str] = []
+    verify(pulled, said.append)
+    assert "are as its manifest.json says" in said[0]
+
+
+def test_a_folder_without_a_manifest_has_nothing_to_be_compared_with(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "own")
+    said: list[str] = []
+    verify(tmp_path / "own", said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_one_bit_is_enough(pulled: Path, name: str) -> None:
+    flip_a_bit(pulled / name)
+    with pytest.raises(Refused, match=f"is damaged: the SHA-256 of {name} is not"):
+        verify(pulled)
+    with pytest.raises(Refused, match="is damaged"):
+        load_engine(str(pulled), {"device": "cpu"})
+
+
+def test_a_file_that_is_gone_is_named(pulled: Path) -> None:
+    (pulled / "tokenizer.json").unlink()
+    with pytest.raises(Refused, match=r"is damaged: .*tokenizer.json is in its manifest.json, and cannot be read"):
+        verify(pulled)
+
+
+@pytest.mark.slow
+def test_a_worker_says_so_and_ends_refused(pulled: Path, rig: Rig) -> None:
+    """Before it has a lease: whoever restarts it finds the status of what would be refused again."""
+    flip_a_bit(pulled / "model.safetensors")
+    worker = rig.begin_worker(model=str(pulled), engine_factory="workers.serving:load_engine")
+    assert worker.process.wait(60) != Exit.OK
+    assert "is damaged" in worker.log.read_text()
+    assert rig.leases() == []
