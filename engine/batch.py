@@ -88,7 +88,7 @@ class BatchBuilder:
             arrays.append(group.entered(slots, starts - skipped, lengths))
             for first, end in bounds:
                 arrays += [group.tables(slots[first:end], lengths[first:end]), lengths[first:end]]
-            parts.append((group.window, bounds, lengths.tolist(), begin))
+            parts.append((group, bounds, lengths.tolist(), skipped.tolist(), begin))
         sent = upload(arrays, self._device)
         return StepBatch(
             tokens=sent[0],
@@ -96,10 +96,18 @@ class BatchBuilder:
             wanted=sent[2],
             long=sent[3] if shared > 3 else None,
             attention=tuple(
-                AttentionBatch(sent[begin], self._attention(rows, bounds, lengths, sent[begin + 2 :], window), window)
-                for window, bounds, lengths, begin in parts
+                self._kernels.arrange(
+                    AttentionBatch(
+                        sent[begin],
+                        self._attention(rows, bounds, lengths, skipped, sent[begin + 2 :], group.window),
+                        group.window,
+                    ),
+                    self._block_size,
+                    group.zero_block,
+                )
+                for group, bounds, lengths, skipped, begin in parts
             ),
-            entered=tuple(sent[begin + 1] if len(arrays[begin + 1]) else None for _, _, _, begin in parts),
+            entered=tuple(sent[part[-1] + 1] if len(arrays[part[-1] + 1]) else None for part in parts),
         )
 
     @staticmethod
@@ -117,6 +125,7 @@ class BatchBuilder:
         rows: list[ScheduledSeq],
         bounds: list[tuple[int, int]],
         lengths: list[int],
+        skipped: list[int],
         sent: list[Tensor],
         window: int | None,
     ) -> tuple[AttentionGroup, ...]:
@@ -128,8 +137,10 @@ class BatchBuilder:
             query_len = rows[first].count
             kv_lens = tuple(lengths[first:end])
             fresh = all(kv_len == query_len for kv_len in kv_lens) and (window is None or query_len <= window)
-            mask = None if fresh else visibility(lens, query_len, tables.shape[1] * self._block_size, window)
-            groups.append(AttentionGroup(token_row, query_len, kv_lens, tables, mask))
+            mask = None
+            if self._kernels.masked and not fresh:
+                mask = visibility(lens, query_len, tables.shape[1] * self._block_size, window)
+            groups.append(AttentionGroup(token_row, query_len, kv_lens, tables, mask, tuple(skipped[first:end])))
             token_row += (end - first) * query_len
         return tuple(groups)
 

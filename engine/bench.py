@@ -128,6 +128,7 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=max(len(prompt) + output for jobs in every for prompt, output in jobs),
         kernels=args.kernels,
+        deterministic=args.deterministic,
         graphs=args.graphs,
         overlap=args.overlap,
     )
@@ -184,7 +185,7 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
 
 
 def _timed(meter: Meter, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
-    return meter.kernels(select(device, dtype, config.kernels, config.quantization))
+    return meter.kernels(select(device, dtype, config.kernels, config.quantization, config.deterministic))
 
 
 def summary(name: str, who: str, runs: list[dict[str, float]]) -> dict[str, Any]:
@@ -242,6 +243,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto", help="the kernel set, as EngineConfig has it")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
+    parser.add_argument("--deterministic", action="store_true", help="rows that depend on nothing but themselves")
     parser.add_argument("--breakdown", action="store_true", help="time the parts of steps in place of throughput")
     args = parser.parse_args()
     vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")

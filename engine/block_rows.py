@@ -20,9 +20,9 @@ class BlockRows:
         self.window = space.window
         self._size = block_size
         #: The block after the last one, which is always zero.
-        self._zero_block = space.num_blocks
+        self.zero_block = space.num_blocks
         # As wide as the longest table so far: a context of millions of tokens is seldom used.
-        self._rows = np.full((slots, 8), self._zero_block, np.int64)
+        self._rows = np.full((slots, 8), self.zero_block, np.int64)
         self._firsts = np.zeros(slots, np.int64)
         self._written: list[list[int]] = [[] for _ in range(slots)]
 
@@ -33,12 +33,12 @@ class BlockRows:
         if held == blocks:
             return
         if len(blocks) > self._rows.shape[1]:
-            wider = np.full((len(self._rows), 2 * len(blocks)), self._zero_block, np.int64)
+            wider = np.full((len(self._rows), 2 * len(blocks)), self.zero_block, np.int64)
             wider[:, : self._rows.shape[1]] = self._rows
             self._rows = wider
         row = self._rows[slot]
         row[: len(blocks)] = blocks
-        row[len(blocks) : len(held)] = self._zero_block
+        row[len(blocks) : len(held)] = self.zero_block
         self._written[slot] = blocks.copy()
 
     def skipped(self, slots: Ints) -> Ints:

@@ -32,6 +32,10 @@ class EngineConfig:
     quantization: Quantization = "none"
     """Of the weights of all matrix products but the last, when they are loaded. "fp8": 8-bit floats with one scale for
     each output, activations with one for each token; on CUDA devices of compute capability 8.9 or more."""
+    deterministic: bool = False
+    """Whether a row's result depends on nothing but the row, to the bit: not on its neighbours in the batch, nor on how
+    its prompt was cut into chunks, on prefix-cache hits, preemption or overlap. Between engines of equal fingerprint
+    output is then the same wherever, and after whatever, it is made. What it costs: docs/performance.md."""
     max_num_seqs: int = 64
     """Sequences in one batch (a request with n choices makes n of them)."""
     max_num_batched_tokens: int | None = None
@@ -90,6 +94,7 @@ class EngineConfig:
             _integer("seed", self.seed, 0, (1 << 63) - 1)
         _flag("enable_prefix_caching", self.enable_prefix_caching)
         _flag("graphs", self.graphs)
+        _flag("deterministic", self.deterministic)
         if isinstance(self.memory_share, bool) or not isinstance(self.memory_share, (int, float)):
             raise EngineError(f"memory_share={self.memory_share!r} must be a number")
         if not 0 < self.memory_share <= 1:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -110,7 +111,8 @@ class Engine:
         self._loop = StepLoop(
             scheduler,
             runner,
-            lambda: _use_threads(config.threads),
+            # The thread that steps has as many as the one that loaded, where products were tried.
+            partial(_use_threads, torch.get_num_threads() if config.deterministic else config.threads),
             overlap=overlap,
             release=release,
             check=lambda: check_alive(model.device),
@@ -122,7 +124,14 @@ class Engine:
         config = config or EngineConfig()
         _use_threads(config.threads)
         folder = Path(path)
-        model = load_model(folder, config.dtype, device_named(config.device), config.kernels, config.quantization)
+        model = load_model(
+            folder,
+            config.dtype,
+            device_named(config.device),
+            config.kernels,
+            config.quantization,
+            config.deterministic,
+        )
         return cls(model, config, folder=folder, version=model_version(folder.resolve()))
 
     # ---- requests
@@ -312,7 +321,7 @@ def _fingerprint(model: Model) -> str:
         _name(model.dtype),
         _name(kernels.compute_dtype),
         model.device.type,
-        kernels.name,
+        kernels.identity,
         torch.__version__,
         capability,
     )

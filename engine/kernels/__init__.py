@@ -16,6 +16,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.kernels.cpu import Cpu, computes_natively
+from engine.kernels.deterministic import DeterministicCpu
 from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import PreparedLinear, Ragged, Reference
@@ -45,13 +46,21 @@ _SETS: dict[str, type[Kernels]] = {one.name: one for one in (Reference, Ragged, 
 _FP8_CAPABILITY = (8, 9)
 
 
-def select(device: torch.device, dtype: torch.dtype, name: str = "auto", quantization: str = "none") -> Kernels:
+def select(
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str = "auto",
+    quantization: str = "none",
+    deterministic: bool = False,
+) -> Kernels:
     """The set for weights of `dtype` on `device`, the one that is asked for by name or the device's own.
 
     Where a CPU only emulates `dtype`, weights are still rounded to it, but held and computed in fp32: measured
     5 to 8 times as fast at 8 rows and more, for twice the memory. Raises EngineError where the set is not for `device`,
-    or `quantization` ("none" or "fp8") is not for the device, the dtype or the set.
+    or `quantization` ("none" or "fp8") is not for the device, the dtype or the set, or there is no `deterministic` one.
     """
+    if deterministic:
+        return _deterministic(device, dtype, name, quantization)
     if quantization == "fp8":
         return _fp8(device, dtype, name)
     if name == "auto":
@@ -62,6 +71,15 @@ def select(device: torch.device, dtype: torch.dtype, name: str = "auto", quantiz
         return _triton(device)(dtype)
     native = device.type != "cpu" or computes_natively(dtype)
     return _SETS[name](dtype if native else torch.float32)
+
+
+def _deterministic(device: torch.device, dtype: torch.dtype, name: str, quantization: str) -> Kernels:
+    if name not in ("auto", "cpu") or device.type != "cpu" or quantization != "none":
+        raise EngineError(
+            f"deterministic=True is for CPUs with kernels='auto' and quantization='none' so far, and they are "
+            f"{device.type}, {name!r} and {quantization!r}"
+        )
+    return DeterministicCpu(dtype if computes_natively(dtype) else torch.float32)
 
 
 def _has_triton() -> bool:

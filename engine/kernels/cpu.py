@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.groups import AttentionGroup
 from engine.kernels.reference import PreparedLinear
 from engine.kernels.sdpa import Sdpa
 
@@ -48,12 +47,12 @@ class Cpu(Sdpa):
         residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
-    def gather(self, cache: Tensor, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+    def gather(self, cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         # Fresh memory for every gather made the page faults cost more than the copy (25 to 112 ms against 3).
-        sequences, blocks = group.block_tables.shape
+        sequences, blocks = tables.shape
         _, _, block_size, kv_heads, head_dim = cache.shape
         width = block_size * kv_heads * head_dim
-        flat = group.block_tables.view(-1)
+        flat = tables.view(-1)
         if self._scratch.shape[1] < flat.numel() * width:
             self._scratch = torch.empty(2, flat.numel() * width, dtype=cache.dtype)
         gathered = []

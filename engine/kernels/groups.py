@@ -26,7 +26,10 @@ class AttentionGroup:
     """int64 [sequences, blocks of the longest]; padded with the block of zeros."""
     mask: Tensor | None
     """bool [sequences, 1, query_len, padded context], True where a query sees; None where no sequence has anything in
-    its table but this step's tokens, and each sees all before it: attention is a plain lower triangle."""
+    its table but this step's tokens, and each sees all before it: attention is a plain lower triangle. Also None for
+    sets that are not `masked`."""
+    skipped: tuple[int, ...] = ()
+    """Tokens of each sequence before its table begins: behind the window."""
 
     @property
     def rows(self) -> slice:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.groups import AttentionBatch
 from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
 
 #: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
@@ -23,6 +24,8 @@ class Reference:
     name = "reference"
     #: Sequences share a padded attention batch while the longest context is at most ratio * shortest + tokens.
     padding = (1.0, 0)
+    #: Whether it reads the masks of AttentionGroup.
+    masked = True
     #: Which batch the set reads: RaggedBatch, or AttentionBatch. Every set takes the other one too, but slowly.
     ragged = False
     #: Whether a CUDA graph may record its operations: with a ragged batch they ask the device for nothing.
@@ -30,6 +33,11 @@ class Reference:
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
+
+    @property
+    def identity(self) -> str:
+        """Goes into the engine's fingerprint: another where the same weights and tokens may give other tokens."""
+        return self.name
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         """`weight` is [outputs, inputs], `bias` [outputs]; the caller drops both, so a set may repack them."""
@@ -42,6 +50,13 @@ class Reference:
     def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         """As `prepare_linear`, for the matrix that makes logits: sets that quantise the others leave it as it is."""
         return self.prepare_linear(weight, bias)
+
+    def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
+        """Called by every layer when it is packed, with the shape of its attention."""
+
+    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
+        """A step of one KV group as this set wants it in `paged_attention`: made once for all of the group's layers."""
+        return batch
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), computed in fp32.

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.groups import AttentionGroup
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import Reference
 
@@ -39,7 +38,7 @@ class Sdpa(Reference):
         out = torch.empty_like(query)
         for group in batch.groups:
             sequences, length = len(group.kv_lens), group.query_len
-            keys, values = self.gather(cache, group)
+            keys, values = self.gather(cache, group.block_tables)
             if group.mask is None:
                 keys, values = keys[:, :, :length], values[:, :, :length]
             q = query[group.rows]
@@ -66,11 +65,11 @@ class Sdpa(Reference):
             out[group.rows] = o.transpose(1, 2).reshape(sequences * length, heads, head_dim)
         return out
 
-    def gather(self, cache: Tensor, group: AttentionGroup) -> tuple[Tensor, Tensor]:
-        """The group's K and V, each [sequences, kv_heads, padded context, head_dim]."""
-        sequences, blocks = group.block_tables.shape
+    def gather(self, cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of `tables` [sequences, blocks], each [sequences, kv_heads, padded context, head_dim]."""
+        sequences, blocks = tables.shape
         _, _, block_size, kv_heads, head_dim = cache.shape
-        flat = group.block_tables.view(-1)
+        flat = tables.view(-1)
         shape = (sequences, blocks * block_size, kv_heads, head_dim)
         return (
             cache[0].index_select(0, flat).view(shape).transpose(1, 2),

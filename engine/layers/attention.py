@@ -44,6 +44,8 @@ class Attention:
     def pack(self) -> None:
         self._qkv.pack()
         self._output.pack()
+        shape = self._shape
+        self._kernels.prepare_attention(shape.heads, shape.kv_heads, shape.head_dim, shape.softcap)
 
     def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
         """`x` [tokens, width]; `rotation` from Rope; `cache` this layer's [2, blocks, block, kv_heads, head_dim]."""

@@ -88,16 +88,20 @@ def load_model(
     device: torch.device,
     kernels: Callable[[torch.dtype], Kernels] | str = "auto",
     quantization: str = "none",
+    deterministic: bool = False,
 ) -> Model:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names.
 
     `kernels` makes a set, or is the name by which `engine.kernels.select` chooses one that quantises as `quantization`
-    says. Raises ModelError about the folder, EngineError where the set is not for `device`.
+    says and is `deterministic` or not. Raises ModelError about the folder, EngineError where the set is not for
+    `device`.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
     kernel_set = (
-        select(device, weight_dtype, kernels, quantization) if isinstance(kernels, str) else kernels(weight_dtype)
+        select(device, weight_dtype, kernels, quantization, deterministic)
+        if isinstance(kernels, str)
+        else kernels(weight_dtype)
     )
     located = locate(path)
     layers = config.integer("num_hidden_layers")

@@ -94,7 +94,8 @@ def _both(ranked: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple
     """(threshold [rows, 1], whether `ranked` went far enough to find it [rows])."""
     by_k = _top_k(ranked, top_k)
     # Ties with the k-th belong to what top-k keeps, also those beyond the end of `ranked`.
-    total = logits.masked_fill(logits < by_k, _NONE).logsumexp(-1, keepdim=True)
+    peak = logits.amax(-1, keepdim=True)
+    total = peak + _row_sums((logits - peak).masked_fill_(logits < by_k, _NONE).exp_()).log_()
     mass = (ranked - total).exp().cumsum(-1)
     # The first candidate with which the sum reaches p is the last one kept. fp32 sums may end just below 1.
     short = (mass < top_p[:, None]).sum(-1, keepdim=True)
@@ -109,15 +110,27 @@ def typical(logits: Tensor, mass: Tensor) -> Tensor:
     have `mass` [rows, 1] of the probability together (arXiv 2202.00666). -inf logits are of no token."""
     said = logits.log_softmax(-1)
     chances = said.exp()
-    entropy = -torch.where(chances > 0, chances * said, 0.0).sum(-1, keepdim=True)
+    entropy = -_row_sums(torch.where(chances > 0, chances * said, 0.0))
     strangeness = (said + entropy).abs()
     # On a CPU finding the nearest few is faster than sorting all, and nearly always enough.
     count = logits.shape[-1]
     head = min(_HEAD, count) if logits.device.type == "cpu" else count
-    nearest, place = strangeness.topk(head, largest=False)
+    most, found = _most_strange(*strangeness.topk(head, largest=False), chances, mass)
+    if head < count and not bool(found.all()):
+        flat = (~found).nonzero().view(-1)
+        most[flat] = _most_strange(*strangeness[flat].sort(), chances[flat], mass[flat])[0]
+    return (strangeness <= most) & (chances > 0)
+
+
+def _most_strange(nearest: Tensor, place: Tensor, chances: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """(strangeness of the last token kept [rows, 1], whether `nearest` went far enough to have the mass [rows])."""
     sums = chances.gather(1, place).cumsum(-1)
-    if head < count and bool((sums[:, -1:] < mass).any()):
-        nearest, place = strangeness.sort()
-        sums = chances.gather(1, place).cumsum(-1)
     short = (sums < mass).sum(-1, keepdim=True)
-    return (strangeness <= nearest.gather(1, short.clamp(max=nearest.shape[-1] - 1))) & (chances > 0)
+    last = nearest.shape[-1]
+    return nearest.gather(1, short.clamp(max=last - 1)), short.squeeze(-1) < last
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Over the last dimension, which stays. Of a single long row torch makes one sum in each thread, of several rows
+    one sum each: as several, so that a row's sum does not depend on whether there are others."""
+    return x.sum(-1, keepdim=True) if len(x) > 1 else x.expand(2, -1).sum(-1, keepdim=True)[:1]

@@ -48,6 +48,7 @@ class Plan:
     open_tasks: int = 16
     longest: int = 400
     max_deaths: int = MAX_DEATHS
+    deterministic: bool = False
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class Findings:
         return {
             "engine": self.plan.engine,
             "seed": self.plan.seed,
+            "deterministic": self.plan.deterministic,
             "kills": len(self.gaps),
             "lease_s": self.plan.lease,
             "tasks": self.tasks,
@@ -120,6 +122,8 @@ class Findings:
 def run(plan: Plan, *, compared: bool = True) -> Findings:
     findings = Findings(plan)
     settings = ENGINES[plan.engine] | {"lease": plan.lease, "max_deaths": plan.max_deaths}
+    if plan.deterministic:
+        settings["engine"] = settings["engine"] | {"deterministic": True}
     with running_valkey() as server:
         url = f"redis://127.0.0.1:{server.port}/0"
         fleet = Fleet(url, **settings)
@@ -213,8 +217,20 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, default="bundled")
     parser.add_argument("--lease", type=float, default=10.0, help="seconds (default: 10)")
     parser.add_argument("--max-deaths", type=int, default=MAX_DEATHS, help="as workers are told (default: theirs)")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="in the engine's deterministic mode; with --engine bundled"
+    )
     args = parser.parse_args()
-    plan = Plan(kills=args.kills, seed=args.seed, engine=args.engine, lease=args.lease, max_deaths=args.max_deaths)
+    if args.deterministic and args.engine != "bundled":
+        parser.error("--deterministic goes with --engine bundled: others compute nothing")
+    plan = Plan(
+        kills=args.kills,
+        seed=args.seed,
+        engine=args.engine,
+        lease=args.lease,
+        max_deaths=args.max_deaths,
+        deterministic=args.deterministic,
+    )
     findings = run(plan)
     print(findings.summary(), file=sys.stderr)
     print(json.dumps(findings.report(), indent=2))

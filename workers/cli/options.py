@@ -30,6 +30,12 @@ Quantization = Annotated[
     str | None,
     typer.Option(help="none, or fp8: weights and activations in 8 bits, on CUDA from compute capability 8.9."),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic", help="Output that depends on no neighbour, chunk or interruption, to the bit; slower."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Gpus = Annotated[
     str | None,

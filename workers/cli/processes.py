@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
-from workers.cli.options import Device, DType, Gpus, Quantization, Threads
+from workers.cli.options import Deterministic, Device, DType, Gpus, Quantization, Threads
 from workers.cli.references import MODEL, complete_model
 
 Broker = Annotated[
@@ -58,6 +58,7 @@ def worker(
     ] = None,
     dtype: DType = None,
     quantization: Quantization = None,
+    deterministic: Deterministic = False,
     device: Device = None,
     gpus: Gpus = None,
     threads: Threads = None,
@@ -78,6 +79,7 @@ def worker(
         "memory_share": memory_share,
         "dtype": dtype,
         "quantization": quantization,
+        "deterministic": deterministic or None,
         "device": device,
         "threads": threads,
     }
@@ -130,7 +132,7 @@ def _said_again(context: typer.Context, *, without: Sequence[str]) -> tuple[list
         if isinstance(option.envvar, str):
             env[option.envvar] = str(value)
         elif value != option.default:
-            argv += [option.opts[0], str(value)]
+            argv += [option.opts[0]] if value is True else [option.opts[0], str(value)]
     return argv, env
 
 

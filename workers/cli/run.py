@@ -14,6 +14,7 @@ import typer
 
 from workers.cli.exits import Exit, Failure
 from workers.cli.options import (
+    Deterministic,
     Device,
     DType,
     FrequencyPenalty,
@@ -68,6 +69,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     dtype: DType = None,
     quantization: Quantization = None,
+    deterministic: Deterministic = False,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
@@ -99,6 +101,7 @@ def run(
     setup: dict[str, Any] = {
         "dtype": dtype,
         "quantization": quantization,
+        "deterministic": deterministic or None,
         "device": device,
         "threads": threads,
         "max_num_seqs": n,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.exits import PROCESS_STATUS
-from workers.cli.options import DEFAULT_URL, Gpus, Quantization
+from workers.cli.options import DEFAULT_URL, Deterministic, Gpus, Quantization
 from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def up(
     workers: Annotated[int | None, typer.Option(min=1, max=64, help="Processes for each model; unset: 1.")] = None,
     gpus: Gpus = None,
     quantization: Quantization = None,
+    deterministic: Deterministic = False,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at Ctrl-C.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
 ) -> None:
@@ -69,8 +70,10 @@ def up(
         raise Failure(f"{len(chosen)} GPUs do not go evenly to {len(names)} models")
     each = len(chosen) // len(names) or workers or 1
     models = find_models(names, lambda line: say("up", line))
-    options = () if quantization is None else ("--quantization", quantization)
-    plan = Plan(models, data_dir, host, port, broker, store, each, chosen, drain, level, worker_options=options)
+    options = [] if quantization is None else ["--quantization", quantization]
+    if deterministic:
+        options.append("--deterministic")
+    plan = Plan(models, data_dir, host, port, broker, store, each, chosen, drain, level, worker_options=tuple(options))
 
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
     say(

@@ -33,7 +33,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain", "5", "--max-deaths", "7"),
         *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000"),
         *("--memory-share", "0.5"),
-        *("--dtype", "float32", "--quantization", "none", "--device", "cpu", "--threads", "1"),
+        *("--dtype", "float32", "--quantization", "none", "--deterministic", "--device", "cpu", "--threads", "1"),
     )
     engine = {
         "max_num_seqs": 8,
@@ -42,6 +42,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory_share": 0.5,
         "dtype": "float32",
         "quantization": "none",
+        "deterministic": True,
         "device": "cpu",
         "threads": 1,
     }

@@ -1,0 +1,74 @@
+"""Logits of sequences whose steps a test chooses itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.kv import KvSpace, Table
+from engine.models import Model, load_model
+from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.request import Sequence as Running
+from engine.runner import Runner
+from engine.sampling import SamplingBatch
+from tests.engine.sampling.sequences import sequence
+
+BLOCK = 16
+#: Of a slot of Steps.
+LONGEST = 448
+SLOTS = 64
+
+
+class _Seen(Runner):
+    """Keeps the logits of its last step."""
+
+    logits: Tensor
+
+    def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
+        self.logits = self._model.logits(hidden).clone()
+        return super()._sample(hidden, how)
+
+
+def deterministic(folder: Path, dtype: str = "float32") -> Model:
+    return load_model(folder, dtype, torch.device("cpu"), deterministic=True)
+
+
+class Steps:
+    """A model and SLOTS sequences; each slot has blocks of its own, in no order."""
+
+    def __init__(self, model: Model) -> None:
+        per_slot = LONGEST // BLOCK
+        self._runner = _Seen(
+            model,
+            spaces=[KvSpace(SLOTS * per_slot, group.window) for group in model.kv_groups],
+            block_size=BLOCK,
+            max_num_seqs=SLOTS,
+        )
+        shuffled = torch.randperm(SLOTS * per_slot, generator=torch.Generator().manual_seed(1))
+        self._blocks = shuffled.view(SLOTS, per_slot).tolist()
+        self._groups = len(model.kv_groups)
+
+    def begin(self, slot: int, tokens: Sequence[int]) -> Running:
+        one = sequence(slot, temperature=0.0)
+        one.tokens = list(tokens)
+        held = -(-len(tokens) // BLOCK)
+        one.tables = [Table(self._blocks[slot][:held]) for _ in range(self._groups)]
+        return one
+
+    def step(self, *parts: tuple[Running, int, int]) -> Tensor:
+        """Compute tokens from .. to of each sequence. Returns the logits of those that come to their last token."""
+        rows = [ScheduledSeq(one, start, end - start, end == len(one.tokens)) for one, start, end in parts]
+        self._runner.execute(StepPlan(rows, num_tokens=sum(row.count for row in rows)))
+        return self._runner.logits if any(row.samples for row in rows) else torch.empty(0)
+
+    def by_cuts(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> Tensor:
+        """The logits [vocabulary] of the last of `tokens`, whose computation is cut before `cuts`, ascending."""
+        one = self.begin(slot, tokens)
+        found = torch.empty(0)
+        for start, end in pairwise((0, *cuts, len(tokens))):
+            found = self.step((one, start, end))
+        return found[0]
