@@ -21,6 +21,32 @@ SILENT_S: Final = 5.0
 POOL: Final = 16
 
 
+class _Says:
+    """A connection that ended while nobody looked says so as any other failure of one: uvloop has a RuntimeError for
+    it, which would be taken for a fault of ours. Nothing of the command was sent."""
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        try:
+            await super().send_packed_command(command, check_health=check_health)  # type: ignore[misc] # a mixin
+        except RuntimeError as error:
+            raise redis.ConnectionError(f"the connection is closed: {error}") from error
+
+
+class _Tcp(_Says, redis.asyncio.Connection):
+    pass
+
+
+class _Tls(_Says, redis.asyncio.SSLConnection):
+    pass
+
+
+class _Unix(_Says, redis.asyncio.UnixDomainSocketConnection):
+    pass
+
+
+_CONNECTIONS: Final = {"redis": _Tcp, "rediss": _Tls, "unix": _Unix}
+
+
 def is_redis(url: str) -> bool:
     """Whether the URL names a Redis or Valkey server, so that tasks can be put on its lists directly."""
     return urlsplit(url).scheme in SCHEMES
@@ -53,6 +79,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
         retry=AsyncRetry(NoBackoff(), 0),
         **_options(url),
     )
+    pool.connection_class = _CONNECTIONS[urlsplit(url).scheme]
     return redis.asyncio.Redis.from_pool(pool)
 
 
