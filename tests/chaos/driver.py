@@ -1,0 +1,161 @@
+"""One run: a stage, a plan, a load; then quiet, the same tasks once more, everything down, and the verdict.
+
+plan.json -> load -> faults -> calm (all healed, all read to the end) -> quiet -> idle -> down -> checker -> report
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import clock
+from tests.chaos.processes import wait_for
+from tests.chaos.stage import BOOT_S, HAND_BACK_S, Shape, Stage
+from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
+from workers.chaos.checker.store import wait_until_over, workers_of
+from workers.chaos.checker.streams import outputs_of
+from workers.chaos.injector import Injector
+from workers.chaos.load import LINKS
+from workers.chaos.plan import KINDS, Plan, draw
+
+#: All faults that a stage can suffer on this machine.
+ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())
+#: What is still open when the load ends may take so long (s): a submit that was left half done waits for the sweeper.
+CALM_S = 90.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`folder` has the plan, journals and logs of the run."""
+
+    report: Report
+    folder: Path
+    case: Case
+
+    def say(self) -> str:
+        wrong = "\n".join(f"  {violation}" for violation in self.report.violations[:40])
+        replay = f"replay: python -m tests.chaos --replay {self.folder / 'plan.json'}"
+        return f"{self.report.markdown()}\n{wrong}\nseed {self.report.seed}; {replay}\njournals and logs: {self.folder}"
+
+
+def plan_of(
+    seed: int,
+    shape: Shape,
+    *,
+    seconds: float,
+    kinds: Sequence[str],
+    kills: int | None = None,
+    pause: tuple[float, float] = (0.5, 8.0),
+) -> Plan:
+    """Drawn for a stage of that shape."""
+    return draw(
+        seed,
+        seconds,
+        targets(shape),
+        kinds=kinds,
+        lease=shape.lease,
+        kills=kills,
+        pause=pause,
+        shape=_as_dict(shape),
+    )
+
+
+def targets(shape: Shape) -> dict[str, list[str]]:
+    """Names on a stage of that shape, by role."""
+    found = {
+        "worker": [f"worker-{k}" for k in range(1, shape.workers + 1)],
+        "gateway": [f"gateway-{k}" for k in range(1, shape.gateways + 1)],
+        "client": [f"client-{k}" for k in range(1, shape.clients + 1)],
+        "sweeper": ["sweeper"],
+    }
+    servers = ["broker", "store"][: shape.servers]
+    links = [f"{one}>{server}" for names in found.values() for one in names for server in servers]
+    links += [f"client-{k}>gateway-{(k - 1) % shape.gateways + 1}" for k in range(1, shape.clients + 1)]
+    return {**found, **{server: [server] for server in servers}, "link": links, "queues": ["queues"]}
+
+
+def run(
+    plan: Plan, *, command: str, folder: Path | None = None, say: Callable[[str], None] = lambda _: None
+) -> Outcome:
+    """Carry a plan out. Whatever is wrong stands in the outcome's report; a folder without faults is removed, unless it
+    was given."""
+    shape = Shape(**plan.shape)
+    kept = folder is not None
+    folder = folder or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
+    plan.write(folder / "plan.json")
+    case, stage_faults = _play(plan, shape, folder, say)
+    violations = judge(case) + stage_faults
+    report = Report.of(case, violations, command=command, seed=plan.seed, lease=plan.lease)
+    (folder / "report.json").write_text(json.dumps(report.json(), indent=1))
+    if not violations and not kept:
+        shutil.rmtree(folder)
+    return Outcome(report, folder, case)
+
+
+def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) -> tuple[Case, list[Violation]]:
+    stage, wrong = Stage(shape, plan.seed, folder), list[Violation]()
+
+    def fault(about: str, what: Any) -> None:
+        wrong.append(Violation("everything_ends", about, str(what)))
+
+    try:
+        stage.up()
+        watcher = Watcher(stage.store.url, stage.journals)
+        watcher.start()
+        stage.journal.write("phase", name="load")
+        stage.start_clients()
+        Injector(stage, stage.journal, stage.store.url, lambda: list(watcher.open)).run(plan, say)
+        stage.journal.write("phase", name="calm")
+        broker, store = stage.redis["broker"], stage.redis["store"]
+        for name in stage.stop("client", CALM_S):
+            fault(name, "did not read all its tasks to their ends")
+        if left := wait_until_over(broker, store, CALM_S):
+            fault("tasks and messages", f"were not done with after {CALM_S:g} s: {left[:20]}")
+        watcher.stop()
+        say("quiet: the same tasks once more")
+        before = History.read(stage.journals)
+        variants = sorted({seen.variant for seen in before.tasks.values()})
+        stage.journal.write("phase", name="quiet")
+        wait_for(lambda: all(slot.ready for slot in stage.slots.values() if slot.running), BOOT_S)
+        if not stage.run_quietly(variants, CALM_S * 4):
+            fault("the run in quiet", "did not come to its end")
+        if left := wait_until_over(broker, store, CALM_S):
+            fault("tasks and messages", f"of the run in quiet were not done with: {left[:20]}")
+        _idle(stage)
+        stores = Stores.read(broker, store, links=LINKS)
+        for role in ("worker", "gateway", "sweeper"):
+            for name in stage.stop(role, shape.drain + HAND_BACK_S):
+                fault(name, f"did not stop within its drain time and {HAND_BACK_S:g} s")
+        stores.left += [f"{about['incarnation']}: a lease" for about in workers_of(broker)]
+        stores.left += [f"an incarnation: {name}" for name in broker.hkeys("penstock:incarnations")]
+    finally:
+        stage.down()
+    history = History.read(stage.journals)
+    streams = {**stores.streams, **watcher.streams}
+    outputs = {
+        seen.variant: outputs_of([entry for _, entry in streams.get(str(seen.id), [])])
+        for seen in history.tasks.values()
+        if seen.quiet
+    }
+    return Case(history, stores, streams, outputs), wrong
+
+
+def _idle(stage: Stage) -> None:
+    """Until every worker says that it has nothing to do, or has said otherwise for too long: the checker reads that."""
+    held = ("tasks", "running", "waiting", "kv_blocks_used")
+    broker = stage.redis["broker"]
+    wait_for(
+        lambda: all(not any(about.get(name) for name in held) for about in workers_of(broker)),
+        2 * stage.shape.lease + 2,
+    )
+
+
+def _as_dict(shape: Shape) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(shape)

@@ -1,0 +1,321 @@
+"""A system of its own to do harm to: servers, links, processes.
+
+broker, store <- links <- worker-1, worker-2, gateway, sweeper, clients;   gateway <- links <- clients
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from tests.chaos import clock
+from tests.chaos.links import Links
+from tests.chaos.processes import Keeper, Slot, guarded, has_lease, wait_for
+from tests.chaos.servers import Server
+from tests.processes import free_port
+from workers.chaos.client import Settings
+from workers.chaos.injector import Handle, Healing
+from workers.chaos.journal import Journal, journal_path
+from workers.chaos.load import Load
+from workers.chaos.plan import Fault
+from workers.cli.processes import PENSTOCK
+
+#: What workers may take beyond their drain time to hand everything back (s).
+HAND_BACK_S = 15.0
+#: Ways in which tasks are asked for: see `workers.chaos.load`.
+BOOT_S = 60.0
+
+_DOUBLE = """
+local held, found = redis.call('KEYS', 'penstock:inflight:*'), {}
+for _, name in ipairs(held) do
+  for _, packed in ipairs(redis.call('HVALS', name)) do
+    local e = cmsgpack.unpack(packed)
+    found[#found + 1] = { e[2], e[4] }
+  end
+end
+for _, name in ipairs(redis.call('KEYS', 'penstock:queue:*')) do
+  if redis.call('TYPE', name).ok == 'list' then
+    for _, raw in ipairs(redis.call('LRANGE', name, 0, -1)) do
+      found[#found + 1] = { name, raw }
+    end
+  end
+end
+for k, one in ipairs(found) do
+  redis.call(k % 2 == 0 and 'LPUSH' or 'RPUSH', one[1], one[2])
+end
+return #found
+"""
+_SHUFFLE = """
+math.randomseed(tonumber(ARGV[1]))
+for _, name in ipairs(redis.call('KEYS', 'penstock:queue:*')) do
+  if redis.call('TYPE', name).ok == 'list' then
+    local found = redis.call('LRANGE', name, 0, -1)
+    for k = #found, 2, -1 do
+      local other = math.random(k)
+      found[k], found[other] = found[other], found[k]
+    end
+    redis.call('DEL', name)
+    redis.call('RPUSH', name, unpack(found))
+  end
+end
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How big the stage is, and what runs on it; a plan carries it, so that it can be replayed."""
+
+    engine: str = "stub"
+    lease: float = 2.0
+    drain: float = 1.0
+    workers: int = 2
+    clients: int = 1
+    gateways: int = 1
+    servers: int = 2
+    seqs: int = 16
+    step: float = 0.01
+    open_tasks: int = 12
+    variants: int = 40
+    longest: int = 120
+    max_deaths: int = 10
+    settable_clocks: bool = False
+    deterministic: bool = False
+
+    def load(self, seed: int) -> Load:
+        if self.engine == "stub":
+            # Below the token that kills the stub engine.
+            return Load(seed, "stub", self.variants, self.longest, ids=600)
+        return Load(seed, "tiny", self.variants, self.longest)
+
+
+class Stage:
+    """Start it with `up`, end it with `down`; a `workers.chaos.injector.Scene`."""
+
+    def __init__(self, shape: Shape, seed: int, folder: Path) -> None:
+        self.shape, self.seed, self.folder = shape, seed, folder
+        self.journals, self.logs = folder / "journals", folder / "logs"
+        for path in (self.journals, self.logs):
+            path.mkdir(parents=True)
+        self.journal = Journal(self.journals, "stage")
+        self.links = Links()
+        self._clocks: dict[str, clock.Clock] = {}
+        names = ("broker", "store")[: shape.servers]
+        self.servers = {name: Server(name, folder / name, self._clock(name)) for name in names}
+        self.broker, self.store = self.servers["broker"], self.servers[names[-1]]
+        self.redis = {
+            name: Redis.from_url(server.url, decode_responses=True, socket_timeout=2)
+            for name, server in (("broker", self.broker), ("store", self.store))
+        }
+        self.slots: dict[str, Slot] = {}
+        self.gateways: list[int] = []
+        self._keeper = Keeper(self.slots)
+
+    # ---- up and down ------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Returns when all but the clients are of use."""
+        for number in range(1, self.shape.workers + 1):
+            self._slot(f"worker-{number}", "worker", self._serves)
+        for number in range(1, self.shape.gateways + 1):
+            port = free_port()
+            self.gateways.append(port)
+            self._slot(f"gateway-{number}", "gateway", lambda _, port=port: _answers(port))
+        self._slot("sweeper", "sweeper", lambda _: True)
+        self._keeper.start()
+        if not wait_for(lambda: all(slot.ready for slot in self.slots.values()), BOOT_S):
+            late = [slot.name for slot in self.slots.values() if not slot.ready]
+            raise RuntimeError(f"not up: {late}; see {self.logs}")
+
+    def start_clients(self) -> None:
+        for number in range(1, self.shape.clients + 1):
+            name = f"client-{number}"
+            self._slot(name, "client", lambda process, name=name: self._writes(name, process))
+
+    def _serves(self, process: str) -> bool:
+        """Whether a worker has its lease, and has said that it is ready: before, it does not heed a signal."""
+        slot, _, generation = process.rpartition(".g")
+        log = self.logs / f"{slot}.{int(generation):04d}.log"
+        return has_lease(self.redis["broker"])(process) and b" ready." in log.read_bytes()
+
+    def _writes(self, name: str, process: str) -> bool:
+        """Whether a client process has begun its journal."""
+        return journal_path(self.journals, name, int(process.rpartition(".g")[2])).exists()
+
+    def run_quietly(self, variants: Sequence[int], seconds: float) -> bool:
+        """Each variant once, while nothing is done to anybody. Whether all went to their end."""
+        settings = replace(self._client("quiet-1", 0), variants=tuple(variants), step=1, open_tasks=8)
+        process = guarded(_python("workers.chaos.client", settings.text()), {}, self.logs / "quiet.log")
+        return wait_for(lambda: process.poll() is not None, seconds) and process.returncode == 0
+
+    def stop(self, role: str, seconds: float) -> list[str]:
+        """All of a role, for good. Names of those that did not end by themselves."""
+        stopping = [slot for slot in self.slots.values() if slot.role == role]
+        wait_for(lambda: all(slot.ready for slot in stopping), BOOT_S)  # before, a signal finds nobody to heed it
+        for slot in stopping:
+            slot.retire()
+        return [slot.name for slot in stopping if not slot.stop(seconds)]
+
+    def down(self) -> None:
+        """Everything ends, in whatever state it is."""
+        for slot in self.slots.values():
+            slot.stop(0.5)
+        if self._keeper.is_alive():
+            self._keeper.stop()
+            for slot in self.slots.values():
+                slot.look()
+        for server in self.servers.values():
+            server.stop()
+        for redis in self.redis.values():
+            redis.close()
+        self.links.close()
+        self.journal.close()
+
+    def _slot(self, name: str, role: str, serves: Any) -> None:
+        urls = {server: self._link(name, server) for server in ("broker", "store")}
+        preload = clock_of.env if (clock_of := self._clock(name) if role == "worker" else None) else {}
+
+        line = {"worker": self._worker, "gateway": self._gateway, "sweeper": self._sweeper, "client": self._reader}[
+            role
+        ]
+
+        def make(generation: int) -> tuple[Sequence[str], Mapping[str, str], str]:
+            process = f"{name}.g{generation}"
+            argv, env = line(name, process, urls)
+            return argv, {**env, **preload}, process
+
+        self.slots[name] = Slot(name, role, make, serves, self.journal, self.logs)
+
+    def _link(self, name: str, server: str) -> str:
+        one = self.broker if server == "broker" else self.store
+        link = f"{name}>{one.name}"
+        if link in self.links.by_name:
+            return f"redis://127.0.0.1:{self.links.by_name[link].port}/0"
+        return f"redis://127.0.0.1:{self.links.add(link, one.port)}/0"
+
+    def _clock(self, name: str) -> clock.Clock | None:
+        if not self.shape.settable_clocks:
+            return None
+        return self._clocks.setdefault(name, clock.Clock(self.folder / f"{name}.clock"))
+
+    # ---- command lines ----------------------------------------------------------------------------------------
+
+    def _worker(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        shape = self.shape
+        if shape.engine == "stub":
+            settings = {**urls, "model": "stub", "engine_factory": "tests.stub_engine:load", "name": process}
+            settings |= {"lease": shape.lease, "drain": shape.drain, "max_deaths": shape.max_deaths}
+            env = {"STUB_STEP_S": str(shape.step), "STUB_SEQS": str(shape.seqs)}
+            return _python("tests.worker_process", json.dumps(settings)), env
+        argv = [*PENSTOCK, "worker", "--model", "tiny", "--name", process, "--lease", str(shape.lease)]
+        argv += ["--drain", str(shape.drain), "--max-deaths", str(shape.max_deaths), "--dtype", "float32"]
+        argv += ["--threads", "1", "--max-num-seqs", str(shape.seqs), "--kv-cache-bytes", str(128 << 20)]
+        argv += ["--deterministic"] if shape.deterministic else []
+        return argv, _urls(urls)
+
+    def _gateway(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        port = self.gateways[int(name.rpartition("-")[2]) - 1]
+        return [*PENSTOCK, "gateway", "--port", str(port), "--drain", str(self.shape.drain)], _urls(urls)
+
+    def _sweeper(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        return [*PENSTOCK, "sweeper"], _urls(urls)
+
+    def _reader(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        settings = self._client(name, int(name.rpartition("-")[2]) - 1)
+        return _python("workers.chaos.client", replace(settings, number=int(process.rpartition(".g")[2])).text()), {}
+
+    def _client(self, name: str, first: int) -> Settings:
+        number = first % self.shape.gateways
+        link = f"{name}>gateway-{number + 1}"
+        if link not in self.links.by_name:
+            self.links.add(link, self.gateways[number])
+        return Settings(
+            name,
+            str(self.journals),
+            f"http://127.0.0.1:{self.links.by_name[link].port}",
+            self._link(name, "broker"),
+            self._link(name, "store"),
+            self.shape.load(self.seed),
+            first=first,
+            step=self.shape.clients,
+            open_tasks=self.shape.open_tasks,
+        )
+
+    # ---- faults -----------------------------------------------------------------------------------------------
+
+    @property
+    def handles(self) -> Mapping[str, Handle]:
+        """Processes and servers, by name."""
+        return {**self.slots, **self.servers}
+
+    @property
+    def targets(self) -> dict[str, list[str]]:
+        """What a plan may name, by role."""
+        found: dict[str, list[str]] = {"queues": ["queues"], "link": sorted(self.links.by_name)}
+        for one in self.handles.values():
+            found.setdefault(one.role, []).append(one.name)
+        return found
+
+    def fits(self, fault: Fault) -> bool:
+        """What is hit is up, and one worker is left: with none, streams wait for one to start, which shows nothing."""
+        if fault.target in self.servers:
+            return self.servers[fault.target].up
+        slot = self.slots.get(fault.target)
+        if slot is None:
+            return True
+        if slot.role == "worker":
+            return slot.ready and any(
+                other.ready for other in self.slots.values() if other.role == "worker" and other is not slot
+            )
+        return slot.ready
+
+    def begin(self, fault: Fault) -> Healing | None:
+        kind, target = fault.kind, fault.target
+        if target in self.links.by_name:
+            self.links.make(target, kind, fault.amount)
+            return None if kind == "cut" else lambda: self.links.make(target, "ok")
+        if kind == "clock":
+            self._clocks[target].set(fault.amount)
+            return None
+        if kind in ("double", "shuffle"):
+            with contextlib.suppress(RedisError):
+                self.redis["broker"].eval(
+                    _DOUBLE if kind == "double" else _SHUFFLE, 0, random.Random(f"{fault.at}").getrandbits(30)
+                )
+            return None
+        server = self.servers[target]
+        if kind == "restart":
+            server.kill()
+            return server.start
+        if kind == "full":
+            server.fill_disk()
+            return server.free_disk
+        raise ValueError(f"no {kind} is known here that {target} could suffer")
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self.shape)
+
+
+def _python(module: str, argument: str) -> list[str]:
+    return [sys.executable, "-m", module, argument]
+
+
+def _urls(urls: Mapping[str, str]) -> dict[str, str]:
+    return {"BROKER_URL": urls["broker"], "STORE_URL": urls["store"]}
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=1) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,295 @@
+"""The checker sees each way in which a promise can be broken: else to find nothing would prove nothing."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workers.chaos.checker
+from workers.chaos.checker import Case, History, Report, Stores, judge
+from workers.chaos.checker.history import lines_of
+from workers.chaos.checker.streams import outputs_of
+
+TOKENS = (7, 8, 9)
+
+
+def _token(index: int, reason: str | None = None) -> list[Any]:
+    return [0, index, TOKENS[index], f" w{TOKENS[index]}", *([None, reason] if reason else [])]
+
+
+def _end(status: str, count: int) -> dict[str, Any]:
+    usage = {"prompt_tokens": 2, "cached_tokens": 0, "output_tokens": count}
+    return {"end": status, "reasons": ["length"] if status == "completed" else [], "usage": usage, "error": None}
+
+
+def _shown(entry: Any) -> Any:
+    """An entry as a reader writes it down."""
+    return [*entry[:4], entry[5] if len(entry) > 5 else None] if isinstance(entry, list) else entry
+
+
+def _stream(status: str, count: int) -> list[tuple[str, Any]]:
+    last = "length" if status == "completed" else None
+    entries = [_token(at, last if at == count - 1 else None) for at in range(count)] + [_end(status, count)]
+    return [(f"{at}-0", entry) for at, entry in enumerate(entries, 1)]
+
+
+def _record(status: str, count: int, **more: str) -> dict[str, str]:
+    record = {"status": status, "end": status, "settled": "1", "n": "1", "started": "1", "prompt_tokens": "2"}
+    return record | {"next:0": str(count)} | more
+
+
+def good() -> Case:
+    """A whole run: one of each kind of task, and their quiet twin."""
+    history, streams, records = History(), {}, {}
+    whole, half = _stream("completed", 3), _stream("cancelled", 2)
+    kinds = {
+        "read": ("http", whole),
+        "cancelled": ("http", half),
+        "polled": ("poll", whole),
+        "plain": ("celery", whole),
+    }
+    lines: list[dict[str, Any]] = []
+    for number, (name, (via, stream)) in enumerate(kinds.items()):
+        lines.append({"t": 1.0, "e": "ask", "k": number, "v": 0, "via": via, "task": {"model": "m", "n": 1}})
+        lines.append({"t": 1.1, "e": "accepted", "k": number, "id": name})
+        entries = [[at, _shown(entry)] for at, (_, entry) in enumerate(stream)]
+        if via == "http":
+            lines.append({"t": 1.2, "e": "came", "id": name, "from": 0})
+            lines += [{"t": 2.0 + at, "e": "got", "id": name, "entries": [one]} for at, one in enumerate(entries)]
+        elif via == "poll":
+            made = {"index": 0, "token_ids": list(TOKENS), "text": " w7 w8 w9", "finish_reason": "length"}
+            lines.append({"t": 5.0, "e": "final", "id": name, "body": {"status": "completed", "choices": [made]}})
+        status = stream[-1][1]["end"]
+        streams[name], records[name] = stream, _record(status, len(stream) - 1)
+    lines.append({"t": 3.0, "e": "cancel", "id": "cancelled", "accepted": True, "status": "cancelled"})
+    lines.append({"t": 1.0, "e": "ask", "k": 9, "v": 0, "via": "waiting", "task": {"model": "m", "n": 1}})
+    lines.append({"t": 6.0, "e": "text", "k": 9, "texts": [" w7 w8 w9"], "whole": True})
+    kill = {"t": 2.5, "e": "fault", "kind": "kill", "role": "worker", "target": "w", "process": "w.g1"}
+    lines.append(kill | {"stopped": {"read": 1}, "lease_left": 1.0})
+    lines.append({"t": 7.0, "e": "exit", "process": "w.g2", "role": "worker", "code": 0, "asked": True, "served": True})
+    history.extend(copy.deepcopy(lines))
+    result = {"status": "SUCCESS", "result": {"text": " w7 w8 w9"}}
+    idle = {"worker": "w", "tasks": 0, "running": 0, "waiting": 0, "kv_blocks_used": 0}
+    stores = Stores(records, {"read": copy.deepcopy(whole)}, {"plain": result}, ["plain"], [], [], [idle])
+    return Case(history, stores, streams, {0: outputs_of([entry for _, entry in whole])})
+
+
+def test_a_whole_run_is_found_whole() -> None:
+    case = good()
+    assert judge(case) == []
+    report = Report.of(case, [], command="c", seed=1, lease=1.0)
+    assert report.gaps == [0.5], "the next token came at 3.0, the kill at 2.5"
+    assert (report.tasks, report.tokens, report.kills["worker"]) == (4, 11, 1)
+
+
+def _drop_record(case: Case) -> None:
+    del case.stores.records["read"]
+
+
+def _leave_running(case: Case) -> None:
+    case.stores.records["read"]["status"] = "in_progress"
+
+
+def _leave_unsettled(case: Case) -> None:
+    case.stores.records["read"] |= {"claim": "c", "owner": "w.1"}
+
+
+def _fail(case: Case) -> None:
+    case.stores.records["polled"]["status"] = "failed"
+
+
+def _forget_cancel(case: Case) -> None:
+    """As if it had gone on to its end."""
+    case.streams["cancelled"][:] = _stream("completed", 3)  # type: ignore[index]
+    case.stores.records["cancelled"] = _record("completed", 3)
+    seen = case.history.by_id["cancelled"]
+    seen.entries = [(0.0, at, _shown(entry)) for at, (_, entry) in enumerate(_stream("completed", 3))]
+
+
+def _stream_edit(edit: Callable[[list[tuple[str, Any]]], None]) -> Callable[[Case], None]:
+    def apply(case: Case) -> None:
+        stream = copy.deepcopy(case.streams["read"])
+        edit(stream)
+        case.streams["read"] = stream  # type: ignore[index]
+        case.stores.streams["read"] = copy.deepcopy(stream)
+
+    return apply
+
+
+def _hole(stream: list[tuple[str, Any]]) -> None:
+    del stream[1]
+
+
+def _double(stream: list[tuple[str, Any]]) -> None:
+    stream.insert(2, ("3-0", list(stream[1][1])))
+    stream[:] = [(f"{at}-0", entry) for at, (_, entry) in enumerate(stream, 1)]
+
+
+def _two_ends(stream: list[tuple[str, Any]]) -> None:
+    stream.append((f"{len(stream) + 1}-0", stream[-1][1]))
+
+
+def _other_token(stream: list[tuple[str, Any]]) -> None:
+    stream[1][1][2] = 99
+
+
+def _overcharge(stream: list[tuple[str, Any]]) -> None:
+    stream[-1][1]["usage"]["output_tokens"] += 1
+
+
+def _overcharge_prompt(stream: list[tuple[str, Any]]) -> None:
+    stream[-1][1]["usage"]["prompt_tokens"] *= 2
+
+
+def _grow_later(case: Case) -> None:
+    case.stores.streams["read"].append(("5-0", _token(0)))
+
+
+def _lose_stream(case: Case) -> None:
+    del case.streams["cancelled"]  # type: ignore[attr-defined]
+
+
+def _reader(edit: Callable[[list[tuple[float, int, Any]]], None]) -> Callable[[Case], None]:
+    return lambda case: edit(case.history.by_id["read"].entries)
+
+
+def _misled(entries: list[tuple[float, int, Any]]) -> None:
+    entries[1][2][3] = " else"
+
+
+def _given_twice(entries: list[tuple[float, int, Any]]) -> None:
+    entries.insert(1, entries[0])
+
+
+def _skipped(entries: list[tuple[float, int, Any]]) -> None:
+    del entries[1]
+
+
+def _cut_short(entries: list[tuple[float, int, Any]]) -> None:
+    del entries[2:]
+
+
+def _poll_other(case: Case) -> None:
+    case.history.by_id["polled"].finals[0]["choices"][0]["token_ids"] = [7, 8]
+
+
+def _poll_text(case: Case) -> None:
+    case.history.by_id["polled"].finals[0]["choices"][0]["text"] = " w7"
+
+
+def _poll_never(case: Case) -> None:
+    case.history.by_id["polled"].finals.clear()
+
+
+def _answer_other(case: Case) -> None:
+    case.history.tasks[False, 9].texts = [" w7 w8 else"], True
+
+
+def _refuse(case: Case) -> None:
+    case.history.tasks[False, 0].refused.append({"status": 500, "error": "internal"})
+
+
+def _lose_link(case: Case) -> None:
+    case.stores.links.clear()
+
+
+def _lose_result(case: Case) -> None:
+    case.stores.results.clear()
+
+
+def _other_result(case: Case) -> None:
+    case.stores.results["plain"]["result"]["text"] = "else"
+
+
+def _leave_message(case: Case) -> None:
+    case.stores.left.append("penstock:inflight:w.1")
+
+
+def _dead_letter(case: Case) -> None:
+    case.stores.dead.append({"reason": "not JSON", "message": "{"})
+
+
+def _leak(case: Case) -> None:
+    case.stores.workers[0]["kv_blocks_used"] = 3
+
+
+def _crash(case: Case) -> None:
+    case.history.exits.append(case.history.exits[0] | {"asked": False, "code": 1})
+
+
+def _fail_to_drain(case: Case) -> None:
+    case.history.exits[0]["code"] = 1
+
+
+CORRUPTED = {
+    "accepted_tasks_end": (_drop_record, _leave_running, _leave_unsettled, _fail),
+    "accepted_cancels_win": (_forget_cancel,),
+    "streams_are_whole": (
+        *map(_stream_edit, (_hole, _double, _two_ends)),
+        _grow_later,
+        _lose_stream,
+    ),
+    "outputs_equal_the_quiet_run": (_stream_edit(_other_token), _answer_other),
+    "usage_is_the_stream": tuple(map(_stream_edit, (_overcharge, _overcharge_prompt))),
+    "readers_are_given_the_stream": (
+        *map(_reader, (_misled, _given_twice, _skipped, _cut_short)),
+        _poll_other,
+        _poll_text,
+        _poll_never,
+    ),
+    "refusals_are_declared": (_refuse,),
+    "links_ran": (_lose_link, _lose_result, _other_result),
+    "nothing_is_left": (_leave_message, _dead_letter),
+    "memory_is_whole": (_leak,),
+    "processes_end_as_told": (_crash, _fail_to_drain),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "number"), [(rule, k) for rule, edits in CORRUPTED.items() for k in range(len(edits))]
+)
+def test_each_way_to_break_a_promise_is_seen(rule: str, number: int) -> None:
+    case = good()
+    CORRUPTED[rule][number](case)
+    assert rule in {violation.rule for violation in judge(case)}
+
+
+def test_every_rule_can_fail() -> None:
+    from workers.chaos.checker.rules import RULES
+
+    assert {rule.__name__ for rule in RULES} == set(CORRUPTED)
+
+
+def test_what_others_do_on_a_shared_system_is_none_of_ours() -> None:
+    case = good()
+    case.shared = True
+    _dead_letter(case)
+    _leak(case)
+    assert judge(case) == []
+
+
+def test_a_torn_last_line_is_no_line_and_any_other_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "client.0001.jsonl"
+    path.write_bytes(b'{"t":1,"e":"phase","name":"load"}\n{"t":2,"e":"ph')
+    assert [line["e"] for line in lines_of(path)] == ["phase"]
+    path.write_bytes(b'{"t":1,"e":"ph\n{"t":2,"e":"phase","name":"load"}\n')
+    with pytest.raises(json.JSONDecodeError):
+        list(lines_of(path))
+
+
+def test_the_checker_imports_nothing_of_the_product() -> None:
+    folder = Path(workers.chaos.checker.__file__).parent
+    allowed = sys.stdlib_module_names | {"redis"}
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name.startswith("workers.chaos.checker") or name.partition(".")[0] in allowed, (path.name, name)

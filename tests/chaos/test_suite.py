@@ -1,0 +1,42 @@
+"""The suite's short form: a few seconds of each kind of harm, on systems of their own, judged by the checker.
+
+Its long form is `python -m tests.chaos`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.chaos import clock
+from tests.chaos.driver import ALL_KINDS, plan_of, run
+from tests.chaos.stage import Shape
+
+#: Name -> (seed, kinds of faults, seconds, what is different about the stage).
+FORMS: dict[str, tuple[int, tuple[str, ...], float, Shape]] = {
+    "kills": (11, ("kill",), 7.0, Shape(clients=2, open_tasks=8)),
+    "pauses and drains": (12, ("pause", "drain"), 7.0, Shape(gateways=2, clients=2, open_tasks=8)),
+    "servers": (13, ("restart", "full"), 6.0, Shape()),
+    "one server, links": (14, ("refuse", "silence", "deaf", "mute", "delay", "cut"), 8.0, Shape(servers=1)),
+    "deliveries, while kills": (15, ("double", "shuffle", "kill"), 6.0, Shape(seqs=4)),
+    "clocks": (16, ("clock", "kill"), 6.0, Shape(settable_clocks=True)),
+    "everything": (17, ALL_KINDS, 9.0, Shape(settable_clocks="clock" in ALL_KINDS)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_promise_is_kept(form: str) -> None:
+    seed, kinds, seconds, shape = FORMS[form]
+    if "clock" in kinds and not clock.available():
+        pytest.skip("setting a process's clock takes Linux and a C compiler (cc)")
+    shape = replace(shape, variants=24, longest=90)
+    outcome = run(
+        plan_of(seed, shape, seconds=seconds, kinds=kinds, pause=(0.4, 2.4)),
+        command=f"python -m tests.chaos --seed {seed}",
+    )
+    assert outcome.report.fine, outcome.say()
+    assert outcome.report.compared > 5, "hardly a task got through"
+    assert outcome.report.faults, "the plan has no fault in it"

@@ -1,0 +1,142 @@
+"""What a run found, for a machine and for docs/reliability.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.chaos.checker.rules import Case, Violation
+from workers.chaos.checker.streams import tokens_of
+
+#: A stream whose worker was killed must go on so soon after the lease's end (s).
+MARGIN_S = 2.0
+#: Rules whose violations say that a task, or a part of its output, was lost.
+_LOST = ("accepted_tasks_end", "accepted_cancels_win", "links_ran")
+
+
+@dataclass(slots=True)
+class Report:
+    """Figures of one run. `gaps`: how long each stream that a killed worker was making stood still, as its reader saw
+    it (s)."""
+
+    command: str
+    seed: int
+    lease: float
+    seconds: float
+    violations: list[Violation]
+    tasks: int = 0
+    tokens: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    vias: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    gaps: list[float] = field(default_factory=list)
+    struck_again: int = 0
+    """Streams whose next worker was killed before they went on: their time counts from the last kill."""
+    compared: int = 0
+    """Choices that were compared with the run in quiet."""
+
+    @classmethod
+    def of(cls, case: Case, violations: list[Violation], *, command: str, seed: int, lease: float) -> Report:
+        history = case.history
+        phases = history.phases
+        seconds = phases.get("calm", 0.0) - phases.get("load", 0.0)
+        found = cls(command, seed, lease, seconds, violations)
+        for task_id, stream, record in case.ended():
+            seen = history.by_id.get(task_id)
+            if seen is not None and seen.quiet:
+                continue
+            found.tasks += 1
+            found.tokens += sum(tokens_of([entry for _, entry in stream]).values())
+            found.statuses[record.get("status", "?")] += 1
+            found.vias[seen.via if seen else "other"] += 1
+            if seen is not None and seen.variant in case.outputs:
+                found.compared += len(case.outputs[seen.variant])
+        for line in history.faults:
+            if line["e"] == "fault":
+                found.faults[line["kind"]] += 1
+                if line["kind"] == "kill":
+                    found.kills[line["role"]] += 1
+        found._measure(case)
+        return found
+
+    def _measure(self, case: Case) -> None:
+        kills = [line for line in case.history.faults if line["e"] == "fault" and line.get("stopped")]
+        for number, kill in enumerate(kills):
+            for task_id, length in kill["stopped"].items():
+                seen = case.history.by_id.get(task_id)
+                later = [at for at, position, _ in seen.entries if position >= length] if seen else []
+                if any(other["stopped"].get(task_id) == length for other in kills[number + 1 :]):
+                    self.struck_again += 1
+                elif later and later[0] > kill["t"]:
+                    self.gaps.append(later[0] - kill["t"])
+
+    @property
+    def fine(self) -> bool:
+        return not self.violations
+
+    def count(self, *rules: str) -> int:
+        """Tasks, or whatever else, of which these rules were broken."""
+        return len({violation.about for violation in self.violations if violation.rule in rules})
+
+    def json(self) -> dict[str, Any]:
+        """Everything, as data."""
+        return {
+            "command": self.command,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            "lease_s": self.lease,
+            "kills": dict(self.kills),
+            "faults": dict(self.faults),
+            "tasks": self.tasks,
+            "tokens": self.tokens,
+            "statuses": dict(self.statuses),
+            "asked_through": dict(self.vias),
+            "lost": self.count(*_LOST),
+            "holes_or_doubles": self.count("streams_are_whole"),
+            "readers_misled": self.count("readers_are_given_the_stream"),
+            "choices_compared": self.compared,
+            "outputs_different": self.count("outputs_equal_the_quiet_run"),
+            "streams_stopped": len(self.gaps) + self.struck_again,
+            "struck_again": self.struck_again,
+            "gap_s": quantiles(self.gaps),
+            "gaps_over_lease_and_margin": sum(gap > self.lease + MARGIN_S for gap in self.gaps),
+            "violations": [str(violation) for violation in self.violations],
+        }
+
+    def markdown(self) -> str:
+        """A table, and the command that gives it."""
+        said = self.json()
+        gap = said["gap_s"]
+        kills = ", ".join(f"{count} {role}" for role, count in sorted(self.kills.items())) or "none"
+        others = ", ".join(f"{n} {kind}" for kind, n in sorted(self.faults.items()) if kind != "kill") or "none"
+        states = ", ".join(f"{n} {status}" for status, n in self.statuses.most_common())
+        rows = [
+            (f"seed {self.seed}, lease {self.lease:g} s", ""),
+            ("---", "---"),
+            ("kill -9", f"{sum(self.kills.values())} ({kills}), over {self.seconds:.0f} s"),
+            ("other faults", others),
+            ("tasks, tokens", f"{self.tasks:,} and {self.tokens:,}"),
+            ("final states", states),
+            ("tasks lost", str(said["lost"])),
+            ("streams with a hole or a token twice", str(said["holes_or_doubles"])),
+            ("readers given anything else than the stream", str(said["readers_misled"])),
+            ("outputs that differ from the run in quiet", f"{said['outputs_different']} of {self.compared:,} choices"),
+            ("open streams whose worker was killed", f"{said['streams_stopped']:,}"),
+            (
+                "from the kill to the next token (p50, p95, max)",
+                f"{gap['p50']}, {gap['p95']}, {gap['max']} s, of a lease of {self.lease:g} s; "
+                f"{said['gaps_over_lease_and_margin']} took longer than that and {MARGIN_S:g} s",
+            ),
+            ("anything else wrong", str(len(self.violations))),
+        ]
+        table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+        return f"    {self.command}\n\n{table}\n"
+
+
+def quantiles(values: list[float]) -> dict[str, float | None]:
+    """p50, p95 and max."""
+    ordered, last = sorted(values), len(values) - 1
+    parts = (("p50", 0.5), ("p95", 0.95), ("max", 1.0))
+    return {name: round(ordered[int(part * last)], 2) if ordered else None for name, part in parts}

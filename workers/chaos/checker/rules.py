@@ -1,0 +1,308 @@
+"""The invariants, each a function of what was seen and what stands; each names what it found wrong.
+
+1 accepted tasks end, 2 streams are whole, 3 outputs are those of an uninterrupted run, 4 accepted cancels win, 5 the KV
+pool is whole; then what is billed, linked, and left behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.chaos.checker.history import History, Seen
+from workers.chaos.checker.store import FINAL, Stores, Stream
+from workers.chaos.checker.streams import Outputs, outputs_of, tokens_of
+
+#: What a gateway may answer instead of taking a task: it is busy, or its servers are away.
+DECLINES = frozenset({429, 503})
+EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """`rule` is the name of a function here; `about` a task's id, a process or a key."""
+
+    rule: str
+    about: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.about}: {self.what}"
+
+
+@dataclass(slots=True)
+class Case:
+    """Everything there is to judge by."""
+
+    history: History
+    stores: Stores
+    streams: Mapping[str, Stream]
+    """Each as it stood when its task had ended."""
+    outputs: Mapping[int, Outputs] = field(default_factory=dict)
+    """Of the run in quiet, by variant: what each choice is."""
+    shared: bool = False
+    """Others use the system: what the journals do not know is none of ours."""
+    meant: frozenset[str] = frozenset()
+    """Tasks that may be given up, and letters that may be dead."""
+
+    def ended(self) -> Iterator[tuple[str, Stream, dict[str, str]]]:
+        """Tasks with their streams and records, as far as both are there."""
+        for task_id, record in self.stores.records.items():
+            if stream := self.streams.get(task_id) or self.stores.streams.get(task_id):
+                yield task_id, stream, record
+
+
+Rule = Callable[[Case], Iterator[Violation]]
+
+
+def accepted_tasks_end(case: Case) -> Iterator[Violation]:
+    """1: each has a record, which is final and settled, in a state that it may end in."""
+
+    def wrong(task_id: str, what: str) -> Violation:
+        return Violation("accepted_tasks_end", task_id, what)
+
+    for task_id, seen in case.history.by_id.items():
+        record = case.stores.records.get(task_id)
+        if record is None:
+            if seen.accepted and seen.via != "celery":
+                yield wrong(task_id, f"was accepted (number {seen.number}), and there is no record of it")
+            elif seen.accepted:
+                yield wrong(task_id, "was sent as a plain Celery message, and nobody made a record of it")
+    for task_id, record in case.stores.records.items():
+        status = record.get("status", "")
+        if status not in FINAL:
+            yield wrong(task_id, f"is {status or 'without a state'}")
+        elif "settled" not in record or record.keys() & {"claim", "owner"}:
+            yield wrong(task_id, f"is {status}, and not settled: {sorted(record)}")
+        else:
+            about = case.history.by_id.get(task_id)
+            if not _may_end(case, task_id, about, record):
+                yield wrong(task_id, f"ended {status}: {record.get('error')}")
+
+
+def _may_end(case: Case, task_id: str, seen: Seen | None, record: Mapping[str, str]) -> bool:
+    status = record["status"]
+    if status == "completed" or task_id in case.meant:
+        return True
+    if seen is None:  # nobody was told its id: a caller who waits, or one whose answer was lost
+        return status == "cancelled" or EXPIRED in record.get("error", "") or "deadline" in record
+    if status == "cancelled":
+        return bool(seen.cancels)
+    return "timeout" in seen.task and (status == "incomplete" or EXPIRED in record.get("error", ""))
+
+
+def refusals_are_declared(case: Case) -> Iterator[Violation]:
+    """What cannot be taken is answered with 429 or 503, never with a fault."""
+    for seen in case.history.tasks.values():
+        for line in seen.refused:
+            if line["status"] not in DECLINES:
+                yield Violation("refusals_are_declared", f"number {seen.number}", f"{line['status']}: {line['error']}")
+
+
+def streams_are_whole(case: Case) -> Iterator[Violation]:
+    """2: positions and indexes run from 0, each once; one terminal entry, the last; the record counts the same."""
+    for task_id, stream, record in case.ended():
+        for what in _stream_faults(stream, record):
+            yield Violation("streams_are_whole", task_id, what)
+        now = case.stores.streams.get(task_id)
+        if now is not None and now != stream:
+            yield Violation("streams_are_whole", task_id, f"had {len(stream)} entries at its end, and {len(now)} later")
+    for task_id, record in case.stores.records.items():
+        if task_id not in case.streams and task_id not in case.stores.streams and not case.shared:
+            known = case.history.by_id.get(task_id)
+            if known is not None:
+                yield Violation("streams_are_whole", task_id, f"is {record.get('status')}, and has no stream")
+
+
+def _stream_faults(stream: Stream, record: Mapping[str, str]) -> Iterator[str]:
+    names = [name for name, _ in stream]
+    if names != [f"{at}-0" for at in range(1, len(names) + 1)]:
+        yield f"has entries {_runs(names)}"
+    indexes: dict[int, list[int]] = {}
+    for _, entry in stream:
+        if isinstance(entry, list):
+            indexes.setdefault(entry[0], []).append(entry[1])
+    for choice, found in indexes.items():
+        if found != list(range(len(found))):
+            yield f"has indexes {found} in choice {choice}"
+    for choice in range(int(record.get("n", 1))):
+        counted, stands = int(record.get(f"next:{choice}", 0)), len(indexes.get(choice, ()))
+        if counted != stands:
+            yield f"counts {counted} tokens of choice {choice}, and has {stands}"
+    ends = [at for at, (_, entry) in enumerate(stream) if isinstance(entry, dict) and "end" in entry]
+    if ends != [len(stream) - 1]:
+        yield f"has terminal entries at {ends} of {len(stream)}"
+    elif stream[-1][1]["end"] != record.get("status"):
+        yield f"is {record.get('status')}, and its stream ends {stream[-1][1]['end']}"
+
+
+def _runs(names: list[str]) -> str:
+    wrong = next((at for at, name in enumerate(names) if name != f"{at + 1}-0"), len(names))
+    return f"1-0 to {wrong}-0, then {names[wrong : wrong + 3]}, {len(names)} in all"
+
+
+def readers_are_given_the_stream(case: Case) -> Iterator[Violation]:
+    """2: whoever reads, and comes back as often as it must, is given each entry once, in order, and what it says."""
+    for task_id, seen in case.history.by_id.items():
+        stream = case.streams.get(task_id) or case.stores.streams.get(task_id) or []
+        for what in _reader_faults(seen, [entry for _, entry in stream]):
+            yield Violation("readers_are_given_the_stream", task_id, what)
+        if seen.accepted and seen.via in ("http", "redis") and len(seen.entries) < len(stream):
+            what = f"its reader was given {len(seen.entries)} entries of {len(stream)}, and no end"
+            yield Violation("readers_are_given_the_stream", task_id, what)
+        if seen.accepted and seen.via == "poll" and not seen.finals:
+            yield Violation("readers_are_given_the_stream", task_id, "nobody who polls was told of its end")
+
+
+def _reader_faults(seen: Seen, stands: list[Any]) -> Iterator[str]:
+    given = [position for _, position, _ in seen.entries]
+    if given != list(range(len(given))):
+        at = next(at for at, position in enumerate(given) if position != at)
+        yield f"its reader was given position {given[at]} after {given[at - 1] if at else 'nothing'}"
+    for _, position, entry in seen.entries:
+        if position >= len(stands):
+            yield f"its reader was given position {position} of {len(stands)}: {entry}"
+            break
+        if not same_entry(stands[position], entry):
+            yield f"its reader was given {entry} at {position}, where {stands[position]} stands"
+            break
+    tokens, end = outputs_of(stands), next((e for e in stands if isinstance(e, dict) and "end" in e), None)
+    for body in seen.finals:
+        said = {choice["index"]: tuple(choice["token_ids"]) for choice in body.get("choices") or ()}
+        if end is None or body["status"] != end["end"]:
+            yield f"a poll says {body['status']}, its stream {end and end['end']}"
+        elif any(said.get(choice, ()) != made.tokens for choice, made in tokens.items()):
+            yield "a poll tells other tokens than the stream"
+        elif any(
+            choice["text"] != tokens[choice["index"]].text
+            for choice in body.get("choices") or ()
+            if choice["index"] in tokens
+        ):
+            yield "a poll tells another text than the stream"
+
+
+def same_entry(stands: Any, given: Any) -> bool:
+    """An entry may say more than a reader is shown; what it is shown must be so."""
+    if isinstance(stands, list) and isinstance(given, list):
+        return stands[:4] == given[:4] and (stands[5] if len(stands) > 5 else None) == given[4]
+    if isinstance(stands, dict) and isinstance(given, dict):
+        return all(stands.get(name) == value for name, value in given.items())
+    return False
+
+
+def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
+    """3: token for token; what ended early is the beginning of it."""
+    for task_id, stream, record in case.ended():
+        seen = case.history.by_id.get(task_id)
+        wanted = case.outputs.get(seen.variant) if seen is not None else None
+        if seen is None or wanted is None or seen.quiet:
+            continue
+        whole, made = record["status"] == "completed", outputs_of([entry for _, entry in stream])
+        for choice, output in wanted.items():
+            tokens = made[choice].tokens if choice in made else ()
+            if tokens != (output.tokens if whole else output.tokens[: len(tokens)]):
+                at = next((k for k, (a, b) in enumerate(zip(tokens, output.tokens, strict=False)) if a != b), None)
+                place = f"token {at}" if at is not None else f"{len(tokens)} tokens, not {len(output.tokens)}"
+                yield Violation(
+                    "outputs_equal_the_quiet_run", task_id, f"variant {seen.variant}, choice {choice} differs: {place}"
+                )
+    for seen in case.history.tasks.values():
+        wanted = case.outputs.get(seen.variant)
+        if seen.texts is None or wanted is None:
+            continue
+        texts, whole = seen.texts
+        for choice, text in enumerate(texts):
+            if text != wanted[choice].text and (whole or not wanted[choice].text.startswith(text)):
+                yield Violation(
+                    "outputs_equal_the_quiet_run", f"number {seen.number}", f"was answered another text: {text[:80]!r}"
+                )
+
+
+def accepted_cancels_win(case: Case) -> Iterator[Violation]:
+    """4: what was accepted ends `cancelled`; what was not had ended otherwise."""
+    for task_id, seen in case.history.by_id.items():
+        status = case.stores.records.get(task_id, {}).get("status")
+        if True in seen.cancels and status != "cancelled":
+            yield Violation("accepted_cancels_win", task_id, f"a cancel was accepted, and it ended {status}")
+
+
+def usage_is_the_stream(case: Case) -> Iterator[Violation]:
+    """A task is billed for its prompt once and for the tokens that it was given, however often they were made."""
+    for task_id, stream, record in case.ended():
+        entry = stream[-1][1]
+        if not isinstance(entry, dict) or "usage" not in entry:
+            continue
+        tokens = sum(tokens_of([e for _, e in stream]).values()) + int(record.get("discarded", 0))
+        usage = entry["usage"]
+        if usage["output_tokens"] != tokens:
+            yield Violation("usage_is_the_stream", task_id, f"is billed {usage} for {tokens} tokens")
+        prompt = int(record.get("prompt_tokens", usage["prompt_tokens"]))
+        if usage["prompt_tokens"] not in ((prompt,) if "started" in record else (0, prompt)):
+            yield Violation("usage_is_the_stream", task_id, f"is billed {usage} for a prompt of {prompt}")
+
+
+def links_ran(case: Case) -> Iterator[Violation]:
+    """Of each plain Celery task that was completed, at least once; and its result is the stream's text."""
+    sent = Counter(case.stores.links)
+    for task_id, seen in case.history.by_id.items():
+        record = case.stores.records.get(task_id, {})
+        if seen.via != "celery" or record.get("status") != "completed":
+            continue
+        if not sent[task_id]:
+            yield Violation("links_ran", task_id, "is completed, and its link was never sent")
+        result = case.stores.results.get(task_id)
+        text = outputs_of([entry for _, entry in case.streams.get(task_id, [])])
+        if result is None or result.get("status") != "SUCCESS":
+            yield Violation("links_ran", task_id, f"is completed, and the result backend says {result}")
+        elif text and result["result"].get("text") != text[0].text:
+            yield Violation("links_ran", task_id, f"the result backend tells another text: {result['result']}")
+
+
+def nothing_is_left(case: Case) -> Iterator[Violation]:
+    """No message waits or is in flight, no task is looked after, no letter is dead but what was meant."""
+    for name in case.stores.left:
+        yield Violation("nothing_is_left", name, "was left behind")
+    for letter in case.stores.dead:
+        known = [task_id for task_id in case.history.by_id if task_id in letter.get("message", "")]
+        if (known or not case.shared) and not any(task_id in case.meant for task_id in known):
+            yield Violation("nothing_is_left", "penstock:dead", f"{letter.get('reason')}: {letter.get('message')}")
+
+
+def memory_is_whole(case: Case) -> Iterator[Violation]:
+    """5: a worker with nothing to do holds no task, and no block of its KV cache."""
+    for about in case.stores.workers:
+        held = {name: about[name] for name in ("tasks", "running", "waiting", "kv_blocks_used") if about.get(name)}
+        if held and not case.shared:
+            yield Violation("memory_is_whole", about["worker"], f"has nothing to do, and holds {held}")
+
+
+def processes_end_as_told(case: Case) -> Iterator[Violation]:
+    """Nobody dies unasked but one whose servers are away while it starts; whoever is told to drain exits with 0."""
+    for line in case.history.exits:
+        if line["asked"]:
+            if line["code"] not in (0, -9):
+                yield Violation("processes_end_as_told", line["process"], f"was told to stop: {line['code']}")
+        elif line["served"]:
+            yield Violation("processes_end_as_told", line["process"], f"ended unasked: {line['code']}")
+
+
+RULES: tuple[Rule, ...] = (
+    accepted_tasks_end,
+    refusals_are_declared,
+    streams_are_whole,
+    readers_are_given_the_stream,
+    outputs_equal_the_quiet_run,
+    accepted_cancels_win,
+    usage_is_the_stream,
+    links_ran,
+    nothing_is_left,
+    memory_is_whole,
+    processes_end_as_told,
+)
+
+
+def judge(case: Case) -> list[Violation]:
+    """Everything that is wrong, by rule."""
+    return [violation for rule in RULES for violation in rule(case)]

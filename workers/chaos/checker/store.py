@@ -1,0 +1,206 @@
+"""Broker and store as they stand, read with plain commands: no script of the product is asked.
+
+Streams are read twice: as soon as a task has ended (`Watcher`, while the run goes on), and when everything is over. An
+ended stream must not change any more, and what settles and compacts it later takes nothing from what was seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from workers.chaos.checker.history import lines_of
+
+FINAL = frozenset({"completed", "failed", "cancelled", "incomplete"})
+#: Entries of a stream: id, entry.
+Stream = list[tuple[str, Any]]
+
+
+@dataclass(slots=True)
+class Stores:
+    """What there is. Of keys, whatever a finished task should not have left is in `left`."""
+
+    records: dict[str, dict[str, str]] = field(default_factory=dict)
+    streams: dict[str, Stream] = field(default_factory=dict)
+    """As they are now: a stream that was compacted is not here."""
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Celery's, by task."""
+    links: list[str] = field(default_factory=list)
+    """Task ids, as the links that were sent name them."""
+    left: list[str] = field(default_factory=list)
+    dead: list[dict[str, Any]] = field(default_factory=list)
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    """What live workers say of themselves."""
+
+    @classmethod
+    def read(cls, broker: Redis, store: Redis, *, links: str, only: Iterable[str] | None = None) -> Stores:
+        """From clients that decode replies. `links`: the list that links are sent to. `only`: these tasks, on a system
+        that others use too."""
+        found = cls()
+        ids = list(only) if only is not None else _ids(store)
+        for part in _parts(ids):
+            pipe = store.pipeline(transaction=False)
+            for task_id in part:
+                pipe.hgetall(f"penstock:task:{task_id}")
+                pipe.get(f"celery-task-meta-{task_id}")
+            answers = pipe.execute()
+            for task_id, record, result in zip(part, answers[::2], answers[1::2], strict=True):
+                if record:
+                    found.records[task_id] = record
+                if result:
+                    found.results[task_id] = json.loads(result)
+        found.streams = streams_of(store, ids)
+        sent = [_linked(str(raw)) for raw in broker.lrange(links, 0, -1)]
+        found.links = [task_id for task_id in sent if task_id is not None]
+        found.dead = [json.loads(raw) for raw in broker.lrange("penstock:dead", 0, -1)]
+        found.workers = workers_of(broker)
+        found.left = _left(broker, store, None if only is None else set(ids))
+        return found
+
+
+class Watcher(threading.Thread):
+    """Reads each task's stream once it has ended. Follows the journals in `folder` for the ids; a server that is away
+    is asked again. `open` are those that have not ended yet."""
+
+    def __init__(self, store: str, folder: Path, every: float = 0.2) -> None:
+        super().__init__(name="watcher", daemon=True)
+        self._store = Redis.from_url(store, decode_responses=True, socket_timeout=2)
+        self._folder, self._every = folder, every
+        self._offsets: dict[Path, int] = {}
+        self._over = threading.Event()
+        self.open: set[str] = set()
+        self.streams: dict[str, Stream] = {}
+        """As each stood when its task had ended."""
+
+    def run(self) -> None:
+        while not self._over.wait(self._every):
+            self.look()
+
+    def stop(self) -> None:
+        """Look once more, and no more."""
+        self._over.set()
+        self.join()
+        self.look()
+
+    def look(self) -> None:
+        """One round. Where the store is away, the next one brings what this one did not."""
+        self._follow()
+        for part in _parts(sorted(self.open)):
+            try:
+                pipe = self._store.pipeline(transaction=False)
+                for task_id in part:
+                    pipe.hget(f"penstock:task:{task_id}", "end")
+                ended = [task_id for task_id, end in zip(part, pipe.execute(), strict=True) if end]
+                self.streams |= streams_of(self._store, ended)
+            except RedisError:
+                return
+            self.open -= set(ended)
+
+    def _follow(self) -> None:
+        for path in self._folder.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
+            for raw in whole.splitlines():
+                if b'"accepted"' in raw[:40] or b'"maybe"' in raw[:40]:
+                    task_id = json.loads(raw)["id"]
+                    if task_id is not None and task_id not in self.streams:
+                        self.open.add(task_id)
+
+
+def streams_of(store: Redis, ids: Iterable[str]) -> dict[str, Stream]:
+    """Those that there are."""
+    found: dict[str, Stream] = {}
+    for part in _parts(list(ids)):
+        pipe = store.pipeline(transaction=False)
+        for task_id in part:
+            pipe.xrange(f"penstock:stream:{task_id}")
+        for task_id, entries in zip(part, pipe.execute(), strict=True):
+            if entries:
+                found[task_id] = [(name, json.loads(fields["e"])) for name, fields in entries]
+    return found
+
+
+def unfinished(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
+    """Tasks that have a record which is not final, or is not settled."""
+    found = []
+    for part in _parts(list(ids) if ids is not None else _ids(store)):
+        pipe = store.pipeline(transaction=False)
+        for task_id in part:
+            pipe.hmget(f"penstock:task:{task_id}", "status", "settled")
+        for task_id, (status, settled) in zip(part, pipe.execute(), strict=True):
+            if status is not None and (status not in FINAL or settled is None):
+                found.append(task_id)
+    return found
+
+
+def workers_of(broker: Redis) -> list[dict[str, Any]]:
+    """What the workers with a lease say of themselves."""
+    found = []
+    for name in broker.scan_iter("penstock:lease:*", count=1000):
+        if about := broker.get(name):
+            found.append({**json.loads(about), "incarnation": name.removeprefix("penstock:lease:")})
+    return found
+
+
+def pending(broker: Redis) -> list[str]:
+    """Keys that hold messages: waiting, in flight, delayed."""
+    kinds = ("penstock:queue:", "penstock:inflight:", "penstock:delayed:")
+    return sorted(name for name in broker.scan_iter("penstock:*", count=1000) if name.startswith(kinds))
+
+
+def wait_until_over(
+    broker: Redis, store: Redis, seconds: float, ids: Iterable[str] | None = None, *, shared: bool = False
+) -> list[str]:
+    """Until nothing is left to do, or so many seconds have passed; what is left. `shared`: others use the system."""
+    ids, deadline = None if ids is None else list(ids), time.monotonic() + seconds
+    while True:
+        try:
+            left = unfinished(store, ids) + ([] if shared else pending(broker))
+        except RedisError as error:
+            left = [f"no answer: {error}"]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def _left(broker: Redis, store: Redis, only: set[str] | None) -> list[str]:
+    """What no finished task leaves behind."""
+    found = [] if only is not None else pending(broker)
+    if only is None:
+        found += [f"penstock:reaped {name}" for name in map(str, broker.hkeys("penstock:reaped"))]
+    for index in ("submitting", "deadlines", "readers"):
+        members = list(map(str, store.zrange(f"penstock:{index}", 0, -1)))
+        found += [f"penstock:{index} {name}" for name in members if only is None or name in only]
+    return found
+
+
+def _linked(raw: str) -> str | None:
+    """The first argument of a Celery message."""
+    message: Mapping[str, Any] = json.loads(raw)
+    body = message["body"]
+    if message.get("properties", {}).get("body_encoding") == "base64":
+        body = base64.b64decode(body)
+    args = json.loads(body)[0]
+    return args[0] if args else None
+
+
+def _ids(store: Redis) -> list[str]:
+    return [name.removeprefix("penstock:task:") for name in store.scan_iter("penstock:task:*", count=1000)]
+
+
+def _parts(ids: list[str]) -> list[list[str]]:
+    return [ids[at : at + 200] for at in range(0, len(ids), 200)]
+
+
+__all__ = ["FINAL", "Stores", "Stream", "Watcher", "lines_of", "pending", "unfinished", "wait_until_over", "workers_of"]

@@ -1,0 +1,35 @@
+"""What a stream's entries say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One choice: its tokens, and the text of their pieces."""
+
+    tokens: tuple[int, ...]
+    text: str
+
+
+Outputs = Mapping[int, Output]
+
+
+def outputs_of(entries: Sequence[Any]) -> dict[int, Output]:
+    """By choice. Entries that are no tokens are passed over."""
+    tokens: dict[int, list[int]] = {}
+    texts: dict[int, list[str]] = {}
+    for entry in entries:
+        if isinstance(entry, list):
+            tokens.setdefault(entry[0], []).append(entry[2])
+            texts.setdefault(entry[0], []).append(entry[3])
+    return {choice: Output(tuple(made), "".join(texts[choice])) for choice, made in tokens.items()}
+
+
+def tokens_of(entries: Sequence[Any]) -> Counter[int]:
+    """How many tokens each choice has."""
+    return Counter(entry[0] for entry in entries if isinstance(entry, list))

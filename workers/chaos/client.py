@@ -1,0 +1,153 @@
+"""Clients and readers in a process of their own: `python -m workers.chaos.client SETTINGS` (JSON, see `Settings`).
+
+    (numbers) -> submit through the gateway, the client library or Celery -> journal
+              -> read by stream, by poll or not at all, cancel, leave and come back -> journal
+
+Whatever happens is written down before anything else is done. A process that was killed and started again reads what
+its predecessors wrote, follows what they had not read to the end, and goes on with the next number. It asks for no more
+at SIGTERM, reads what is open to its end, and exits with 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from workers.chaos.checker.history import History, Seen, lines_of
+from workers.chaos.journal import Journal
+from workers.chaos.load import Load, Manner, quiet
+from workers.chaos.senders import Senders
+from workers.chaos.talk import Talk
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`folder` of the journals; `step` numbers are taken by `step` clients, this one begins with `first`.
+
+    It is the `number`th process of its name. `url` of the gateway, `broker` and `store` as it reaches them.
+    `open_tasks` at a time. `variants`: these and no more, each once, with nothing done to them.
+    """
+
+    name: str
+    folder: str
+    url: str
+    broker: str
+    store: str
+    load: Load
+    number: int = 1
+    first: int = 0
+    step: int = 1
+    open_tasks: int = 8
+    variants: tuple[int, ...] | None = None
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Settings:
+        raw = json.loads(text)
+        asked, variants = raw.pop("load"), raw.pop("variants")
+        load = Load(**{**asked, "ways": tuple(asked["ways"])})
+        return cls(load=load, variants=None if variants is None else tuple(variants), **raw)
+
+
+@dataclass(slots=True)
+class Client:
+    """One process's work."""
+
+    settings: Settings
+    journal: Journal
+    talk: Talk
+    stopping: asyncio.Event
+
+    async def run(self, before: History) -> None:
+        """Until told to stop, or all `variants` have been read."""
+        room = asyncio.Semaphore(self.settings.open_tasks)
+        going: set[asyncio.Task[None]] = set()
+
+        def begin(work: Awaitable[None]) -> None:
+            async def within() -> None:
+                try:
+                    await work
+                finally:
+                    room.release()
+
+            task = asyncio.create_task(within())
+            going.add(task)
+            task.add_done_callback(going.discard)
+
+        for seen, manner in self._unread(before):
+            await room.acquire()
+            begin(self.talk.follow(seen, manner))
+        for manner in self._manners(before):
+            await _either(room.acquire(), self.stopping)
+            if self.stopping.is_set():
+                break
+            begin(self.talk.whole(manner, self.settings.load.task(manner.variant)))
+        while going:
+            done, _ = await asyncio.wait(going, return_when="FIRST_COMPLETED")
+            for task in done:
+                task.result()
+
+    def _manners(self, before: History) -> Iterator[Manner]:
+        if self.settings.variants is not None:
+            asked = {number for is_quiet, number in before.tasks if is_quiet}
+            yield from (manner for manner in quiet(self.settings.variants) if manner.number not in asked)
+            return
+        number = max(
+            (n for is_quiet, n in before.tasks if not is_quiet), default=self.settings.first - self.settings.step
+        )
+        while True:
+            number += self.settings.step
+            yield self.settings.load.manner(number)
+
+    def _unread(self, before: History) -> Iterator[tuple[Seen, Manner]]:
+        """What predecessors submitted and did not read to the end."""
+        for (is_quiet, number), seen in before.tasks.items():
+            if seen.id is None or not seen.accepted or seen.via not in ("http", "redis", "poll"):
+                continue
+            ended = seen.finals or (seen.entries and "end" in seen.entries[-1][2])
+            if not ended:
+                manner = Manner(number, seen.variant, seen.via) if is_quiet else self.settings.load.manner(number)
+                yield seen, manner
+
+
+async def _either(acquiring: Awaitable[object], stopping: asyncio.Event) -> None:
+    """Until there is room, or it is over."""
+    one, other = asyncio.ensure_future(acquiring), asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((one, other), return_when="FIRST_COMPLETED")
+    for waiting in (one, other):
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+
+def _before(folder: Path, name: str) -> History:
+    """What processes of this name have written."""
+    found = History()
+    for path in sorted(folder.glob(f"{name}.*.jsonl")):
+        found.extend(lines_of(path))
+    return found
+
+
+async def _main(settings: Settings) -> None:
+    stopping = asyncio.Event()
+    # Before there is a journal: from then on it is known to heed it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    folder = Path(settings.folder)
+    before = _before(folder, settings.name)
+    journal = Journal(folder, settings.name, settings.number)
+    async with Senders(settings.url, settings.broker, settings.store) as senders:
+        talk = Talk(senders, journal, quiet=settings.variants is not None)
+        await Client(settings, journal, talk, stopping).run(before)
+    journal.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(Settings.parse(sys.argv[1])))

@@ -1,0 +1,158 @@
+"""Does to a system what a plan says, at its times, and writes down what it did.
+
+plan -> (due) -> wait until it fits -> journal -> scene begins it -> ... -> scene ends it -> journal
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from workers.chaos.journal import Journal
+from workers.chaos.plan import Fault, Plan
+
+#: How long a fault is put off while its target, or what should survive it, is not up (s).
+PATIENCE_S = 60.0
+#: Ends what a fault began.
+Healing = Callable[[], None]
+
+
+class Handle(Protocol):
+    """One process of the system. `process`: what it calls itself, where it has a lease."""
+
+    name: str
+    role: str
+
+    @property
+    def process(self) -> str:
+        """Of the process that runs now."""
+
+    def kill(self) -> None:
+        """SIGKILL; whoever looks after it starts another."""
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+
+    def resume(self) -> None:
+        """SIGCONT."""
+
+    def drain(self) -> None:
+        """SIGTERM; whoever looks after it starts another."""
+
+
+class Scene(Protocol):
+    """A system that faults may befall."""
+
+    handles: Mapping[str, Handle]
+
+    def fits(self, fault: Fault) -> bool:
+        """Whether the target is up, and what should outlive it, too."""
+
+    def begin(self, fault: Fault) -> Healing | None:
+        """Of a kind that is not about a process alone. What ends it, where it lasts."""
+
+
+class Injector:
+    """`open_tasks()` tells the ids of tasks that have not ended; `store` is asked who makes them, not through links."""
+
+    def __init__(self, scene: Scene, journal: Journal, store: str, open_tasks: Callable[[], Iterable[str]]) -> None:
+        self._scene, self._journal, self._open_tasks = scene, journal, open_tasks
+        self._store = Redis.from_url(store, decode_responses=True, socket_timeout=2)
+        self._healings: list[tuple[float, int, Fault, Healing]] = []
+        self._order = itertools.count()
+        self._late = 0.0
+
+    def run(self, plan: Plan, say: Callable[[str], None] = lambda line: None) -> None:
+        """Returns when all faults are over, but not before the plan's time is. Where one had to wait, those after it
+        come as much later."""
+        began = time.monotonic()
+        try:
+            for number, fault in enumerate(plan.faults, 1):
+                self._sleep_until(began + fault.at + self._late)
+                due = time.monotonic()
+                while not self._scene.fits(fault) and time.monotonic() < due + PATIENCE_S:
+                    self._sleep_until(time.monotonic() + 0.05)
+                self._late += time.monotonic() - due
+                say(f"{number}/{len(plan.faults)} at {time.monotonic() - began:.1f} s: {_said(fault)}")
+                self._begin(fault)
+            self._sleep_until(began + plan.seconds + self._late)
+        finally:
+            self.heal()
+
+    def heal(self) -> None:
+        """End all that lasts."""
+        while self._healings:
+            self._end(*heapq.heappop(self._healings)[2:])
+
+    def _sleep_until(self, when: float) -> None:
+        while True:
+            now = time.monotonic()
+            if self._healings and self._healings[0][0] <= now:
+                self._end(*heapq.heappop(self._healings)[2:])
+                continue
+            if now >= when:
+                return
+            due = self._healings[0][0] if self._healings else when
+            time.sleep(max(0.0, min(due, when) - now))
+
+    def _begin(self, fault: Fault) -> None:
+        handle, healing, about = self._scene.handles.get(fault.target), None, dict[str, Any]()
+        if handle is not None:
+            about = {"process": handle.process, "role": handle.role}
+        if handle is not None and fault.kind == "kill":
+            if handle.role == "worker":
+                # Held still first, so that what it was at is known for certain.
+                handle.pause()
+                about |= self._at_work(handle.process)
+            self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
+            handle.kill()
+            return
+        self._journal.write(
+            "fault", kind=fault.kind, target=fault.target, seconds=fault.seconds, amount=fault.amount, **about
+        )
+        if handle is not None and fault.kind == "pause":
+            handle.pause()
+            healing = handle.resume
+        elif handle is not None and fault.kind == "drain":
+            handle.drain()
+        else:
+            healing = self._scene.begin(fault)
+        if healing is not None:
+            when = time.monotonic() + fault.seconds
+            heapq.heappush(self._healings, (when, next(self._order), fault, healing))
+
+    def _end(self, fault: Fault, healing: Healing) -> None:
+        healing()
+        self._journal.write("healed", kind=fault.kind, target=fault.target)
+
+    def _at_work(self, process: str) -> dict[str, Any]:
+        """The streams that a worker is making, each with its length, and for how long its lease holds."""
+        try:
+            pipe, ids = self._store.pipeline(transaction=False), sorted(self._open_tasks())
+            for task_id in ids:
+                pipe.hmget(f"penstock:task:{task_id}", "owner", "end")
+                pipe.xlen(f"penstock:stream:{task_id}")
+            answers = pipe.execute()
+            leases = [
+                self._store.pttl(name) for name in self._store.scan_iter(f"penstock:lease:{process}.*", count=1000)
+            ]
+        except RedisError:
+            return {"stopped": {}}
+        stopped = {
+            task_id: length
+            for task_id, (owner, end), length in zip(ids, answers[::2], answers[1::2], strict=True)
+            if owner is not None and owner.startswith(f"{process}.") and end is None
+        }
+        return {"stopped": stopped, "lease_left": max(leases, default=0) / 1000}
+
+
+def _said(fault: Fault) -> str:
+    lasts = f" for {fault.seconds:g} s" if fault.seconds else ""
+    amount = f" ({fault.amount:g})" if fault.amount else ""
+    return f"{fault.kind} {fault.target}{amount}{lasts}"

@@ -1,0 +1,107 @@
+"""The three ways to Penstock that a client process has: HTTP, the client library, Celery."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+from celery import Celery
+
+from producers import keys
+from producers.aio import AsyncClient
+from workers.bench.connection import Connections
+from workers.chaos.load import LINKS
+
+#: A connection on which nothing comes for so long (s) is given up: gateways send a comment every 15 s at least.
+SILENT_S: Final = 20.0
+#: An answer that takes longer (s) does not come: a gateway tries a server that is away for some seconds.
+ANSWER_S: Final = 25.0
+
+
+class Declined(Exception):
+    """The gateway answered, and did not do it."""
+
+    def __init__(self, status: int, error: Any) -> None:
+        super().__init__(f"{status}: {error}")
+        self.status, self.error = status, error
+
+
+class Senders:
+    """To one system. Close it."""
+
+    def __init__(self, url: str, broker: str, store: str) -> None:
+        self._connections = Connections(url)
+        self.library = AsyncClient(broker, store)
+        self._celery = Celery("penstock-chaos", broker=broker, set_as_current=False)
+        self._celery.conf.broker_transport_options = {"socket_timeout": 5, "socket_connect_timeout": 5}
+        self._celery.conf.broker_connection_retry = False
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """A JSON answer. Raises Declined, workers.bench.connection.Broken, TimeoutError."""
+        async with asyncio.timeout(ANSWER_S), self._connections.request(method, path, body) as answer:
+            told = b"".join([piece async for piece in answer.body()])
+            if answer.status >= 300:
+                raise Declined(answer.status, told[:300].decode(errors="replace"))
+            return json.loads(told)
+
+    async def events(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> AsyncGenerator[list[tuple[str, str]]]:
+        """Server-sent events, (event, data), as many at a time as came. A status of 204 is an end. Raises as `ask`."""
+        async with (
+            asyncio.timeout(ANSWER_S) as patience,
+            self._connections.request(method, path, body) as answer,
+        ):
+            if answer.status not in (200, 204):
+                told = b"".join([piece async for piece in answer.body()])
+                raise Declined(answer.status, told[:300].decode(errors="replace"))
+            if answer.status == 204:
+                return
+            rest = b""
+            async for piece in answer.body():
+                patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
+                *blocks, rest = (rest + piece).split(b"\n\n")
+                yield [_event(block.decode()) for block in blocks]
+
+    async def send_plain(self, task_id: str, task: Mapping[str, Any], tier: str) -> None:
+        """A plain Celery message with a link. Raises whatever Celery raises."""
+        kwargs = {name: value for name, value in task.items() if name != "model"}
+        link = self._celery.signature("penstock.chaos.note", args=[task_id], queue=LINKS, immutable=True)
+
+        def send() -> None:
+            self._celery.send_task(
+                keys.TASK_NAME,
+                kwargs=kwargs,
+                task_id=task_id,
+                queue=keys.model_queue(task["model"]),
+                priority=keys.TIERS[tier][1],
+                link=link,
+                retry=False,
+            )
+
+        await asyncio.to_thread(send)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connections.close()
+        await self.library.aclose()
+        self._celery.close()
+
+
+def _event(block: str) -> tuple[str, str]:
+    """A comment or a preamble is an event without data."""
+    event, data = "message", ""
+    for line in block.split("\n"):
+        name, _, value = line.partition(": ")
+        if name == "event":
+            event = value
+        elif name == "data":
+            data = value
+    return event, data
