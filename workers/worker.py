@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
-    """Serve until told to stop (`workers.stopping`); return the exit code.
+    """Serve until told to stop (`workers.stopping`), and end the process; return the exit code where Celery gives up.
 
     Raises workers.errors.Refused where broker, store or model cannot be used.
     """
@@ -60,6 +60,10 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     logger.info("Serving %s from %s", card["name"], queue)
     notify_ready()
     worker.start()
+    if runtime.drain.over.is_set():
+        # The interpreter's own end takes as long as it likes, and on a busy machine longer than a drain may.
+        logging.shutdown()
+        os._exit(os.EX_OK)
     return 0 if state.should_stop is not None else int(worker.exitcode or 0)
 
 

@@ -70,7 +70,7 @@ class Slot:
     def ready(self) -> bool:
         """It is of use, and nobody holds it still."""
         with self._lock:
-            if self.paused or self._popen.poll() is not None:
+            if self.paused or self._asked or self._popen.poll() is not None:
                 return False
             self._served = self._served or self._serves(self.process)
             return self._served
