@@ -34,7 +34,7 @@ SWEPT: Final = "penstock:swept"  # hash: what sweepers did -> how often
 READERS: Final = "penstock:readers"  # zset: task id -> ms; when the lease of its reader ends
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of the pool that serves it
-POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", ...}
+POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
 
 INCARNATIONS: Final = "penstock:incarnations"  # hash: incarnation -> queue
 DEAD: Final = "penstock:dead"  # list: {"reason", "list", "at", "message"}

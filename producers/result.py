@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -90,4 +90,27 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
         times={name: at for name in TIMES if (at := record.time(name)) is not None},
         prompt_token_ids=tuple(chain.from_iterable(part.token_ids for part in prompts)) if prompts else None,
         prompt_logprobs=tuple(chain.from_iterable(part.logprobs for part in prompts)) if prompts else None,
+    )
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """What a plain Celery task's AsyncResult gives."""
+    return {
+        "id": result.id,
+        "model": result.model,
+        "status": result.status,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "choices": [
+            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.choices
+        ],
+        "usage": result.usage,
+    }
+
+
+def failure(error: Mapping[str, Any] | None) -> TaskFailed:
+    """What it raises for a failed one; `error` as in the record."""
+    error = error or {}
+    return TaskFailed(
+        error.get("message", "The task failed."), "failed", error.get("code", "failed"), error.get("param")
     )

@@ -1,133 +1,170 @@
 """Finishes what others left.
 
-A record that stayed `submitting` is sent (again), so that no accepted task is lost: the set `penstock:submitting` names
-them by age. A task whose reader is gone is cancelled (`producers.readers`), one that nobody runs is ended when its
-deadline has passed (`producers.expiry`). Several sweepers may run: a message sent twice finds its task taken, and a
-cancel may come twice.
+    run   (gateways, and the sweeper that leads):  submits broken off, lost readers, deadlines, final tasks unsettled
+    lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, tell the results of
+          plain Celery tasks, look after pools without workers and what has no TTL -> until the lease is lost
+
+Whatever is done is one script that looks at the record itself, so that any number may do it at once, and be stopped or
+killed between any two calls. What was done is counted in `penstock:swept`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import secrets
+import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from redis.exceptions import RedisError, WatchError
-
-from producers import keys, protocol
+from producers import keys, protocol, submits
 from producers.aio import AsyncClient
+from producers.celery_results import CeleryResults
+from producers.compact import AGE_MS, compact
 from producers.expiry import expire_late
-from producers.message import Message
+from producers.leader import LEASE_S as LEADER_LEASE_S
+from producers.leader import Leadership
+from producers.orphans import Orphans
 from producers.readers import LEASE_S, LapsedReaders
-from producers.record import Record
-from producers.script import arun, text
-from producers.steps import lost
+from producers.retired import RETIRE_AFTER_S, RetiredPools
+from producers.script import Call
+from producers.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
+from producers.steps import FAILURES
 
 log = logging.getLogger(__name__)
 
-#: Records looked at in one go.
-PAGE: Final = 100
 #: Seconds between sweeps, on average.
 EVERY_S: Final = 10.0
 #: Seconds between looks at deadlines.
 DEADLINES_EVERY_S: Final = 1.0
+#: Seconds between looks at pools without workers, and at what has no TTL.
+SELDOM_S: Final = 60.0
 #: Seconds after which a sweep is broken off: a server accepts connections but does not answer.
 LIMIT_S: Final = 60.0
 
-
-@dataclass(slots=True)
-class Swept:
-    """What a sweep did: messages sent, entries dropped whose record needs none, records that could not be sent."""
-
-    sent: int = 0
-    dropped: int = 0
-    failed: int = 0
+Counts = dict[str, int]
 
 
-async def sweep(client: AsyncClient, age_ms: int = protocol.SWEEP_AGE_MS) -> Swept:
-    """Look once at every record that has been `submitting` for `age_ms` (server time).
+@dataclass(frozen=True, slots=True)
+class SweeperSettings:
+    """Of a sweeper that leads, or waits to. Times are seconds.
 
-    A record that is broken, or that the broker refuses, is logged and left for the next sweep. Raises
-    redis.exceptions.RedisError or OSError where a server is away: then none of the others could be sent either.
+    `unsort`, `reap`: scripts of the broker's side, see `producers.retired` and `producers.stale`.
     """
-    swept = Swept()
-    seconds, micros = await client.store.time()
-    until = seconds * 1000 + micros // 1000 - age_ms
-    while True:
-        # What could not be sent stays in the set, before what is still to be looked at.
-        page = await client.store.zrangebyscore(keys.SUBMITTING, "-inf", until, start=swept.failed, num=PAGE)
-        for task_id in map(text, page):
-            try:
-                await _one(client, task_id, swept)
-            except (RedisError, OSError, KeyError, ValueError) as error:
-                if lost(error):
-                    raise
-                log.exception("task %s is stuck in submitting and cannot be sent", task_id)
-                swept.failed += 1
-        if len(page) < PAGE:
-            return swept
+
+    broker: str
+    store: str
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}")
+    lease: float = LEADER_LEASE_S
+    every: float = EVERY_S
+    seldom: float = SELDOM_S
+    reader_lease: float = LEASE_S
+    """Of the gateways."""
+    compact_after: float = AGE_MS / 1000
+    """How long after a task was settled its stream is compacted."""
+    letters_kept: float = LETTERS_KEPT_S
+    unneeded: float = UNNEEDED_S
+    retire_after: float = RETIRE_AFTER_S
+    unsort: Callable[[str, int], Call] | None = None
+    reap: Callable[[str], Call] | None = None
 
 
-async def run(client: AsyncClient, every_s: float = EVERY_S, reader_lease_s: float = LEASE_S) -> None:
-    """Sweep until cancelled. `reader_lease_s`: of the gateways."""
-    readers = LapsedReaders(reader_lease_s)
+async def run(
+    client: AsyncClient,
+    every_s: float = EVERY_S,
+    reader_lease_s: float = LEASE_S,
+    waiting: Callable[[str], None] = lambda task_id: None,
+) -> None:
+    """Sweep until cancelled. `reader_lease_s`: of the gateways; `waiting`: see `producers.orphans`."""
+    readers, orphans = LapsedReaders(reader_lease_s), Orphans(waiting=waiting)
+
+    async def submitting() -> Counts:
+        swept = await submits.sweep(client, protocol.SWEEP_AGE_MS)
+        return {"sent": swept.sent, "unsent": swept.failed}
+
+    async def unread() -> Counts:
+        return {"unread": await client.run(readers.sweep())}
+
+    async def late() -> Counts:
+        return {"expired": await client.run(expire_late())}
+
+    async def unsettled() -> Counts:
+        return {"settled": await client.run(orphans.sweep())}
+
     async with asyncio.TaskGroup() as group:
-        group.create_task(_repeat(lambda: _submits(client), every_s))
-        group.create_task(_repeat(lambda: _readers(client, readers), readers.every_s))
-        group.create_task(_repeat(lambda: _deadlines(client), DEADLINES_EVERY_S))
+        group.create_task(_repeat(client, submitting, every_s))
+        group.create_task(_repeat(client, unread, readers.every_s))
+        group.create_task(_repeat(client, late, DEADLINES_EVERY_S))
+        group.create_task(_repeat(client, unsettled, every_s))
 
 
-async def _repeat(work: Callable[[], Awaitable[None]], every_s: float) -> None:
+async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
+    """Sweep whenever this one leads, until cancelled; then another may lead at once."""
+    leadership = Leadership(client, settings.name, settings.lease)
+    try:
+        while True:
+            await leadership.acquire()
+            log.info("%s leads: it sweeps", settings.name)
+            duties = asyncio.create_task(_duties(client, settings), name="sweep")
+            kept = asyncio.create_task(leadership.keep(), name="keep leading")
+            try:
+                await asyncio.wait((duties, kept), return_when="FIRST_COMPLETED")
+            finally:
+                for task in (duties, kept):
+                    task.cancel()
+                await asyncio.wait((duties, kept))
+            if not duties.cancelled():
+                duties.result()
+    finally:
+        await leadership.resign()
+
+
+async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
+    results = CeleryResults(client, settings.store)
+    pools = RetiredPools(client, settings.unsort, settings.retire_after)
+    stale = Stale(client, settings.reap, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
+
+    async def tell() -> Counts:
+        return {"told": await results.tell()}
+
+    async def pack() -> Counts:
+        done = await compact(client, int(settings.compact_after * 1000))
+        return {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
+
+    async def prune() -> Counts:
+        return {f"removed_{name}": count for name, count in asdict(await pools.sweep()).items()}
+
+    async def tidy() -> Counts:
+        return {f"removed_{name}": count for name, count in asdict(await stale.sweep()).items()}
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run(client, settings.every, settings.reader_lease, results.wait))
+        group.create_task(_repeat(client, tell, settings.every))
+        group.create_task(_repeat(client, pack, settings.every))
+        group.create_task(_repeat(client, prune, settings.seldom))
+        group.create_task(_repeat(client, tidy, settings.seldom))
+
+
+async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], every_s: float) -> None:
     while True:
         try:
             async with asyncio.timeout(LIMIT_S):
-                await work()
-        except (RedisError, OSError) as error:
-            log.warning("sweep broken off, trying again: %s", error)
+                done = {what: count for what, count in (await work()).items() if count}
+                if done:
+                    log.info("swept: %s", ", ".join(f"{count} {what}" for what, count in done.items()))
+                    await _count(client, done)
+        except FAILURES as error:
+            log.warning("sweep broken off, trying again: %r", error)
+        except Exception:  # whatever one record is made of must not end the sweeping of all others
+            log.exception("a sweep failed, going on")
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart
 
 
-async def _submits(client: AsyncClient) -> None:
-    swept = await sweep(client)
-    if swept.sent or swept.failed:
-        log.info("swept: %d sent, %d dropped, %d failed", swept.sent, swept.dropped, swept.failed)
-
-
-async def _readers(client: AsyncClient, readers: LapsedReaders) -> None:
-    if gone := await client.run(readers.sweep()):
-        log.info("swept: %d tasks cancelled whose readers are gone", gone)
-
-
-async def _deadlines(client: AsyncClient) -> None:
-    if ended := await client.run(expire_late()):
-        log.info("swept: %d tasks ended whose deadline had passed", ended)
-
-
-async def _one(client: AsyncClient, task_id: str, swept: Swept) -> None:
-    record = Record.parse(task_id, await client.store.hgetall(keys.task(task_id)))
-    if record.fields.get("status") == "submitting":
-        await client.send(Message.of(record))
-        await arun(client.store, protocol.queued(task_id))
-        swept.sent += 1
-    elif await _drop(client, task_id):
-        swept.dropped += 1
-    else:
-        swept.failed += 1
-
-
-async def _drop(client: AsyncClient, task_id: str) -> bool:
-    """Take the id off the set, unless its record was changed meanwhile: it may have been admitted anew."""
-    async with client.store.pipeline(transaction=True) as pipe:
-        await pipe.watch(keys.task(task_id))
-        if await client.store.hget(keys.task(task_id), "status") == b"submitting":
-            return False
-        pipe.multi()
-        pipe.zrem(keys.SUBMITTING, task_id)
-        try:
-            await pipe.execute()
-        except WatchError:
-            return False
-    return True
+async def _count(client: AsyncClient, done: Counts) -> None:
+    async with client.store.pipeline(transaction=False) as pipe:
+        for what, count in done.items():
+            pipe.hincrby(keys.SWEPT, what, count)
+        await pipe.execute()

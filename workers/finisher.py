@@ -21,7 +21,7 @@ from kombu.exceptions import OperationalError
 from producers.errors import TaskFailed
 from producers.protocol import release, settle
 from producers.record import Record
-from producers.result import collect
+from producers.result import collect, failure, summary
 from producers.script import run_many
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
@@ -165,24 +165,11 @@ class Finisher(threading.Thread):
             return {"id": delivery.task_id, "status": end.status}
         record = Record.parse(delivery.task_id, self._redis.hgetall(delivery.record.key))
         result = collect(record, read_stream(self._redis, delivery.task_id))
-        return {
-            "id": result.id,
-            "model": result.model,
-            "status": result.status,
-            "text": result.text,
-            "token_ids": result.token_ids,
-            "choices": [
-                {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.choices
-            ],
-            "usage": result.usage,
-        }
+        return summary(result)
 
     def _failure(self, end: _Ending) -> TaskFailed:
         record = end.delivery.record
-        error = json.loads(end.error) or (record.json("error") if record else None) or {}
-        return TaskFailed(
-            error.get("message", "The task failed."), "failed", error.get("code", "failed"), error.get("param")
-        )
+        return failure(json.loads(end.error) or (record.json("error") if record else None))
 
     # ---- settle ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +49,11 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
     for name, data in files.items():
         store.set(keys.blob(card["files"][name]), data)
     pool = {"model": card["name"], "version": card["version"], "fingerprint": engine.fingerprint}
+    pool["announced"] = int(time.time() * 1000)  # a sweeper that is about to forget the pool sees that it is back
     store.hset(keys.POOLS, queue, json.dumps(pool))
     store.transaction(lambda pipe: _write(pipe, card), keys.MODELS)
+    for name, data in files.items():  # a sweeper removes files that no card names, as these were until now
+        store.set(keys.blob(card["files"][name]), data, nx=True)
     store.hset(keys.ROUTES, card["name"], queue)
     return card, queue
 

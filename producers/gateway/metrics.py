@@ -109,9 +109,18 @@ class _FleetCollector(Collector):
 
 
 def _describe(fleet: Fleet) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "penstock_tasks_submitting", "Tasks recorded and not yet confirmed by the broker.", fleet.submitting
-    )
+    for name, text, left in (
+        ("tasks_submitting", "Tasks recorded and not yet confirmed by the broker", fleet.submitting),
+        ("tasks_unsettled", "Tasks that are final, and whose message nobody has put down yet", fleet.unsettled),
+        ("streams_to_compact", "Streams of settled tasks that are not compacted yet", fleet.to_compact),
+    ):
+        yield GaugeMetricFamily(f"penstock_{name}", f"{text}.", left.count)
+        yield GaugeMetricFamily(f"penstock_{name}_oldest_seconds", f"{text}: since when the first is.", left.oldest_s)
+    yield GaugeMetricFamily("penstock_sweeper_leads", "Whether a sweeper leads.", fleet.sweeper_leads)
+    swept = CounterMetricFamily("penstock_swept", "What sweepers did.", labels=("what",))
+    for what, count in sorted(fleet.swept.items()):
+        swept.add_metric((what,), count)
+    yield swept
     yield GaugeMetricFamily("penstock_dead_letters", "Messages that no worker could use.", fleet.dead_letters)
     queued = GaugeMetricFamily("penstock_queued", "Tasks waiting for a worker.", labels=("model", "pool", "tier"))
     tenants = GaugeMetricFamily(

@@ -35,18 +35,40 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """Tasks that wait for a sweeper, should nobody else come first: how many, and how long the first of them does."""
+
+    count: int = 0
+    oldest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
-    """All pools, and what no pool's worker will ever take."""
+    """All pools, what no pool's worker will ever take, and what sweepers do. `swept`: what they did -> how often."""
 
     pools: list[Pool]
-    submitting: int
     dead_letters: int
+    submitting: Left
+    unsettled: Left
+    to_compact: Left
+    sweeper_leads: bool
+    swept: dict[str, int]
 
 
 async def read_fleet(store: Redis, broker: Redis) -> Fleet:
     """In three round trips, whatever their number. Raises redis.exceptions.RedisError or OSError."""
-    models, about, submitting = await _ask(
-        store, ("HKEYS", keys.MODELS), ("HGETALL", keys.POOLS), ("ZCARD", keys.SUBMITTING)
+    models, about, leads, swept, now, *left = await _ask(
+        store,
+        ("HKEYS", keys.MODELS),
+        ("HGETALL", keys.POOLS),
+        ("EXISTS", keys.SWEEPER),
+        ("HGETALL", keys.SWEPT),
+        ("TIME",),
+        *(
+            command
+            for index in (keys.SUBMITTING, keys.UNSETTLED, keys.SETTLED)
+            for command in (("ZCARD", index), ("ZRANGE", index, "0", "0", "WITHSCORES"))
+        ),
     )
     served = {keys.model_queue(text(model)): text(model) for model in models}
     served |= {text(queue): json.loads(pool)["model"] for queue, pool in about.items()}
@@ -77,7 +99,14 @@ async def read_fleet(store: Redis, broker: Redis) -> Fleet:
         pool.in_flight += held
         if lease is not None:
             pool.workers.append(json.loads(lease))
-    return Fleet(list(pools.values()), submitting, dead_letters)
+    submitting, unsettled, to_compact = (_left(*one, now) for one in zip(left[::2], left[1::2], strict=True))
+    done = {text(what): int(count) for what, count in swept.items()}
+    return Fleet(list(pools.values()), dead_letters, submitting, unsettled, to_compact, bool(leads), done)
+
+
+def _left(count: int, first: list[Any], now: Any) -> Left:
+    seconds, micros = now
+    return Left(count, max(0.0, seconds + micros / 1e6 - float(first[1]) / 1000) if first else 0.0)
 
 
 async def _ask(server: Redis, *commands: tuple[str, ...]) -> list[Any]:

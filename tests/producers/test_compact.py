@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -125,6 +126,7 @@ async def test_only_what_is_settled_and_was_for_a_while(
 async def test_a_stream_with_a_hole_or_no_end_is_left(
     aclient: AsyncClient, worker: FakeWorker, valkey: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.ERROR)
     hole, endless, fine = (made(aclient, worker, 5) for _ in range(3))
     valkey.xdel(keys.stream(hole), "3-0")
     valkey.xdel(keys.stream(endless), "6-0")

@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from producers import AsyncClient, keys, protocol, sweeper
+from producers import AsyncClient, keys, protocol, submits
 from producers.readers import LEASE_S, LapsedReaders, ReaderLeases, hold, lapsed, read_lapsed, renewed_within
 from producers.script import run
 from producers.steps import Step, drive
@@ -189,7 +189,7 @@ class TestSweep:
         run(valkey, protocol.admit("t", "t", now_ms(valkey), record))
         lapse(valkey, "t")
         assert [await looks.look(), await looks.look()] == [0, 1]
-        await sweeper.sweep(aclient, age_ms=0)
+        await submits.sweep(aclient, age_ms=0)
         assert worker.claim(worker.take(QUEUE) or "").answer == "settle"
         assert (await aclient.get("t").result(5, raise_for_status=False)).status == "cancelled"
 

@@ -40,7 +40,7 @@ def demo(
         options = ("--max-num-seqs", str(max(2, tasks // 3)), "--lease", "5")
         plan = Plan(models, Path(folder), port=0, drain=3.0, worker_options=options)
         system = System(plan, lambda name, line: said.append(f"{name} | {line}"))
-        typer.echo("Starting an embedded Valkey server, a gateway and a worker ...")
+        typer.echo("Starting an embedded Valkey server, a gateway, a worker and a sweeper ...")
         try:
             finished = asyncio.run(conduct(system, lambda system: _use(system, tasks)))
         except Failure as failure:

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
 from workers.cli.options import Deterministic, Device, DType, Gpus, Quantization, Threads
 from workers.cli.references import MODEL, complete_model
+
+if TYPE_CHECKING:
+    from producers.sweeper import SweeperSettings
 
 Broker = Annotated[
     str, typer.Option(envvar="BROKER_URL", help="The Redis or Valkey server with the queues: redis://HOST:PORT/DB.")
@@ -154,34 +157,60 @@ def gateway(
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     _log(log_level)
-    for option, seconds in (("--drain", drain), ("--reader-lease", reader_lease)):
-        if not math.isfinite(seconds):
-            raise typer.BadParameter(f"{seconds} is no number of seconds", param_hint=option)
+    _finite(("--drain", drain), ("--reader-lease", reader_lease))
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
     settings = GatewaySettings(broker, store or broker, host, port, drain=drain, reader_lease=reader_lease)
     with _bad_urls():
         serve(settings, listener)
 
 
-def sweeper(broker: Broker, store: Store = None, log_level: LogLevel = "info") -> None:
-    """Send tasks that were recorded but never queued, end those too late or without a reader. Gateways do this too."""
+def sweeper(
+    broker: Broker,
+    store: Store = None,
+    name: Annotated[str | None, typer.Option(help="Of this process, its own alone; unset: HOST.PID and more.")] = None,
+    lease: Annotated[float, typer.Option(min=1, help="Seconds of silence after which another sweeper leads.")] = 5.0,
+    compact_after: Annotated[
+        float, typer.Option(min=0, help="Seconds after a task is settled that its stream is compacted.")
+    ] = 60.0,
+    letters_kept: Annotated[float, typer.Option(min=0, help="Days that a dead letter is kept.")] = 14.0,
+    reader_lease: Annotated[float, typer.Option(min=1, help="As the gateways' --reader-lease.")] = 15.0,
+    log_level: LogLevel = "info",
+) -> None:
+    """Finish what others left: unsent and unsettled tasks, lost readers; compact streams. Of several, one leads."""
     import asyncio
 
+    from producers.sweeper import SweeperSettings
+    from workers.transport import broker as scripts
+
     _log(log_level)
+    _finite(("--lease", lease), ("--compact-after", compact_after), ("--letters-kept", letters_kept))
+    _finite(("--reader-lease", reader_lease))
+    settings = SweeperSettings(
+        broker,
+        store or broker,
+        lease=lease,
+        reader_lease=reader_lease,
+        compact_after=compact_after,
+        letters_kept=letters_kept * 24 * 3600,
+        reap=scripts.reap,
+        unsort=scripts.unsort,
+    )
+    if name is not None:
+        settings = replace(settings, name=name)
     with _bad_urls():
-        asyncio.run(_sweep(broker, store or broker))
+        asyncio.run(_sweep(settings))
 
 
-async def _sweep(broker: str, store: str) -> None:
+async def _sweep(settings: SweeperSettings) -> None:
     import asyncio
     import signal
     from contextlib import suppress
 
-    from producers import sweeper as sweeping
     from producers.aio import AsyncClient
+    from producers.sweeper import lead
 
-    async with AsyncClient(broker, store) as client:
-        task = asyncio.create_task(sweeping.run(client))
+    async with AsyncClient(settings.broker, settings.store) as client:
+        task = asyncio.create_task(lead(client, settings))
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, task.cancel)
         with suppress(asyncio.CancelledError):
@@ -207,6 +236,12 @@ def needs(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise Failure(f"{error.name} is not installed; it comes with: pip install 'penstock[{extra}]'") from error
+
+
+def _finite(*options: tuple[str, float]) -> None:
+    for option, number in options:
+        if not math.isfinite(number):
+            raise typer.BadParameter(f"{number} is no length of time", param_hint=option)
 
 
 @contextmanager

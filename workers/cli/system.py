@@ -1,7 +1,7 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless a broker is given) -> gateway, workers -> wait until all are of use
-    stop:   gateway stops listening -> workers drain -> the gateway's streams end -> valkey
+    start:  valkey (unless a broker is given) -> gateway, workers, sweeper -> wait until all are of use
+    stop:   gateway stops listening -> workers drain -> sweeper, the gateway's streams end -> valkey
 
 Whatever a child dies of once all run, it is started again.
 """
@@ -66,6 +66,7 @@ class System:
     _valkey: Child | None = field(init=False, default=None)
     _gateway: Child | None = field(init=False, default=None)
     _workers: list[Child] = field(init=False, default_factory=list)
+    _sweeper: Child | None = field(init=False, default=None)
 
     @property
     def url(self) -> str:
@@ -76,7 +77,7 @@ class System:
     @property
     def children(self) -> list[Child]:
         """Those that were started."""
-        return [child for child in (self._valkey, self._gateway, *self._workers) if child is not None]
+        return [child for child in (self._valkey, self._gateway, *self._workers, self._sweeper) if child is not None]
 
     async def start(self) -> None:
         """Raises Failure when something is in the way, or a child dies before all are of use."""
@@ -104,6 +105,8 @@ class System:
             child = Child(program, self.say)
             self._workers.append(child)
             await child.start()
+        self._sweeper = Child(self._sweeper_program(), self.say)
+        await self._sweeper.start()
         await self._all_of_use()
         for child in self.children:
             child.restart = True
@@ -114,6 +117,8 @@ class System:
         if self._gateway is not None:
             self._gateway.order(signal.SIGTERM)
         await asyncio.gather(*(child.stop(self.plan.drain + HAND_BACK_S) for child in self._workers))
+        if self._sweeper is not None:
+            await self._sweeper.stop(STREAMS_END_S)
         if self._gateway is not None:
             await self._gateway.stop(STREAMS_END_S)
         await self._stop_valkey()
@@ -172,6 +177,9 @@ class System:
         # Streams may go on for as long as workers drain; then we end them.
         argv += ["--drain", str(self.plan.drain + HAND_BACK_S)]
         return Program("gateway", argv, self._urls(), pass_fds=(fd,))
+
+    def _sweeper_program(self) -> Program:
+        return Program("sweeper", [*PENSTOCK, "sweeper", "--log-level", self.plan.log_level], self._urls())
 
     def _worker_programs(self) -> list[Program]:
         plan, programs = self.plan, []

@@ -43,7 +43,7 @@ def up(
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at Ctrl-C.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Start Valkey, a gateway and workers; Ctrl-C drains and stops them. What was queued is found at the next start."""
+    """Start Valkey, a gateway, workers and a sweeper; Ctrl-C drains and stops them; what was queued is kept."""
     import asyncio
     from contextlib import suppress
 
@@ -78,7 +78,8 @@ def up(
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
     say(
         "up",
-        f"starting {server}, a gateway, {each * len(models)} worker(s) for {', '.join(one.name for one in models)}",
+        f"starting {server}, a gateway, a sweeper, "
+        f"{each * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
     finished = asyncio.run(conduct(System(plan, say), _serve))
     assert not finished, "it is used until a signal comes"

@@ -223,7 +223,7 @@ def test_on_a_broker_of_ones_own_no_server_is_started_and_a_model_comes_from_a_h
         system = up("--broker", valkey_url, "--workers", "2", "--model", model, data_dir=tmp_path / "never")
         gateway = system.wait_ready()
         assert sorted(hub.fetched()) == sorted(files)  # by neither of the two workers again
-    assert sorted(system.children()) == ["gateway", "worker"]  # two workers have the same name here
+    assert sorted(system.children()) == ["gateway", "sweeper", "worker"]  # two workers have the same name here
     assert not (tmp_path / "never").exists()
     version = next((tmp_path / "models" / "tiny").glob("[!.]*")).name
     assert [(model["id"], model["version"]) for model in gateway.models()] == [("tiny", version)]

@@ -1,0 +1,135 @@
+"""Pools that no worker serves: an old version's, or all of them at zero workers. What to do with what waits there.
+
+    told:     how many tasks wait, in the log whenever that changed (and in /metrics, always)
+    removed:  messages whose tasks are settled, or past their time to live: a worker would only put them down
+    retired:  a pool with nothing left, that no model's tasks are sent to, after an hour
+
+What is neither is somebody's task, and waits for a worker of that version, however long.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers import keys
+from producers.aio import AsyncClient
+from producers.message import is_plain
+from producers.protocol import PACKAGE
+from producers.script import Call, arun, script, text
+
+log = logging.getLogger(__name__)
+
+#: Messages looked at in one go.
+PAGE: Final = 500
+#: Seconds that a pool is to have been without worker and messages before it is forgotten.
+RETIRE_AFTER_S: Final = 3600.0
+
+
+def due(queue: str) -> Call:
+    """Answers how many messages were held back for later, and are not any more."""
+    return Call(script(PACKAGE, "due"), (keys.delayed(queue),), ())
+
+
+def retire(queue: str, about: str) -> Call:
+    """Answers 1, or 0 where it is another pool by now, or one that is sent tasks."""
+    return Call(script(PACKAGE, "retire"), (keys.POOLS, keys.ROUTES), (queue, about))
+
+
+@dataclass(slots=True)
+class Pruned:
+    messages: int = 0
+    pools: int = 0
+
+
+class RetiredPools:
+    """One for each process that leads: it remembers since when nobody serves a pool. `unsort(queue, count)`: the call
+    that puts back into a queue's lists what its workers had sorted; it answers how many messages those were."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        unsort: Callable[[str, int], Call] | None = None,
+        retire_after_s: float = RETIRE_AFTER_S,
+    ) -> None:
+        self._store, self._broker = client.store, client.broker
+        self._unsort = unsort
+        self._retire_after_s = retire_after_s
+        self._waiting: dict[str, int] = {}
+        self._empty_since: dict[str, float] = {}
+
+    async def sweep(self) -> Pruned:
+        """Raises redis.exceptions.RedisError or OSError."""
+        pruned = Pruned()
+        pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
+        serving = {text(queue) for queue in await self._broker.hvals(keys.INCARNATIONS)}
+        served = {json.loads(pools[queue])["model"] for queue in serving if queue in pools}
+        models = {text(model) for model in await self._store.hkeys(keys.MODELS)}
+        unserved = [queue for queue in pools if queue not in serving]
+        for queue in [*unserved, *map(keys.model_queue, models - served)]:
+            waiting = await self._prune(queue, pruned)
+            if waiting and waiting != self._waiting.get(queue):
+                log.warning("%d tasks wait in %s, which no worker serves", waiting, queue)
+            self._waiting[queue] = waiting
+        for queue in unserved:
+            await self._retire(queue, pools[queue], pruned)
+        for queue in set(self._empty_since) - set(unserved):
+            del self._empty_since[queue]
+        return pruned
+
+    async def _prune(self, queue: str, pruned: Pruned) -> int:
+        """How many messages are left."""
+        while await arun(self._broker, due(queue)):
+            pass
+        while self._unsort is not None and await arun(self._broker, self._unsort(queue, PAGE)) == PAGE:
+            pass
+        left = 0
+        for name in dict.fromkeys(name for tier in keys.TIERS for name in keys.tier_lists(queue, tier)):
+            start = 0
+            while page := await self._broker.lrange(name, start, start + PAGE - 1):
+                over = await self._over(page)
+                for raw, task_id in over:
+                    pruned.messages += await self._broker.lrem(name, -1, raw)
+                    await self._broker.hdel(keys.REAPED, task_id)
+                start += len(page) - len(over)
+            left += start
+        return left
+
+    async def _over(self, page: Iterable[Any]) -> list[tuple[Any, str]]:
+        """Messages that CLAIM would answer `done` for, with their tasks: settled, or a client's without a record, which
+        there was before the message."""
+        found = [(raw, headers) for raw in page if (headers := _headers(raw)) is not None]
+        async with self._store.pipeline(transaction=False) as pipe:
+            for _, headers in found:
+                pipe.hmget(keys.task(headers["id"]), "status", "settled")
+            records = await pipe.execute()
+        return [
+            (raw, headers["id"])
+            for (raw, headers), (status, settled) in zip(found, records, strict=True)
+            if settled is not None or (status is None and not is_plain(headers))
+        ]
+
+    async def _retire(self, queue: str, about: str, pruned: Pruned) -> None:
+        if self._waiting[queue]:
+            self._empty_since.pop(queue, None)
+            return
+        since = self._empty_since.setdefault(queue, time.monotonic())
+        # A worker that announces the pool anew meanwhile says so in other words: it tells when.
+        if time.monotonic() - since >= self._retire_after_s and await arun(self._store, retire(queue, about)):
+            log.info("pool %s is forgotten: no worker serves it, and nothing is left of it", queue)
+            await self._broker.delete(f"_kombu.binding.{queue}")
+            del self._empty_since[queue], self._waiting[queue]
+            pruned.pools += 1
+
+
+def _headers(raw: bytes | str) -> dict[str, Any] | None:
+    """Those of a message for a task of ours. What is none is a dead letter, once somebody fetches it."""
+    try:
+        headers = json.loads(raw)["headers"]
+        return headers if isinstance(headers["id"], str) and headers["task"] == keys.TASK_NAME else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -1,0 +1,12 @@
+-- RETIRE(about) | the pool is known by exactly these words, and no model's tasks are sent to it: it is forgotten.
+-- KEYS: pools, routes   ARGV: queue, about
+-- Answers: 1 | 0
+for _, queue in ipairs(redis.call('HVALS', KEYS[2])) do
+  if queue == ARGV[1] then
+    return 0
+  end
+end
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then
+  return 0
+end
+return redis.call('HDEL', KEYS[1], ARGV[1])

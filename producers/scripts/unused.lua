@@ -1,0 +1,9 @@
+-- UNUSED(file) | no model's card names the file: it is removed; else nothing. A card that cannot be read keeps all.
+-- KEYS: models, blob   ARGV: SHA-256 (hex)
+-- Answers: 1 removed | 0
+for _, card in ipairs(redis.call('HVALS', KEYS[1])) do
+  if string.find(card, ARGV[1], 1, true) then
+    return 0
+  end
+end
+return redis.call('UNLINK', KEYS[2])
