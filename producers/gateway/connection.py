@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
 from starlette.types import Scope
@@ -24,6 +25,7 @@ from producers.gateway.errors import RETRY_AFTER, Problem, body_of
 CUT: Final = "penstock.cut"
 #: Closes at once, and what was not taken yet is thrown away.
 _NOW: Final = struct.pack("ii", 1, 0)
+_NO_HTTP: Final = Problem(400, "This is no request in HTTP/1.1, as far as it can be read.", code="invalid_http")
 
 
 def cut(scope: Scope) -> None:
@@ -39,6 +41,9 @@ class Connection(HttpToolsProtocol):
     receive: ClassVar[float]
     most: ClassVar[int]
     _late: asyncio.TimerHandle | None = None
+    _open: tuple[RequestResponseCycle, ...] = ()
+    """Requests that are not answered, the oldest first: of those that came at once, uvicorn tells the last alone that
+    the connection is lost."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         if len(self.connections) >= self.most:
@@ -50,10 +55,16 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._came()
         super().connection_lost(exc)
+        for cycle in self._open:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if not self.transport.is_closing():
             super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(_NO_HTTP)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -61,6 +72,10 @@ class Connection(HttpToolsProtocol):
         extended["extensions"] = {CUT: self._cut}
         self.scope.update(extended)  # type: ignore[typeddict-item]  # an extension of ours
         self._wait()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
 
     def on_message_complete(self) -> None:
         self._came()
@@ -79,10 +94,14 @@ class Connection(HttpToolsProtocol):
         if self.flow.read_paused:  # it waits for us: an earlier request of this connection is not answered yet
             self._wait()
         elif not self.transport.is_closing():
-            cycle: RequestResponseCycle | None = self.cycle
-            if cycle is None or cycle.response_complete:
-                self.transport.write(_raw(_slow(self.receive)))
-            self.transport.close()
+            self._refuse(_slow(self.receive))
+
+    def _refuse(self, problem: Problem) -> None:
+        """Say so, unless that would stand in the middle of another answer; and close."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_complete:
+            self.transport.write(_raw(problem))
+        self.transport.close()
 
     def _cut(self) -> None:
         fileno = self.transport.get_extra_info("socket").fileno()
@@ -113,10 +132,9 @@ def _slow(seconds: float) -> Problem:
 def _raw(problem: Problem) -> bytes:
     """A response for a connection that has no request."""
     body = json.dumps(body_of(problem)).encode()
-    names = {503: "Service Unavailable", 408: "Request Timeout"}
     headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
     lines = [
-        f"HTTP/1.1 {problem.status} {names[problem.status]}",
+        f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}",
         *(f"{k}: {v}" for k, v in (headers | problem.headers).items()),
     ]
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -68,3 +69,43 @@ def test_more_connections_than_are_taken_are_told_so(open_door: Open) -> None:
             status, error = answer(third)
             assert (status, error["code"], error["type"]) == (503, "too_many_connections", "server_error")
     assert until(lambda: httpx.get(f"{door.url}/livez").is_success)
+
+
+def test_what_is_no_http_is_told_so_as_any_error_is(open_door: Open) -> None:
+    door = open_door()
+    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+        connection.sendall(b"\x16\x03\x01 who is there\r\n\r\n")
+        status, error = answer(connection)
+        assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
+
+
+def test_no_refusal_stands_in_the_middle_of_an_answer(open_door: Open, model: str) -> None:
+    door = open_door(heartbeat=0.1)
+    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+        connection.sendall(chat(model))
+        received = b""
+        while b"still here" not in received:
+            received += connection.recv(1 << 16)
+        connection.sendall(b"\x00 no request")
+        while part := connection.recv(1 << 16):
+            received += part
+        assert b"invalid_http" not in received
+
+
+def test_requests_that_came_at_once_all_end_with_their_connection(
+    open_door: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first is being answered when the third turns out to be none: its answer is not taken for a fault of ours."""
+    door = open_door()
+    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + b"\x00 no request")
+        while connection.recv(1 << 16):
+            pass
+    httpx.get(f"{door.url}/v1/models")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def chat(model: str) -> bytes:
+    body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n{body}".encode()
