@@ -23,7 +23,7 @@ from producers.protocol import release, settle
 from producers.record import Record
 from producers.result import collect, failure, summary
 from producers.script import run_many
-from workers.connect import LOST, connect
+from workers.connect import LOST, connect, is_passing
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
 from workers.pool.stream import read_stream
@@ -192,7 +192,10 @@ class Finisher(threading.Thread):
                 time.sleep(RETRY_S)
                 continue
             for end, answer in zip(ends, answers, strict=True):
-                if isinstance(answer, Exception):
+                if isinstance(answer, Exception) and not is_passing(answer):
+                    logger.error("Cannot settle or release task %s: %s", end.delivery.task_id, answer)
+                    self._runtime.done(end.delivery, f"its record cannot be used: {answer}")
+                elif isinstance(answer, Exception):
                     logger.warning("Cannot settle task %s, trying again: %s", end.delivery.task_id, answer)
                     self._runtime.later(RETRY_S, partial(self._queue.put, end))
                 elif end.status == BACK:

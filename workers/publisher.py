@@ -19,7 +19,7 @@ from engine.request import Event, TokenLogprobs
 from producers.events import encode_prompt, encode_token, quote
 from producers.protocol import Append, append, finish, prompt, read_append
 from producers.script import run, run_many, text
-from workers.connect import LOST, connect
+from workers.connect import LOST, connect, is_passing
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
 
@@ -266,9 +266,11 @@ class Publisher(threading.Thread):
             ends = {}
             for end, answer in zip(todo, answers, strict=True):
                 delivery = end.delivery
-                if isinstance(answer, Exception):
+                if isinstance(answer, Exception) and is_passing(answer):
                     logger.warning("Cannot finish task %s, trying again: %s", delivery.task_id, answer)
                     runtime.later(REFUSED_S, partial(self._conclude, end))
+                elif isinstance(answer, Exception):
+                    self._bury(delivery, answer)
                 elif text(answer[0]) == "won":
                     delivery.ended = True
                     if runtime.running.pop(delivery.uuid, None) and end.status != "completed":
@@ -281,6 +283,14 @@ class Publisher(threading.Thread):
                 else:
                     self._lost(delivery, text(answer[0]))
             self._append(again, ends)
+
+    def _bury(self, delivery: Delivery, why: Exception) -> None:
+        """Its record is none, whoever takes it up: its message is kept, and no worker tries for ever."""
+        logger.error("Cannot finish task %s: %s", delivery.task_id, why)
+        delivery.ended = True
+        if self._runtime.running.pop(delivery.uuid, None):
+            self._runtime.engine.abort(delivery.uuid)
+        self._runtime.finisher.bury(delivery, f"its record cannot be used: {why}")
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
         """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""

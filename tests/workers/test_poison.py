@@ -179,6 +179,37 @@ def test_a_record_whose_task_cannot_be_run_fails(poisoned: Rig, task: str) -> No
     check_idle(poisoned)
 
 
+BROKEN: dict[str, dict[str, str | bytes]] = {
+    "more choices than its task": {"n": "2"},
+    "choices that are no number": {"n": "many"},
+    "no number of a next token": {"next:0": "x"},
+    "no number of discarded tokens": {"discarded": "x"},
+    "no number of deaths": {"deaths": "x"},
+    "a deadline that is none": {"deadline": "tomorrow"},
+    "a life that is none": {"ttl": "x"},
+    "bytes that are no text": {"error": b"\xff\xfe"},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_record_that_is_broken_harms_its_own_task_alone(poisoned: Rig, name: str) -> None:
+    """It fails, or its message is kept: no thread ends of it, nobody tries for ever, and no neighbour is lost."""
+    (bad,) = poisoned.fill(1)
+    poisoned.until_settled([bad])
+    poisoned.redis.delete(keys.DEAD)
+    poisoned.store.hdel(keys.task(bad), "settled", "end", "status", "next:0", "finished", "started", "claims", "claim")
+    poisoned.store.delete(keys.stream(bad))
+    poisoned.store.hset(keys.task(bad), mapping={"status": "queued", **BROKEN[name]})
+    message = Message(bad, POOL, "default", 1, 20).envelope()
+    poisoned.redis.lpush(POOL, message)
+    ids = poisoned.fill(6)
+    poisoned.until_settled(ids)
+    poisoned.check(ids)
+    check_idle(poisoned)
+    ended = poisoned.store.hmget(keys.task(bad), "status", "settled") if name != "bytes that are no text" else []
+    assert [letter["message"] for letter in poisoned.dead()] == [message] or (ended[0] == "failed" and ended[1])
+
+
 CALLBACKS: dict[str, Any] = {
     "embed of a wrong type": "x",
     "callbacks of a wrong type": {"callbacks": 5, "errbacks": None, "chain": None, "chord": None},

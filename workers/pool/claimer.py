@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import RequestError
 from engine.params import SamplingParams
@@ -86,10 +86,7 @@ class Claimer(threading.Thread):
                 for answer in answers:
                     if isinstance(answer, Exception) and is_passing(answer):
                         raise answer
-                return [
-                    answer if isinstance(answer, Exception) else read_claim(delivery.task_id, answer)
-                    for delivery, answer in zip(deliveries, answers, strict=True)
-                ]
+                return [_read(d.task_id, answer) for d, answer in zip(deliveries, answers, strict=True)]
             except LOST as exc:
                 if self._stopping:
                     return [Claimed("lost")] * len(deliveries)
@@ -109,11 +106,19 @@ class Claimer(threading.Thread):
     def _take(
         self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed | Exception, alone: bool = False
     ) -> None:
+        """Act upon the answer. A record that is none is a matter of its own task, not of those behind it."""
+        try:
+            if isinstance(claimed, Exception):
+                raise claimed
+            self._act(delivery, arrival, claimed, alone)
+        except Exception as exc:
+            logger.exception("Task %s: its record cannot be used", delivery.task_id)
+            if self._runtime.running.pop(delivery.uuid, None):
+                self._runtime.engine.abort(delivery.uuid)
+            self._runtime.finisher.bury(delivery, f"its record cannot be used: {exc}")
+
+    def _act(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed, alone: bool) -> None:
         runtime = self._runtime
-        if isinstance(claimed, Exception):
-            logger.error("Cannot claim task %s: %s", delivery.task_id, claimed)
-            runtime.finisher.bury(delivery, f"its record cannot be used: {claimed}")
-            return
         record = claimed.record
         if claimed.answer == "lost":
             runtime.life_is_over(delivery.incarnation)
@@ -207,6 +212,8 @@ class Claimer(threading.Thread):
         record = delivery.record
         assert record is not None
         task = Task.parse_json(record.fields.get("task", ""))
+        if task.n != record.n:
+            raise InvalidTask(f"the record says n = {record.n}, its task n = {task.n}", param="n")
         prompt = task.prompt
         return Request(
             id=delivery.uuid,
@@ -235,3 +242,13 @@ class Claimer(threading.Thread):
             if isinstance(event, Token):
                 found[event.choice].append(event.token_id)
         return found
+
+
+def _read(task_id: str, answer: Any) -> Claimed | Exception:
+    """A record that is no text is its own task's error, too."""
+    if isinstance(answer, Exception):
+        return answer
+    try:
+        return read_claim(task_id, answer)
+    except ValueError as exc:
+        return exc
