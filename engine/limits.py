@@ -13,6 +13,8 @@ from engine.request import Request
 
 #: Log probabilities of a prompt's tokens, alternatives included, that one request may have: some megabytes as text.
 MAX_PROMPT_LOGPROBS = 262_144
+#: A tenant's share of its tier is that of others times so much.
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 _MAX_SECONDS = 2.0**62
 
 
@@ -37,7 +39,7 @@ class RequestLimits:
         """Raise RequestError naming what is wrong, with which value."""
         if not isinstance(request.params, SamplingParams):
             raise _wrong_type("params", request.params, "SamplingParams")
-        for name in ("id", "salt", "adapter"):
+        for name in ("id", "salt", "tenant", "adapter"):
             if not isinstance(getattr(request, name), str):
                 raise _wrong_type(name, getattr(request, name), "a string")
         if not request.id:
@@ -45,6 +47,7 @@ class RequestLimits:
         if isinstance(request.tier, bool) or request.tier not in range(TIERS):
             raise RequestError(f"tier={shown(request.tier)} must be from 0 to {TIERS - 1}", param="tier")
         number("arrival", request.arrival, -_MAX_SECONDS, _MAX_SECONDS)
+        number("weight", request.weight, MIN_WEIGHT, MAX_WEIGHT)
         if not request.prompt_ids:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt_ids")
         self._check_ids("prompt_ids", request.prompt_ids)

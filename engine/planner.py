@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
@@ -32,6 +33,10 @@ class _Step:
     """Serials of the sequences admitted in it: their blocks hold nothing yet."""
 
     def put(self, seq: Sequence, count: int) -> None:
+        end = seq.computed + count
+        if end > seq.paid and seq.account is not None:  # a token that was generated
+            seq.account.served += (end - seq.paid) / seq.request.weight
+            seq.paid = end
         self.budget -= count
         self.plan.num_tokens += count
         self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, seq.computed + count == len(seq.tokens)))
@@ -132,6 +137,7 @@ class Planner:
         seq.effective_tier = tier
         seq.status = Status.RUNNING
         seq.slot = heapq.heappop(self._slots)
+        self._charge(seq, claim.computed)
         insort(self.running, seq, key=running_key)
         step.plan.copies += self._tables.take(seq, claim)
         if group.cached_tokens is None:
@@ -141,6 +147,20 @@ class Planner:
         pending = len(seq.tokens) - seq.computed
         step.put(seq, self._tables.grow(seq, min(pending, step.budget - step.reserved), spare=step.reserved))
         return True
+
+    def _charge(self, seq: Sequence, cached: int) -> None:
+        """It has been admitted, with so many tokens of which the K/V are there: the rest is paid for once."""
+        shares, account, request = self.waiting.shares, seq.account, seq.request
+        if account is None or account.tier != seq.effective_tier:
+            if account is not None:
+                shares.close(account)
+            account = seq.account = shares.open(seq.effective_tier, request.tenant)
+            seq.tag = account.served
+        elif seq.paid == 0:
+            seq.tag = account.served
+        shares.admitted(account)
+        account.served += max(0, len(seq.tokens) - max(seq.paid, cached)) / request.weight
+        seq.paid = max(seq.paid, len(seq.tokens))
 
     def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
         return self._tables.claim(seq, group.donor(seq.root, step.entered))
@@ -208,6 +228,9 @@ class Planner:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
+        if seq.account is not None:
+            self.waiting.shares.close(seq.account)
+            seq.account = None
 
     def _leave(self, seq: Sequence) -> None:
         if seq.pending:  # the token itself is appended when it is known, wherever the sequence is then
@@ -235,6 +258,11 @@ class Planner:
                 raise EngineError(f"request {seq.request.id!r} runs with {seq.computed} of {len(seq.tokens)} tokens")
             if seq.pending != (UNKNOWN in seq.tokens) or (seq.pending and not in_flight):
                 raise EngineError(f"request {seq.request.id!r} runs with a token that is not known")
+        holders = Counter(id(seq.account) for seq in [*running, *self.waiting])
+        if any(
+            seq.account is None or seq.account.held != holders[id(seq.account)] for seq in [*running, *self.waiting]
+        ):
+            raise EngineError("the accounts of tenants do not count those who wait and run on them")
         for seq in self.waiting:
             if UNKNOWN in seq.tokens:
                 raise EngineError(f"request {seq.request.id!r} waits with a token that is not known")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.kv.table import Table
     from engine.output import OutputState
     from engine.prompt_scores import PromptScores
+    from engine.shares import Account
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -36,6 +37,10 @@ class Request:
     tier: int = Tier.DEFAULT
     salt: str = ""
     """Tenant's salt of the block hashes: requests share cached blocks only where it is equal."""
+    tenant: str = ""
+    """Whose share of its tier it is served from."""
+    weight: float = 1.0
+    """The tenant's: one of weight 2 is served twice the tokens of one of weight 1, where both have enough to do."""
     adapter: str = ""
     resume: list[list[int]] = field(default_factory=list)
     """Per choice, the tokens that were already published; choices past the end of the list have none."""
@@ -150,6 +155,12 @@ class Sequence:
     """Seconds of waiting that have ended; the present wait runs from queued_at."""
     effective_tier: int = Tier.BATCH
     """Tier less ageing, as of its last admission."""
+    account: Account | None = None
+    """Its tenant's, in the tier that it waits or runs in; none before its prompt is computed by another choice."""
+    tag: float = 0.0
+    """What its tenant had been served when it was first admitted in that tier: its place in the batch."""
+    paid: int = 0
+    """Tokens up to which its tenant was charged."""
     preempted: bool = False
     """Waiting because it was put out of the batch."""
     root: bytes = b""

@@ -24,6 +24,7 @@ from producers.protocol import release
 from producers.readers import LapsedReaders
 from producers.script import Call, run, run_many, text
 from producers.steps import Read, Step, drive
+from producers.tenants import read_weights
 from workers.connect import LOST, connect, is_passing
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
@@ -312,6 +313,7 @@ class Housekeeper(threading.Thread):
             self._reap_at = min(self._reap_at, now + self._reap(life) + REAP_AFTER_S)
             self._adopt()
             self._end_unwanted()
+            self._runtime.weights = read_weights(self._broker.hgetall(keys.WEIGHTS))
         self._release_preempted()
 
     def _guarded(self, action: Callable[[], None]) -> None:

@@ -53,6 +53,8 @@ class Runtime:
         self.running: dict[str, Delivery] = {}
         self.draining = False
         self.drain = Drain(self)
+        self.weights: dict[str, float] = {}
+        """Tenants' shares, where they are not 1; as last read from the broker."""
         self._lock = threading.RLock()
         self.ledger = Ledger((engine.max_num_seqs, engine.kv_tokens_total))
         self.courier = Courier(settings.broker, queue)

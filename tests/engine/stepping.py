@@ -29,7 +29,7 @@ def request(name: str, prompt: int | list[int] = 4, tier: int = Tier.DEFAULT, ar
     """A prompt given by its length shares no block with that of another name."""
     if isinstance(prompt, int):
         prompt = [100 + sum(name.encode()), *range(1, prompt)]
-    known = {key: rest.pop(key) for key in ("resume", "salt", "adapter") if key in rest}
+    known = {key: rest.pop(key) for key in ("resume", "salt", "adapter", "tenant", "weight") if key in rest}
     return Request(name, prompt, SamplingParams(**rest), tier=tier, arrival=arrival, **known)
 
 

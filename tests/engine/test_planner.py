@@ -42,6 +42,23 @@ def test_a_higher_tier_takes_the_row_of_a_lower_one_at_once():
     assert s.stats().preemptions == 1
 
 
+@pytest.mark.parametrize("shortage", ["rows", "blocks", "both"])
+@pytest.mark.parametrize("tier", [Tier.PRIORITY, Tier.DEFAULT, Tier.FLEX])
+def test_a_waiting_request_of_a_higher_tier_is_in_the_very_next_step(shortage, tier):
+    """Whatever a full batch of lower ones lacks, and however much less than theirs its tenant's share has left."""
+    s = scheduler(num_blocks=64 if shortage == "rows" else 13, max_num_seqs=16 if shortage == "blocks" else 4)
+    s.add(request("before", 12, tier, tenant="greedy", max_tokens=30))
+    while s.has_work:
+        step(s)
+    for place in range(6):
+        s.add(request(f"b{place}", 12, Tier.BATCH, arrival=float(place), tenant=f"t{place}", max_tokens=30))
+    for _ in range(3):
+        step(s)
+    assert s.stats().waiting
+    s.add(request("urgent", 12, tier, arrival=9.0, tenant="greedy", max_tokens=3))
+    assert [rows(step(s)[0]).get("urgent", (0, 0))[1] for _ in range(3)] == [12, 1, 1]
+
+
 def test_a_higher_tier_takes_the_last_token_of_the_budget_from_a_lower_one():
     s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     for place in range(4):

@@ -178,19 +178,23 @@ class Histories(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=4),
         tier=st.integers(0, 3),
         salt=st.sampled_from(["", "", "tenant"]),
+        tenant=st.sampled_from(["", "a", "b"]),
+        weight=st.sampled_from([1.0, 1.0, 0.5, 3.0]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         max_tokens=st.sampled_from([None, 1, 2, 5, 12]),
         min_tokens=st.integers(0, 6),
         seed=st.integers(0, 3),
         stops=st.sampled_from([(), (3,)]),
     )
-    def add(self, chunks, tail, tier, salt, n, max_tokens, min_tokens, seed, stops):
+    def add(self, chunks, tail, tier, salt, tenant, weight, n, max_tokens, min_tokens, seed, stops):
         prompt = [token for chunk in chunks for token in chunk] + tail
         if max_tokens is not None:
             min_tokens = min(min_tokens, max_tokens)
         params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop_token_ids=stops)
         self.serial += 1
-        request = Request(f"r{self.serial}", prompt, params, tier=tier, salt=salt, arrival=self.now)
+        request = Request(
+            f"r{self.serial}", prompt, params, tier, salt=salt, tenant=tenant, weight=weight, arrival=self.now
+        )
         self.seen[request.id] = Seen(request, [[] for _ in range(n)], [None] * n)
         assert self.scheduler.add(request) == []
 
@@ -216,6 +220,8 @@ class Histories(RuleBasedStateMachine):
             old.params,
             tier=old.tier,
             salt=old.salt,
+            tenant=old.tenant,
+            weight=old.weight,
             resume=[list(t) for t in seen.tokens],
             arrival=self.now,
         )
@@ -333,6 +339,7 @@ class Histories(RuleBasedStateMachine):
             self.whole()
         assert not self.live(), "requests were left over"
         self.scheduler.check_idle()
+        assert not len(self.scheduler._planner.waiting.shares), "something is kept of tenants who are gone"
         assert self.scheduler.stats().kv_blocks_used == 0
 
 

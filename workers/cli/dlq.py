@@ -57,7 +57,7 @@ def listed(
             task = letter.task_id or "no task id"
             _say(f"{letter.key}  {_when(letter.at_ms)}  {task}  {letter.list_name}  {letter.reason}")
 
-    _with(broker, store, work)
+    with_client(broker, store, work)
 
 
 def show(
@@ -93,7 +93,7 @@ def show(
                 _say(f"  asked  {record.fields.get('task', '')}")
             _say(f"message  {letter.message}")
 
-    _with(broker, store, work)
+    with_client(broker, store, work)
 
 
 def replay(
@@ -133,7 +133,7 @@ def replay(
         if failed:
             raise Failure(f"{failed} could not be replayed", Exit.TASK_FAILED)
 
-    _with(broker, store, work)
+    with_client(broker, store, work)
 
 
 def purge(
@@ -158,7 +158,7 @@ def purge(
         gone = [await forget(client, letter) for letter in found]
         typer.echo(f"{sum(gone)} letters are gone")
 
-    _with(broker, store, work)
+    with_client(broker, store, work)
 
 
 async def _chosen(
@@ -187,7 +187,7 @@ async def _chosen(
     return found
 
 
-def _with(broker: str, store: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
+def with_client(broker: str, store: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
     """Run with a client. Raises Failure for a URL that is none and for a server that does not answer."""
     import asyncio
 

@@ -221,6 +221,8 @@ class Claimer(threading.Thread):
             params=self._params(task, delivery),
             tier=keys.TIERS[task.tier][0],
             salt=task.tenant or "",
+            tenant=task.tenant or "",
+            weight=self._runtime.weights.get(task.tenant or "", 1.0),
             resume=self._published(delivery) if any(delivery.base) else [],
         )
 

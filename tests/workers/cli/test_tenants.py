@@ -1,0 +1,61 @@
+"""`penstock tenants`, against a real server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from redis import Redis
+
+from producers import keys
+from producers.message import Message
+from producers.script import run as call
+from tests.workers.cli.conftest import Run
+from workers.transport import broker
+
+QUEUE = keys.pool_queue("tiny", "1", "test")
+
+
+@pytest.fixture
+def tenants(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("BROKER_URL", valkey_url)
+    return lambda *args: run("tenants", *args)
+
+
+def send(valkey: Redis, tenant: str, tier: str, count: int) -> None:
+    for number in range(count):
+        message = Message(f"{tenant}{number}", QUEUE, tier, 1, 10, tenant)
+        valkey.lpush(message.list, message.envelope())
+
+
+def test_who_waits_is_listed_with_what_waits(tenants: Run, valkey: Redis) -> None:
+    assert tenants("ls").out == "No tenant waits.\n"
+    valkey.hset(keys.POOLS, QUEUE, json.dumps({"model": "tiny"}))
+    send(valkey, "acme", "default", 3)
+    send(valkey, "", "batch", 2)
+    assert "5 tasks have not been sorted" in tenants("ls").out
+    valkey.set(keys.lease("w"), "{}")
+    none = broker.Credit((0,) * 4, (0,) * 4)
+    sizes = {"capacity": (1, 1), "plain_tokens": 1, "ageing_ms": 10**9, "max_redeliveries": 5}
+    call(valkey, broker.fetch("w", [QUEUE], ["u"], none, **sizes))
+    send(valkey, "acme", "batch", 1)
+    assert tenants("weigh", "acme", "4").status == 0
+    assert tenants("weigh", "idle", "0.5").status == 0
+    assert tenants("ls").out.splitlines() == [
+        "(no tenant)  weight 1  waiting: 2 batch",
+        "acme  weight 4  waiting: 3 default",
+        "idle  weight 0.5  waiting: nothing",
+        "1 tasks have not been sorted by tenant yet: workers do that",
+    ]
+    told = [json.loads(line) for line in tenants("ls", "--json").out.splitlines()]
+    assert told[1] == {"tenant": "acme", "weight": 4, "waiting": {"priority": 0, "default": 3, "flex": 0, "batch": 0}}
+
+
+def test_a_weight_of_one_is_none_and_a_senseless_one_is_refused(tenants: Run, valkey: Redis) -> None:
+    tenants("weigh", "acme", "4")
+    assert valkey.hgetall(keys.WEIGHTS) == {b"acme": b"4.0"}
+    refused = tenants("weigh", "acme", "0")
+    assert refused.status
+    assert "must be from 0.001 to 1000" in refused.err
+    tenants("weigh", "acme", "1")
+    assert not valkey.exists(keys.WEIGHTS)
