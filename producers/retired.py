@@ -94,7 +94,8 @@ class RetiredPools:
                 over = await self._over(page)
                 for raw, task_id in over:
                     pruned.messages += await self._broker.lrem(name, -1, raw)
-                    await self._broker.hdel(keys.REAPED, task_id)
+                    for counts in (keys.REAPED, keys.RETURNED):
+                        await self._broker.hdel(counts, task_id)
                 start += len(page) - len(over)
             left += start
         return left

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import AsyncClient, protocol, submits, sweeper
+from producers import AsyncClient, keys, protocol, submits, sweeper
 from producers.submits import Swept
+from producers.sweeper import SweeperSettings
+from tests.producers.conftest import QUEUE
 
 
 @pytest.fixture
@@ -39,3 +41,43 @@ async def test_the_loop_goes_on_after_a_failed_sweep(
         await done.wait()
     assert not loop.done()
     loop.cancel()
+
+
+async def test_what_has_been_queued_for_hours_is_not_sent_again(
+    aclient: AsyncClient, valkey: Redis, valkey_url: str
+) -> None:
+    """A slow backlog is no lost message, however often one looks."""
+    ids = [(await aclient.submit(model="tiny", prompt=[1])).id for _ in range(20)]
+    for task_id in ids:
+        valkey.hset(keys.task(task_id), mapping={"created": 5, "queued": 6})
+    settings = SweeperSettings(valkey_url, valkey_url, "s", every=0.01, seldom=0.01, unneeded=0.0, retire_after=0.0)
+    before = valkey.lrange(QUEUE, 0, -1), [valkey.hgetall(keys.task(task_id)) for task_id in ids]
+    leading = asyncio.create_task(sweeper.lead(aclient, settings))
+    await asyncio.sleep(0.3)
+    assert not leading.done()
+    leading.cancel()
+    await asyncio.wait((leading,))
+    assert before == (valkey.lrange(QUEUE, 0, -1), [valkey.hgetall(keys.task(task_id)) for task_id in ids])
+    assert not valkey.exists(keys.SWEPT)
+    assert not valkey.exists(keys.SWEEPER), "it resigned"
+
+
+async def test_one_bad_record_does_not_end_the_sweeping_of_others(
+    aclient: AsyncClient, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(client: AsyncClient, age_ms: int) -> Any:
+        raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr(submits, "sweep", broken)
+    handle = await aclient.submit(model="tiny", prompt=[1])
+    await handle.cancel()
+    valkey.zincrby(keys.UNSETTLED, -60_000, handle.id)
+    settings = SweeperSettings(valkey_url, valkey_url, "s", every=0.01)
+    leading = asyncio.create_task(sweeper.lead(aclient, settings))
+    for _ in range(1000):
+        if valkey.hexists(keys.task(handle.id), "settled"):
+            break
+        await asyncio.sleep(0.01)
+    assert valkey.hexists(keys.task(handle.id), "settled")
+    leading.cancel()
+    await asyncio.wait((leading,))

@@ -1,0 +1,166 @@
+"""What a sweeper is to finish, and processes that sweep it, forked from one that has everything imported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+
+from redis import Redis
+
+from producers import Event, keys, protocol
+from producers.aio import AsyncClient
+from producers.events import encode_token
+from producers.script import run
+from producers.sweeper import SweeperSettings, lead
+from workers.transport import broker
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.chaos.sweeping", "redis.asyncio", "hiredis"])
+QUEUE = keys.pool_queue("tiny", "1", "chaos")
+
+
+class Sweeper:
+    """A process that sweeps as `penstock sweeper` does, at short intervals."""
+
+    def __init__(self, url: str, name: str, **settings: Any) -> None:
+        fields = {"lease": 1.0, "every": 0.05, "seldom": 0.1} | settings
+        self._process: BaseProcess = _forks.Process(target=_sweep, args=(url, name, fields), daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.exitcode
+
+    def signal(self, sig: signal.Signals) -> None:
+        os.kill(self.pid, sig)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.join(10)
+
+
+def _sweep(url: str, name: str, fields: dict[str, Any]) -> None:
+    async def go() -> None:
+        async with AsyncClient(url) as client:
+            task = asyncio.create_task(lead(client, SweeperSettings(url, url, name, reap=broker.reap, **fields)))
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    asyncio.run(go())
+
+
+class Left:
+    """Tasks of each kind that others left, and what became of them."""
+
+    def __init__(self, redis: Redis, *, streams: tuple[int, ...] = (3, 1100)) -> None:
+        self.redis = redis
+        redis.flushall()
+        redis.set(keys.lease("w"), "{}")
+        self.ids = {f"stream{k}": self._finished(f"stream{k}", count) for k, count in enumerate(streams)}
+        for name in ("cancelled", "died", "unsent", "late"):
+            self._admit(name, **({"deadline": 1} if name == "late" else {}))
+        for name in ("cancelled", "died", "late"):
+            run(redis, protocol.queued(name))
+        run(redis, protocol.cancel("cancelled"))
+        self._finished("died", 2, settle=False)
+        redis.delete(keys.lease("w"))
+        for index in (keys.SUBMITTING, keys.SETTLED):
+            redis.zadd(index, dict.fromkeys(redis.zrange(index, 0, -1), self._a_while_ago()))
+        self.age()
+        self.whole = self.events()
+
+    def _admit(self, task_id: str, **fields: Any) -> None:
+        now = int(self.redis.time()[0]) * 1000
+        record = {"task": json.dumps({"prompt": [1]}), "model": "tiny", "queue": QUEUE, "tier": "default", "n": 1}
+        run(self.redis, protocol.admit(task_id, task_id, now, record | {"tokens": 9} | fields))
+
+    def _finished(self, task_id: str, count: int, settle: bool = True) -> str:
+        if settle:
+            self._admit(task_id)
+        run(self.redis, protocol.claim(task_id, "c", "w"))
+        for start in range(0, count, 500):
+            entries = [encode_token(0, k, k, f" {k}") for k in range(start, min(count, start + 500))]
+            run(self.redis, protocol.append([protocol.Append(task_id, "c", 0, start, entries)]))
+        run(self.redis, protocol.finish(task_id, "c", "completed", reasons='["stop"]', nexts=[count]))
+        if settle:
+            run(self.redis, protocol.settle(task_id))
+        return task_id
+
+    def age(self) -> None:
+        """What became final just now did so long ago."""
+        for name in self.redis.zrange(keys.UNSETTLED, 0, -1):
+            self.redis.zadd(keys.UNSETTLED, {name: self._a_while_ago()}, xx=True)
+
+    def _a_while_ago(self) -> int:
+        """So long that a sweeper takes it up."""
+        return int(self.redis.time()[0]) * 1000 - 120_000
+
+    def events(self) -> dict[str, list[Event]]:
+        """What a reader of each finished task is given."""
+        url = f"redis://127.0.0.1:{self.redis.connection_pool.connection_kwargs['port']}/0"
+
+        async def read() -> dict[str, list[Event]]:
+            async with AsyncClient(url) as client:
+                return {task_id: [e async for e in client.get(task_id).stream()] for task_id in [*self.ids, "died"]}
+
+        return asyncio.run(read())
+
+    def done(self) -> bool:
+        """Nothing is left to do: what else there is became final a moment ago, and waits for its time."""
+        self.age()
+        pipe = self.redis.pipeline(transaction=True)
+        for index in (keys.SUBMITTING, keys.UNSETTLED, keys.DEADLINES):
+            pipe.zcard(index)
+        for task_id in self.ids:
+            pipe.exists(keys.stream(task_id))
+        return not any(pipe.execute())
+
+    def faults(self) -> list[str]:
+        """What is wrong, once all is done."""
+        found = []
+        if self.events() != self.whole:
+            found.append("a reader is given something else than before")
+        for name, status in {
+            "cancelled": "cancelled",
+            "died": "completed",
+            "late": "failed",
+            "unsent": "queued",
+        }.items():
+            fields = self.redis.hgetall(keys.task(name))
+            if fields.get(b"status") != status.encode() or (b"settled" in fields) != (name != "unsent"):
+                found.append(f"{name} is {fields}")
+        if self.redis.llen(QUEUE) not in (1, 2):  # the sweeper may have died between send and QUEUED
+            found.append(f"{self.redis.llen(QUEUE)} messages were sent")
+        for task_id in self.ids:
+            if not 0 < self.redis.ttl(keys.result(task_id)) <= protocol.DEFAULT_TTL_S + 60:
+                found.append(f"the result of {task_id} lives for {self.redis.ttl(keys.result(task_id))} s")
+        return found
+
+
+def within(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

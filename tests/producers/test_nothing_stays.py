@@ -1,0 +1,132 @@
+"""After a mixed load and all its times to live, the store holds what models there are, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from redis import Redis
+
+from producers import AsyncClient, keys, protocol
+from producers.message import Message
+from producers.readers import hold
+from producers.script import run
+from producers.sweeper import SweeperSettings, lead
+from tests.producers.conftest import QUEUE
+from tests.producers.fake_worker import FakeWorker
+from workers.transport import broker
+
+OLD = keys.pool_queue("tiny", "0ld", "cafe")
+#: Models, where their tasks go, and what sweepers counted.
+STAYS = {keys.MODELS, keys.ROUTES, keys.POOLS, keys.SWEPT}
+FREE = broker.Credit((9, 9, 9, 9), (9999,) * 4)
+
+
+async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
+    """One of everything that may become of a task; and what its processes leave when they die."""
+
+    async def submit(**fields: Any) -> str:
+        return (await client.submit(model="tiny", prompt=[1], **fields)).id
+
+    for ttl in (None, 300):
+        task_id = await submit(ttl=ttl, tenant="a")
+        worker.serve(task_id, ["x"] * 1500)
+    await client.get(await submit(ttl=300)).cancel()
+    late = await submit(timeout=600, tier="batch")
+    valkey.hset(keys.task(late), "deadline", 5)
+    valkey.zadd(keys.DEADLINES, {late: 5})
+    unread = await submit()
+    run(valkey, hold([unread, "never admitted"], 1))
+    died = await submit()
+    worker.claim(died)
+    worker.finish(died, [0])
+    plain = protocol.claim(
+        "plain", "c", worker.incarnation, plain={"model": "tiny", "queue": QUEUE, "n": 1, "task": "{}"}
+    )
+    run(valkey, plain)
+    worker.claims["plain"] = "c"
+    worker.finish("plain", [0])
+    fields = {"task": "{}", "model": "tiny", "queue": OLD, "tier": "default", "n": 1, "tokens": 9, "deadline": 5}
+    run(valkey, protocol.admit("unsent", "n", int(valkey.time()[0]) * 1000, fields))
+    valkey.zadd(keys.SUBMITTING, {"unsent": 1})
+    # A worker that fetched some of it and died, after it had given one back.
+    valkey.hset(keys.INCARNATIONS, "gone", QUEUE)
+    valkey.set(keys.lease("gone"), "{}", px=100)
+    call = broker.fetch(
+        "gone", [QUEUE], ["u1", "u2", "u3"], FREE, capacity=(9, 9999), plain_tokens=9, ageing_ms=9, max_redeliveries=9
+    )
+    assert len(broker.read_fetch(run(valkey, call)) or ()) == 3
+    run(valkey, broker.back("gone", QUEUE, "u1", 600_000))
+    valkey.lpush(OLD, Message("long expired", OLD, "default", 1, 9).envelope())
+    valkey.rpush(keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
+    valkey.set(keys.blob("00ff"), b"a tokenizer that no card names any more")
+    worker.die()
+    # Everything waits for long enough already, but for what is yet to become so.
+    _age(valkey)
+
+
+def _age(valkey: Redis) -> None:
+    now = int(valkey.time()[0]) * 1000
+    if settled := valkey.zrange(keys.SETTLED, 0, -1):
+        valkey.zadd(keys.SETTLED, dict.fromkeys(settled, now - 120_000), xx=True)
+    unsettled = dict.fromkeys(valkey.zrange(keys.UNSETTLED, 0, -1), now - 120_000)
+    if b"plain" in unsettled:
+        unsettled[b"plain"] = 1  # its message is lost, and a week has passed
+    if unsettled:
+        valkey.zadd(keys.UNSETTLED, unsettled, xx=True)
+
+
+def _time_passes(valkey: Redis) -> None:
+    """Whatever is to live for a time has lived. What has no end is left."""
+    for name in valkey.keys("*"):
+        if 60_000 < valkey.pttl(name) <= (protocol.DEFAULT_TTL_S + 60) * 1000:
+            valkey.delete(name)
+
+
+async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str, worker: FakeWorker) -> None:
+    pools = {queue: json.dumps({"model": "tiny", "version": queue}) for queue in (QUEUE, OLD)}
+    valkey.hset(keys.POOLS, mapping=pools)
+    settings = SweeperSettings(
+        valkey_url,
+        valkey_url,
+        "s",
+        lease=1.0,
+        every=0.02,
+        seldom=0.05,
+        reader_lease=0.01,
+        letters_kept=60.0,
+        unneeded=0.2,
+        retire_after=0.1,
+        unsort=broker.unsort,
+        reap=broker.reap,
+    )
+    async with AsyncClient(valkey_url) as client:
+        await _load(client, valkey, worker)
+        found = {name.decode().split(":")[1] for name in valkey.keys("penstock:*")}
+        assert found >= {"task", "stream", "submitting", "deadlines", "readers", "unsettled", "settled", "incarnations"}
+        assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved"}
+        sweeping = asyncio.create_task(lead(client, settings))
+        try:
+            for _ in range(300):
+                if not _left(valkey):
+                    break
+                await asyncio.sleep(0.1)
+                _age(valkey)
+                if not valkey.zcard(keys.UNSETTLED) and not valkey.zcard(keys.SETTLED):
+                    _time_passes(valkey)
+            assert _left(valkey) == set()
+        finally:
+            sweeping.cancel()
+            await asyncio.wait((sweeping,))
+    assert {name.decode() for name in valkey.keys("*")} <= STAYS | COUNTERS
+    assert valkey.hkeys(keys.POOLS) == [QUEUE.encode()]
+
+
+#: Of the broker's scripts: a number each, however much there is of what they count.
+COUNTERS = {"penstock:deliveries", "penstock:arrivals"}
+
+
+def _left(valkey: Redis) -> set[str]:
+    pools = {f"pool {name.decode()}" for name in valkey.hkeys(keys.POOLS)} - {f"pool {QUEUE}"}
+    return ({name.decode() for name in valkey.keys("*")} | pools) - STAYS - COUNTERS - {keys.SWEEPER}
