@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from tests.chaos.processes import wait_for
 from tests.chaos.stage import BOOT_S, HAND_BACK_S, Shape, Stage
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
 from workers.chaos.checker.store import wait_until_over, workers_of
-from workers.chaos.checker.streams import outputs_of
 from workers.chaos.injector import Injector
 from workers.chaos.load import LINKS
-from workers.chaos.plan import KINDS, Plan, draw
+from workers.chaos.plan import KINDS, Plan, by_role, draw
 
 #: All faults that a stage can suffer on this machine.
 ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())
@@ -56,12 +55,12 @@ def plan_of(
     return draw(
         seed,
         seconds,
-        targets(shape),
+        by_role(targets(shape)),
         kinds=kinds,
         lease=shape.lease,
         kills=kills,
         pause=pause,
-        shape=_as_dict(shape),
+        shape=asdict(shape),
     )
 
 
@@ -109,7 +108,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         watcher.start()
         stage.journal.write("phase", name="load")
         stage.start_clients()
-        Injector(stage, stage.journal, stage.store.url, lambda: list(watcher.open)).run(plan, say)
+        Injector(stage, stage.journal, stage.broker.url, stage.store.url, lambda: list(watcher.open)).run(plan, say)
         stage.journal.write("phase", name="calm")
         broker, store = stage.redis["broker"], stage.redis["store"]
         for name in stage.stop("client", CALM_S):
@@ -135,14 +134,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         stores.left += [f"an incarnation: {name}" for name in broker.hkeys("penstock:incarnations")]
     finally:
         stage.down()
-    history = History.read(stage.journals)
-    streams = {**stores.streams, **watcher.streams}
-    outputs = {
-        seen.variant: outputs_of([entry for _, entry in streams.get(str(seen.id), [])])
-        for seen in history.tasks.values()
-        if seen.quiet
-    }
-    return Case(history, stores, streams, outputs), wrong
+    return Case.of(History.read(stage.journals), stores, watcher.streams), wrong
 
 
 def _idle(stage: Stage) -> None:
@@ -153,9 +145,3 @@ def _idle(stage: Stage) -> None:
         lambda: all(not any(about.get(name) for name in held) for about in workers_of(broker)),
         2 * stage.shape.lease + 2,
     )
-
-
-def _as_dict(shape: Shape) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(shape)

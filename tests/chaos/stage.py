@@ -11,7 +11,7 @@ import random
 import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -301,8 +301,8 @@ class Stage:
             return server.free_disk
         raise ValueError(f"no {kind} is known here that {target} could suffer")
 
-    def describe(self) -> dict[str, Any]:
-        return asdict(self.shape)
+    def after(self, fault: Fault) -> None:
+        """The keeper sees to it."""
 
 
 def _python(module: str, argument: str) -> list[str]:

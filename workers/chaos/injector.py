@@ -9,6 +9,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from redis import Redis
@@ -19,8 +20,22 @@ from workers.chaos.plan import Fault, Plan
 
 #: How long a fault is put off while its target, or what should survive it, is not up (s).
 PATIENCE_S = 60.0
+#: The task ids of deliveries, by a pattern of the keys that hold them.
+_FETCHED = """
+local found = {}
+for _, name in ipairs(redis.call('KEYS', ARGV[1])) do
+  for _, packed in ipairs(redis.call('HVALS', name)) do
+    found[#found + 1] = cmsgpack.unpack(packed)[3]
+  end
+end
+return found
+"""
 #: Ends what a fault began.
 Healing = Callable[[], None]
+
+
+class Gone(Exception):
+    """The target is not there, or what should be done to it could not be."""
 
 
 class Handle(Protocol):
@@ -49,7 +64,9 @@ class Handle(Protocol):
 class Scene(Protocol):
     """A system that faults may befall."""
 
-    handles: Mapping[str, Handle]
+    @property
+    def handles(self) -> Mapping[str, Handle]:
+        """Its processes, by name."""
 
     def fits(self, fault: Fault) -> bool:
         """Whether the target is up, and what should outlive it, too."""
@@ -57,12 +74,18 @@ class Scene(Protocol):
     def begin(self, fault: Fault) -> Healing | None:
         """Of a kind that is not about a process alone. What ends it, where it lasts."""
 
+    def after(self, fault: Fault) -> None:
+        """A process was told to end: where nobody else does, start it again."""
+
 
 class Injector:
-    """`open_tasks()` tells the ids of tasks that have not ended; `store` is asked who makes them, not through links."""
+    """`open_tasks()` tells the ids of tasks that have not ended; `broker` and `store` are asked who has them."""
 
-    def __init__(self, scene: Scene, journal: Journal, store: str, open_tasks: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self, scene: Scene, journal: Journal, broker: str, store: str, open_tasks: Callable[[], Iterable[str]]
+    ) -> None:
         self._scene, self._journal, self._open_tasks = scene, journal, open_tasks
+        self._broker = Redis.from_url(broker, decode_responses=True, socket_timeout=2)
         self._store = Redis.from_url(store, decode_responses=True, socket_timeout=2)
         self._healings: list[tuple[float, int, Fault, Healing]] = []
         self._order = itertools.count()
@@ -80,7 +103,11 @@ class Injector:
                     self._sleep_until(time.monotonic() + 0.05)
                 self._late += time.monotonic() - due
                 say(f"{number}/{len(plan.faults)} at {time.monotonic() - began:.1f} s: {_said(fault)}")
-                self._begin(fault)
+                try:
+                    self._begin(fault)
+                except Gone as gone:
+                    self._journal.write("missed", kind=fault.kind, target=fault.target, why=str(gone))
+                    say(f"missed: {gone}")
             self._sleep_until(began + plan.seconds + self._late)
         finally:
             self.heal()
@@ -107,11 +134,12 @@ class Injector:
             about = {"process": handle.process, "role": handle.role}
         if handle is not None and fault.kind == "kill":
             if handle.role == "worker":
-                # Held still first, so that what it was at is known for certain.
-                handle.pause()
+                with suppress(Gone):  # held still first, where that can be, so that what it is at is known for certain
+                    handle.pause()
                 about |= self._at_work(handle.process)
             self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
             handle.kill()
+            self._scene.after(fault)
             return
         self._journal.write(
             "fault", kind=fault.kind, target=fault.target, seconds=fault.seconds, amount=fault.amount, **about
@@ -121,6 +149,7 @@ class Injector:
             healing = handle.resume
         elif handle is not None and fault.kind == "drain":
             handle.drain()
+            self._scene.after(fault)
         else:
             healing = self._scene.begin(fault)
         if healing is not None:
@@ -128,13 +157,22 @@ class Injector:
             heapq.heappush(self._healings, (when, next(self._order), fault, healing))
 
     def _end(self, fault: Fault, healing: Healing) -> None:
-        healing()
-        self._journal.write("healed", kind=fault.kind, target=fault.target)
+        try:
+            healing()
+        except Gone:  # it was killed meanwhile
+            self._journal.write("missed", kind=f"end of {fault.kind}", target=fault.target)
+        else:
+            self._journal.write("healed", kind=fault.kind, target=fault.target)
 
     def _at_work(self, process: str) -> dict[str, Any]:
-        """The streams that a worker is making, each with its length, and for how long its lease holds."""
+        """The streams that wait for a worker to go on, each with its length, and for how long its lease holds.
+
+        Of those that it has fetched and not claimed yet, those that have a token: an earlier worker made it, and its
+        readers wait for the next one.
+        """
         try:
-            pipe, ids = self._store.pipeline(transaction=False), sorted(self._open_tasks())
+            fetched = set(map(str, self._broker.eval(_FETCHED, 0, f"penstock:inflight:{process}.*")))
+            pipe, ids = self._store.pipeline(transaction=False), sorted({*self._open_tasks(), *fetched})
             for task_id in ids:
                 pipe.hmget(f"penstock:task:{task_id}", "owner", "end")
                 pipe.xlen(f"penstock:stream:{task_id}")
@@ -147,7 +185,7 @@ class Injector:
         stopped = {
             task_id: length
             for task_id, (owner, end), length in zip(ids, answers[::2], answers[1::2], strict=True)
-            if owner is not None and owner.startswith(f"{process}.") and end is None
+            if end is None and (str(owner).startswith(f"{process}.") or (task_id in fetched and length))
         }
         return {"stopped": stopped, "lease_left": max(leases, default=0) / 1000}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -94,10 +94,19 @@ class Plan:
             raise ValueError(f"{path} holds no plan: {error}") from error
 
 
+#: Of a kind of fault: the names that can suffer it, by role.
+Able = Callable[[str], Mapping[str, Sequence[str]]]
+
+
+def by_role(targets: Mapping[str, Sequence[str]]) -> Able:
+    """Where everybody can suffer what their role may."""
+    return lambda kind: {role: targets.get(role, ()) for role in KINDS[kind].roles}
+
+
 def draw(
     seed: int,
     seconds: float,
-    targets: Mapping[str, Sequence[str]],
+    able: Able,
     *,
     kinds: Sequence[str],
     lease: float,
@@ -105,15 +114,21 @@ def draw(
     pause: tuple[float, float] = (0.5, 8.0),
     shape: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """`targets`: the names there are, by role; `kinds` of which faults are drawn; `pause`: bounds of the time between
-    two instants with faults (s). With `kills`, so many processes are killed, however long that takes."""
+    """`kinds` of which faults are drawn; `pause`: bounds of the time between two instants with faults (s).
+
+    With `kills`, so many processes are killed, however long that takes. Raises ValueError where nothing can suffer any
+    of the kinds.
+    """
+    possible = [kind for kind in kinds if any(able(kind).values())]
+    if not possible or (kills is not None and "kill" not in possible):
+        raise ValueError(f"nothing here can suffer {', '.join(kinds) or 'anything'}")
     rng = random.Random(f"{seed} faults")  # noqa: S311 - it draws faults, it guards nothing
     faults: list[Fault] = []
     for at in _instants(rng, seconds, pause, endless=kills is not None):
         if kills is not None and sum(fault.kind == "kill" for fault in faults) >= kills:
-            seconds = at
+            seconds = faults[-1].at + lease  # what the last one stopped is to go on under load
             break
-        faults.append(_one(rng, at, targets, kinds, lease))
+        faults.append(_one(rng, at, able, possible, lease))
     return Plan(seed, seconds, lease, tuple(faults), dict(shape or {}))
 
 
@@ -125,15 +140,10 @@ def _instants(rng: random.Random, seconds: float, pause: tuple[float, float], *,
             at = round(at + rng.uniform(*pause), 3)
 
 
-def _one(
-    rng: random.Random, at: float, targets: Mapping[str, Sequence[str]], kinds: Sequence[str], lease: float
-) -> Fault:
-    able = [kind for kind in kinds if any(targets.get(role) for role in KINDS[kind].roles)]
-    if not able:
-        raise ValueError(f"nothing here can suffer {', '.join(kinds)}: there are {', '.join(targets) or 'no targets'}")
-    (kind,) = rng.choices(able, [KINDS[kind].weight for kind in able])
-    roles = [role for role in KINDS[kind].roles if targets.get(role)]
-    (role,) = rng.choices(roles, [_SHARES.get(role, 1.0) for role in roles])
+def _one(rng: random.Random, at: float, able: Able, kinds: Sequence[str], lease: float) -> Fault:
+    (kind,) = rng.choices(kinds, [KINDS[kind].weight for kind in kinds])
+    targets = {role: names for role, names in able(kind).items() if names}
+    (role,) = rng.choices(list(targets), [_SHARES.get(role, 1.0) for role in targets])
     target = rng.choice(list(targets[role]))
     shortest, longest = KINDS[kind].seconds
     # Most are short, some outlast a lease.

@@ -12,6 +12,7 @@ from celery import Celery
 
 from producers import keys
 from producers.aio import AsyncClient
+from producers.connect import kombu_url
 from workers.bench.connection import Connections
 from workers.chaos.load import LINKS
 
@@ -35,7 +36,7 @@ class Senders:
     def __init__(self, url: str, broker: str, store: str) -> None:
         self._connections = Connections(url)
         self.library = AsyncClient(broker, store)
-        self._celery = Celery("penstock-chaos", broker=broker, set_as_current=False)
+        self._celery = Celery("penstock-chaos", broker=kombu_url(broker), set_as_current=False)
         self._celery.conf.broker_transport_options = {"socket_timeout": 5, "socket_connect_timeout": 5}
         self._celery.conf.broker_connection_retry = False
 

@@ -47,6 +47,17 @@ class Case:
     meant: frozenset[str] = frozenset()
     """Tasks that may be given up, and letters that may be dead."""
 
+    @classmethod
+    def of(cls, history: History, stores: Stores, ended: Mapping[str, Stream], *, shared: bool = False) -> Case:
+        """`ended`: streams as each stood when its task had ended, as far as somebody looked."""
+        streams = {**stores.streams, **ended}
+        outputs = {
+            seen.variant: outputs_of([entry for _, entry in streams.get(str(seen.id), [])])
+            for seen in history.tasks.values()
+            if seen.quiet
+        }
+        return cls(history, stores, streams, outputs, shared)
+
     def ended(self) -> Iterator[tuple[str, Stream, dict[str, str]]]:
         """Tasks with their streams and records, as far as both are there."""
         for task_id, record in self.stores.records.items():

@@ -1,0 +1,88 @@
+"""`penstock chaos`, against a system of real processes that somebody else runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.stage import Shape, Stage
+from tests.workers.cli.conftest import Run
+
+URLS = ("--broker", "redis://127.0.0.1:1/0", "--url", "http://127.0.0.1:1")
+
+
+def test_nothing_is_done_without_a_word_for_it(run: Run, tmp_path: Path) -> None:
+    sleeping = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = f"worker:w1={sleeping.pid}"
+    ran = run("chaos", "tiny", *URLS, "--process", process, "--seed", "3", "--minutes", "0.5")
+    assert ran.status == 2
+    assert "say --i-know" in ran.err
+    assert f"worker w1 (process {sleeping.pid})" in ran.err
+    assert sleeping.poll() is None
+    sleeping.communicate(b"\n", timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "name at least one --process"),
+        (("--process", "w1"), "must be ROLE:NAME"),
+        (("--process", "cook:w1=1"), "must be ROLE:NAME"),
+        (("--process", "worker:w1=/no/such/file"), "neither a process id nor a file"),
+        (("--process", "worker:w1"), "give its process id"),
+        (("--process", "worker:w1=1", "--exec", "kill"), "must be VERB=COMMAND"),
+        (("--process", "worker:w1=1", "--exec", "hug=true"), "must be VERB=COMMAND"),
+        (("--process", "worker:w1=1", "--faults", "kill,flood"), "from outside there are"),
+        (("--process", "broker:b=1", "--faults", "restart"), "nothing here can suffer restart"),
+        (("--process", "worker:w1=1", "--replay", "/no/such/plan"), "No such file"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(run: Run, options: tuple[str, ...], said: str) -> None:
+    ran = run("chaos", "tiny", *URLS, *options)
+    assert ran.status == 2
+    assert said in " ".join(ran.err.split())
+
+
+#: What `kubectl delete pod` would do: a process is found by the name that it was given.
+KILL = """
+import os, pathlib, sys
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    if f"--name\\0{sys.argv[1]}\\0".encode() in path.read_bytes():
+        os.kill(int(path.parent.name), 9)
+"""
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Iterator[Stage]:
+    """Whoever runs it starts a worker anew under another name."""
+    stage = Stage(Shape(engine="bundled", servers=1), 1, tmp_path / "system")
+    try:
+        stage.up()
+        yield stage
+    finally:
+        stage.down()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_system_that_keeps_its_promises_is_told_so(run: Run, system: Stage, tmp_path: Path) -> None:
+    (tmp_path / "kill.py").write_text(KILL)
+    folder = tmp_path / "trial"
+    ran = run(
+        *("chaos", "tiny", "--broker", system.broker.url, "--url", f"http://127.0.0.1:{system.gateways[0]}"),
+        *("--process", "worker:worker-1.g1", "--process", "worker:worker-2.g1", "--faults", "kill", "--kills", "1"),
+        *("--exec", f"kill={sys.executable} {tmp_path / 'kill.py'} {{name}}", "--pause", "1.5", "--lease", "2"),
+        *("--longest", "60", "--open-tasks", "6", "--folder", str(folder), "--i-know", "--json"),
+    )
+    assert ran.status == 0, ran.err
+    report = json.loads(ran.out)
+    assert report["kills"] == {"worker": 1}
+    assert report["lost"] == report["outputs_different"] == 0
+    assert report["choices_compared"] > 5
+    assert json.loads((folder / "plan.json").read_text())["faults"]
+    assert system.slots["worker-1"].process + system.slots["worker-2"].process != "worker-1.g1worker-2.g1"

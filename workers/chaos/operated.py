@@ -1,0 +1,173 @@
+"""A system that somebody else runs: its processes are reached by pid, by pid file, or by commands of the operator's.
+
+    worker:NAME=PID     worker:NAME=/run/w1.pid (read anew each time)     worker:NAME (with commands for its name)
+
+A command is run for each verb it is given for: kill, pause, resume, drain (SIGTERM), start (after kill and drain).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from workers.chaos.checker.store import workers_of
+from workers.chaos.injector import Gone, Handle, Healing
+from workers.chaos.plan import KINDS, PROCESSES, SERVERS, Fault
+
+VERBS: Final = ("kill", "pause", "resume", "drain", "start")
+#: Verbs that a kind of fault takes.
+NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "kill": ("kill",),
+    "pause": ("pause", "resume"),
+    "drain": ("drain",),
+    "restart": ("kill", "start"),
+}
+_SIGNALS: Final = {
+    "kill": signal.SIGKILL,
+    "pause": signal.SIGSTOP,
+    "resume": signal.SIGCONT,
+    "drain": signal.SIGTERM,
+}
+#: A command of the operator's that takes longer than this has failed (s).
+COMMAND_S: Final = 120.0
+
+
+@dataclass(slots=True)
+class Process:
+    """`name` is what a worker calls itself (`penstock worker --name`). `pid`: a number, a pid file, or neither."""
+
+    name: str
+    role: str
+    pid: str = ""
+    commands: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str, commands: Mapping[str, str]) -> Process:
+        """`ROLE:NAME`, `ROLE:NAME=PID`. Raises ValueError."""
+        role, colon, rest = text.partition(":")
+        name, _, pid = rest.partition("=")
+        roles = (*(role for role in PROCESSES if role != "client"), *SERVERS)
+        if not colon or role not in roles or not name:
+            raise ValueError(f"--process is {text!r}; it must be ROLE:NAME or ROLE:NAME=PID, with a role of {roles}")
+        if pid and not pid.isdecimal() and not Path(pid).exists():
+            raise ValueError(f"--process is {text!r}; {pid} is neither a process id nor a file with one")
+        if not pid and not commands:
+            raise ValueError(f"--process is {text!r}; give its process id (=PID), or commands with --exec")
+        return cls(name, role, pid, commands)
+
+    @property
+    def process(self) -> str:
+        return self.name
+
+    def able(self, verb: str) -> bool:
+        """Whether there is a way to do it."""
+        return verb in self.commands or (bool(self.pid) and verb in _SIGNALS)
+
+    def kill(self) -> None:
+        self._do("kill")
+
+    def pause(self) -> None:
+        self._do("pause")
+
+    def resume(self) -> None:
+        self._do("resume")
+
+    def drain(self) -> None:
+        self._do("drain")
+
+    def start(self) -> None:
+        """Where there is a command for it; else whoever looks after it does."""
+        if "start" in self.commands:
+            self._do("start")
+
+    @property
+    def alive(self) -> bool:
+        """As far as it can be told."""
+        if not self.pid:
+            return True
+        try:
+            os.kill(self._number(), 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _do(self, verb: str) -> None:
+        """Raises Gone where that process is not there."""
+        if verb in self.commands:
+            words = shlex.split(self.commands[verb])
+            argv = [word.replace("{name}", self.name).replace("{role}", self.role) for word in words]
+            try:
+                done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise Gone(f"{shlex.join(argv)}: {error}") from error
+            if done.returncode:
+                raise Gone(f"{shlex.join(argv)} exited with {done.returncode}: {(done.stderr or done.stdout)[-300:]}")
+            return
+        try:
+            os.kill(self._number(), _SIGNALS[verb])
+        except (OSError, ValueError) as error:
+            raise Gone(f"{self.name}, process {self.pid}: {error}") from error
+
+    def _number(self) -> int:
+        return int(self.pid if self.pid.isdecimal() else Path(self.pid).read_text())
+
+
+class Operated:
+    """A `workers.chaos.injector.Scene`. `broker` says which workers have a lease."""
+
+    def __init__(self, processes: Sequence[Process], broker: str) -> None:
+        self._processes = {one.name: one for one in processes}
+        self._broker = Redis.from_url(broker, decode_responses=True, socket_timeout=2)
+
+    @property
+    def handles(self) -> Mapping[str, Handle]:
+        return self._processes
+
+    def targets(self, kind: str) -> dict[str, list[str]]:
+        """Names, by role, of what can suffer it."""
+        found: dict[str, list[str]] = {}
+        for one in self._processes.values():
+            if one.role in KINDS[kind].roles and all(map(one.able, NEEDS.get(kind, ("nothing",)))):
+                found.setdefault(one.role, []).append(one.name)
+        return found
+
+    def fits(self, fault: Fault) -> bool:
+        """It is up, and of workers another one is."""
+        target = self._processes[fault.target]
+        if target.role != "worker":
+            return target.alive
+        try:
+            names = {str(about["worker"]) for about in workers_of(self._broker) if not about.get("draining")}
+        except RedisError:
+            return False
+        return target.alive and target.name in names and len(names) > 1
+
+    def begin(self, fault: Fault) -> Healing | None:
+        target = self._processes[fault.target]
+        if fault.kind != "restart":
+            raise ValueError(f"{fault.kind} cannot be done to a system from outside")
+        target.kill()
+        return target.start
+
+    def after(self, fault: Fault) -> None:
+        """Start again what has ended, where that is ours to do."""
+        self._processes[fault.target].start()
+
+
+def say_plan(describe: Callable[[str], None], faults: Sequence[Fault], processes: Sequence[Process]) -> None:
+    """What would be done, a line each."""
+    by_name = {one.name: one for one in processes}
+    for fault in faults:
+        target = by_name[fault.target]
+        lasts = f" for {fault.seconds:g} s" if fault.seconds else ""
+        where = f" (process {target.pid})" if target.pid else ""
+        describe(f"{fault.at:8.1f} s  {fault.kind} {target.role} {target.name}{where}{lasts}")

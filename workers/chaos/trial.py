@@ -1,0 +1,111 @@
+"""A trial of somebody else's system: the load runs here, faults are done there, what can be seen from here is judged.
+
+plan.json -> client process -> injector -> quiet: the same tasks once more -> checker -> report
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from redis import Redis
+
+from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
+from workers.chaos.checker.store import wait_until_over, workers_of
+from workers.chaos.client import Settings
+from workers.chaos.injector import Injector
+from workers.chaos.journal import Journal, journal_path
+from workers.chaos.load import LINKS, Load
+from workers.chaos.operated import Operated
+from workers.chaos.plan import Plan
+
+#: What is open when the load ends may take so long (s), and the run in quiet so long.
+CALM_S: Final = 180.0
+QUIET_S: Final = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """`alone`: nobody else uses the system, so that what is left behind, and idle workers' memory, can be judged, too.
+    `folder` gets plan, journals and the report."""
+
+    url: str
+    broker: str
+    store: str
+    load: Load
+    plan: Plan
+    folder: Path
+    open_tasks: int = 8
+    alone: bool = False
+
+    def run(self, system: Operated, command: str, say: Callable[[str], None]) -> Report:
+        """Raises redis errors where broker or store are away when it begins or ends."""
+        self.plan.write(self.folder / "plan.json")
+        journals = self.folder / "journals"
+        journals.mkdir()
+        journal, wrong = Journal(journals, "trial"), list[Violation]()
+        with (
+            Redis.from_url(self.broker, decode_responses=True) as broker,
+            Redis.from_url(self.store, decode_responses=True) as store,
+        ):
+            broker.delete(LINKS)
+            watcher = Watcher(self.store, journals)
+            watcher.start()
+            settings = Settings(
+                "client", str(journals), self.url, self.broker, self.store, self.load, open_tasks=self.open_tasks
+            )
+            client = self._start(settings, "client")
+            try:
+                while not journal_path(journals, "client", 1).exists() and client.poll() is None:
+                    time.sleep(0.05)  # it would not heed a signal yet
+                journal.write("phase", name="load")
+                Injector(system, journal, self.broker, self.store, lambda: list(watcher.open)).run(self.plan, say)
+                journal.write("phase", name="calm")
+                say("calm: what is open is read to its end")
+                client.send_signal(signal.SIGTERM)
+                wrong += _ended(client, "client", CALM_S)
+                ids = None if self.alone else list(History.read(journals).by_id)
+                wrong += _over(wait_until_over(broker, store, CALM_S, ids, shared=not self.alone))
+                say("quiet: the same tasks once more")
+                journal.write("phase", name="quiet")
+                variants = sorted({seen.variant for seen in History.read(journals).tasks.values()})
+                quiet = self._start(replace(settings, name="quiet", variants=tuple(variants)), "quiet")
+                wrong += _ended(quiet, "the run in quiet", QUIET_S)
+                ids = None if self.alone else list(History.read(journals).by_id)
+                wrong += _over(wait_until_over(broker, store, CALM_S, ids, shared=not self.alone))
+            finally:
+                client.kill()
+                watcher.stop()
+                journal.close()
+            stores = Stores.read(broker, store, links=LINKS, only=ids)
+            stores.workers = workers_of(broker)
+            broker.delete(LINKS)
+        case = Case.of(History.read(journals), stores, watcher.streams, shared=not self.alone)
+        report = Report.of(case, judge(case) + wrong, command=command, seed=self.plan.seed, lease=self.plan.lease)
+        (self.folder / "report.json").write_text(json.dumps(report.json(), indent=1))
+        return report
+
+    def _start(self, settings: Settings, name: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-P", "-m", "workers.chaos.client", settings.text()]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _ended(process: subprocess.Popen[bytes], name: str, seconds: float) -> list[Violation]:
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return [Violation("everything_ends", name, f"did not read all its tasks to their ends within {seconds:g} s")]
+    return [Violation("everything_ends", name, f"failed: {status}")] if status else []
+
+
+def _over(left: list[str]) -> list[Violation]:
+    return [Violation("everything_ends", "tasks", f"were not done with: {left[:20]}")] if left else []
