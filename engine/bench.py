@@ -6,6 +6,7 @@ W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted a
 512 prompt and 16 to 256 output tokens. Greedy, EOS ignored, fresh token ids in every repeat, so that no prefix cache
 helps; a short warm-up goes first. With `--peer transformers-cb`, transformers' continuous batching then runs the same
 requests in a process of its own, and the ratio of the best repeats is given (for development: needs transformers).
+With `--deterministic`, the plain mode runs the same requests in turns with it, and the ratio is given as well.
 With `--breakdown` it is told in place of throughput where the time of a step goes (engine/breakdown.py).
 """
 
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,28 +136,41 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
     )
 
 
-def bench_engine(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    """With `--deterministic`, the plain engine too, in turns: what others do to the machine is done to both."""
     plans = workloads(args, vocab_size)
     config = settings(args, plans)
-    began = time.perf_counter()
-    with Engine.load(args.model, config) as engine:
-        load_s = time.perf_counter() - began
-        results = {}
+    configs = {"penstock": config}
+    if config.deterministic:
+        configs = {"plain": replace(config, deterministic=False), "penstock": config}
+    engines: dict[str, Engine] = {}
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for who, one in configs.items():
+            began = time.perf_counter()
+            engines[who] = stack.enter_context(Engine.load(args.model, one))
+            found[who] = {"load_s": time.perf_counter() - began, "results": {}}
         for name, repeats in plans.items():
-            run_jobs(engine, warm_up(name, vocab_size, args.seed))
-            results[name] = summary(name, "penstock", [run_jobs(engine, jobs) for jobs in repeats])
-        stats = engine.stats()
-        return {
-            "load_s": load_s,
-            "dtype": stats.dtype,
-            "compute_dtype": stats.compute_dtype,
-            "device": stats.device,
-            "kernels": stats.kernels,
-            "fingerprint": engine.fingerprint,
-            "kv_tokens_total": stats.kv_tokens_total,
-            "preemptions": stats.preemptions,
-            "results": results,
-        }
+            runs: dict[str, list[dict[str, float]]] = {who: [] for who in engines}
+            for engine in engines.values():
+                run_jobs(engine, warm_up(name, vocab_size, args.seed))
+            for jobs in repeats:
+                for who, engine in engines.items():
+                    runs[who].append(run_jobs(engine, jobs))
+            for who in engines:
+                found[who]["results"][name] = summary(name, who, runs[who])
+        for who, engine in engines.items():
+            stats = engine.stats()
+            found[who] |= {
+                "dtype": stats.dtype,
+                "compute_dtype": stats.compute_dtype,
+                "device": stats.device,
+                "kernels": stats.kernels,
+                "fingerprint": engine.fingerprint,
+                "kv_tokens_total": stats.kv_tokens_total,
+                "preemptions": stats.preemptions,
+            }
+    return found
 
 
 def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
@@ -196,6 +211,16 @@ def summary(name: str, who: str, runs: list[dict[str, float]]) -> dict[str, Any]
         flush=True,
     )
     return {"best_output_tokens_per_s": best["output_tokens_per_s"], "runs": runs}
+
+
+def ratios(report: dict[str, Any], names: list[str], other: str) -> dict[str, float]:
+    """Our output tokens/s over another's, of each workload."""
+    found = {}
+    for name in names:
+        ours, theirs = (report[who]["results"][name]["best_output_tokens_per_s"] for who in ("penstock", other))
+        found[name] = ours / theirs
+        print(f"{name:7} {found[name]:.2f} times {other}", flush=True)
+    return found
 
 
 def bench_peer(args: argparse.Namespace) -> dict[str, Any]:
@@ -252,14 +277,12 @@ def main() -> None:
     if args.breakdown:
         report["breakdown"] = bench_breakdown(args, vocab_size)
     else:
-        report["penstock"] = bench_engine(args, vocab_size)
+        report |= bench_engines(args, vocab_size)
+        if args.deterministic:
+            report["ratio_to_plain"] = ratios(report, args.workload, "plain")
     if args.peer is not None:
         report[args.peer] = bench_peer(args)
-        report["ratio"] = {}
-        for name in args.workload:
-            ours, theirs = (report[who]["results"][name]["best_output_tokens_per_s"] for who in ("penstock", args.peer))
-            report["ratio"][name] = ours / theirs
-            print(f"{name:7} {ours / theirs:.2f} times {args.peer}")
+        report["ratio"] = ratios(report, args.workload, args.peer)
     report["load_average_after"] = os.getloadavg()
     if args.json is not None:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

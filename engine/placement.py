@@ -52,7 +52,12 @@ def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int)
 def runner_for(
     model: Model, config: EngineConfig, spaces: Sequence[KvSpace], step_tokens: int, length: int
 ) -> Runner | DeviceRunner:
-    """By which batches the model's kernels read. Raises EngineError where there is no memory for the cache."""
+    """By which batches the model's kernels read. Raises EngineError where blocks do not suit them, or where there is
+    no memory for the cache."""
+    if model.kernels.chunk % config.block_size:
+        raise EngineError(
+            f"deterministic=True needs a block_size that divides {model.kernels.chunk}, and it is {config.block_size}"
+        )
     try:
         if not model.kernels.ragged:
             return Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)

@@ -26,6 +26,8 @@ class Reference:
     padding = (1.0, 0)
     #: Whether it reads the masks of AttentionGroup.
     masked = True
+    #: A number of places that blocks must divide; 0 where any do.
+    chunk = 0
     #: Which batch the set reads: RaggedBatch, or AttentionBatch. Every set takes the other one too, but slowly.
     ragged = False
     #: Whether a CUDA graph may record its operations: with a ragged batch they ask the device for nothing.

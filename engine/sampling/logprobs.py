@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.params import MAX_LOGPROBS
 from engine.plan import ScheduledSeq
 from engine.prompt_scores import ScoredPart
 from engine.request import TokenLogprobs
@@ -31,7 +32,9 @@ def token_logprobs(said: Tensor, tokens: Tensor, ids: Sequence[int], counts: Seq
 def ranked(said: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """(fp32 [rows, 1 + most]: the token's log probability, then those of the likeliest; int64 [rows, most]: their ids).
     Of the device nothing is waited for."""
-    values, likeliest = said.topk(min(most, said.shape[-1]))
+    # Always as many: which of equal ones come first goes with how many are asked for, and neighbours may want more.
+    values, likeliest = said.topk(min(MAX_LOGPROBS, said.shape[-1]))
+    values, likeliest = values[:, :most], likeliest[:, :most]
     return torch.cat((said.gather(1, tokens[:, None]), values), 1), likeliest
 
 

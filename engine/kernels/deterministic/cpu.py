@@ -8,7 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
 from engine.kernels.cpu import Cpu
 from engine.kernels.deterministic.agreement import FixedRows, agreeing_rows
 from engine.kernels.deterministic.attention import ChunkedAttention
@@ -30,6 +29,7 @@ class DeterministicCpu(Cpu):
 
     name = "cpu-deterministic"
     masked = False
+    chunk = CHUNK
     padding = (1.25, CHUNK)
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
@@ -71,8 +71,6 @@ class DeterministicCpu(Cpu):
         return bent.mul_(wide).to(up.dtype).mul_(up)
 
     def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
-        if CHUNK % block_size:
-            raise EngineError(f"deterministic=True needs a block_size that divides {CHUNK}, and it is {block_size}")
         attention = self._prepared()
         return chunked(
             batch, block_size, zero_block, attention.share, attention.padded, attention.most_rows, self.compute_dtype

@@ -1,10 +1,12 @@
-"""Logits of sequences whose steps a test chooses itself."""
+"""Logits to the bit: of sequences whose steps a test chooses itself, and of an engine's requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -72,3 +74,29 @@ class Steps:
         for start, end in pairwise((0, *cuts, len(tokens))):
             found = self.step((one, start, end))
         return found[0]
+
+
+#: (choice, its tokens so far, prompt and all) -> the bytes of the logits that its next one is chosen by.
+Bits = dict[tuple[tuple[int, ...], int], bytes]
+
+
+@contextmanager
+def recorded() -> Iterator[Bits]:
+    """What every engine's steps sample from meanwhile. Where a place is computed again, it must be the same."""
+    bits: Bits = {}
+    plans: dict[int, StepPlan] = {}
+    execute, sample = Runner.execute, Runner._sample
+
+    def executed(self: Runner, plan: StepPlan) -> list[Sampled]:
+        plans[id(self)] = plan
+        return execute(self, plan)
+
+    def sampled(self: Runner, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
+        rows = [row for row in plans[id(self)].rows if row.samples]
+        for row, logits in zip(rows, self._model.logits(hidden), strict=True):
+            key, found = (tuple(row.seq.tokens), row.seq.choice), logits.numpy().tobytes()
+            assert bits.setdefault(key, found) == found, f"{len(key[0])} tokens, choice {key[1]}: computed otherwise"
+        return sample(self, hidden, how)
+
+    with patch.object(Runner, "execute", executed), patch.object(Runner, "_sample", sampled):
+        yield bits

@@ -1,0 +1,177 @@
+"""An engine in deterministic mode says the same to the bit, whatever else it does and however it is set up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import Engine, EngineConfig, EngineError, Event, Output, Request, SamplingParams
+from tests.engine.deterministic.logits import Bits, recorded
+from tests.engine.random_models import FAMILIES, VARIANTS, write_model
+
+Load = Callable[..., Engine]
+
+SHARED = [(13 * i) % 301 + 4 for i in range(64)]
+PROMPTS = [
+    *([(7 * i + k) % 310 + 3 for i in range(length)] for k, length in enumerate((3, 30, 17, 58, 140))),
+    [*SHARED, 9, 8, 7],
+    [*SHARED, 9, 8, 7, 6, 5],
+    SHARED[:40],
+]
+#: Whatever makes a token depend on those before it, asks for sums over the vocabulary, or makes several of one prompt.
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 20},
+    {"temperature": 1.0, "n": 3, "logprobs": 1},
+    {"temperature": 1.2, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 3},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "n": 2, "best_of": 3},
+    {"temperature": 1.0, "typical_p": 0.8, "logprobs": 0},
+    {"temperature": 1.3, "top_p": 0.95, "min_p": 0.01, "n": 2},
+    {"temperature": 0.7, "max_tokens": 1, "logprobs": 5},
+]
+PARAMS = [
+    SamplingParams(**({"max_tokens": 9, "seed": 7 + i, "ignore_eos": True} | each)) for i, each in enumerate(MIXED)
+]
+CONFIG = EngineConfig(
+    device="cpu", dtype="float32", threads=1, deterministic=True, overlap=0, max_num_seqs=24, kv_cache_bytes=8 << 20
+)
+
+
+@pytest.fixture(scope="module", params=["gemma2", "gemma3", "phi3-longrope"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "one", seed=3, **(VARIANTS | FAMILIES)[request.param])
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[tuple[list[Output], Bits]]:
+    """Each by itself, with nothing cached: the outputs, and the logits of each place."""
+    config = replace(CONFIG, enable_prefix_caching=False)
+    with recorded() as bits, Engine.load(folder, config) as engine:
+        yield [engine.generate([p], params)[0] for p, params in zip(PROMPTS, PARAMS, strict=True)], bits
+
+
+@pytest.fixture
+def load(folder: Path) -> Iterator[Load]:
+    engines: list[Engine] = []
+
+    def make(**changes: Any) -> Engine:
+        engines.append(Engine.load(folder, replace(CONFIG, **changes)))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+
+
+def same(outputs: list[Output], expected: list[Output]) -> None:
+    for found, wanted in zip(outputs, expected, strict=True):
+        assert replace(found, cached_tokens=0) == replace(wanted, cached_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"overlap": 1},
+        {"max_num_seqs": 6, "max_num_batched_tokens": 7},
+        {"max_num_seqs": 11, "max_num_batched_tokens": 13, "overlap": 1},
+        {"max_num_batched_tokens": 130, "block_size": 4},
+        {"threads": 2},
+    ],
+    ids=["together", "ahead", "chunks of 7", "chunks of 13, ahead", "blocks of 4", "two threads"],
+)
+def test_together_as_alone(load: Load, alone: tuple[list[Output], Bits], changes: dict[str, Any]) -> None:
+    expected, known = alone
+    with recorded() as bits:
+        same(load(**changes).generate(PROMPTS, PARAMS), expected)
+    assert bits
+    assert all(known[place] == found for place, found in bits.items() if place in known)
+    # Steps ahead compute what follows a token that ends an output; nothing else is new.
+    assert changes.get("overlap") or bits.keys() <= known.keys()
+
+
+def test_with_cached_prompts(load: Load, alone: tuple[list[Output], Bits]) -> None:
+    engine = load()
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, PARAMS)
+        same(outputs, alone[0])
+    assert sum(one.cached_tokens for one in outputs) > 100
+
+
+def test_with_too_little_memory_for_all(load: Load, alone: tuple[list[Output], Bits]) -> None:
+    tokens = load().kv_tokens_total
+    engine = load(kv_cache_bytes=CONFIG.kv_cache_bytes * 240 // tokens, max_model_len=160, block_size=4)  # type: ignore[operator]  # it is given
+    same(engine.generate(PROMPTS, PARAMS), alone[0])
+    assert engine.stats().preemptions > 0
+
+
+def _resumed(engine: Engine, prompt: list[int], params: SamplingParams, tokens: list[list[int]]) -> list[Event]:
+    """What a task gives that another engine has brought so far."""
+    events: list[Event] = []
+    done = threading.Event()
+
+    def take(event: Event) -> None:
+        events.append(event)
+        if event.done:
+            done.set()
+
+    engine.submit(Request("resumed", prompt, params, resume=tokens), take)
+    done.wait()
+    return events
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 6])
+def test_resumed_at_any_token(load: Load, alone: tuple[list[Output], Bits], which: int) -> None:
+    whole, known = alone[0][which], alone[1]
+    engine = load()
+    for kept in (1, 4, 8):
+        with recorded() as bits:
+            so_far = [choice.token_ids[:kept] for choice in whole.choices]
+            events = _resumed(engine, PROMPTS[which], PARAMS[which], so_far)
+        for number, choice in enumerate(whole.choices):
+            rest = [token for event in events if event.choice == number for token in event.token_ids]
+            assert rest == choice.token_ids[kept:]
+            logprobs = [one for event in events if event.choice == number for one in event.logprobs or ()]
+            assert logprobs == (choice.logprobs or [])[kept:]
+        assert bits
+        assert all(known[place] == found for place, found in bits.items())
+
+
+@pytest.fixture(scope="module")
+def busy(folder: Path) -> Iterator[Engine]:
+    with Engine.load(folder, replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=40)) as engine:
+        yield engine
+
+
+@settings(max_examples=8, deadline=None)
+@given(chosen=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=14), more=st.integers(0, 6))
+def test_any_mixture_of_requests(busy: Engine, alone: tuple[list[Output], Bits], chosen: list[int], more: int) -> None:
+    others = [[5 + more] * (20 * i + 3) for i in range(more)]
+    prompts = [PROMPTS[i] for i in chosen] + others
+    params = [PARAMS[i] for i in chosen] + [SamplingParams(max_tokens=5, temperature=1.0)] * more
+    same(busy.generate(prompts, params)[: len(chosen)], [alone[0][i] for i in chosen])
+
+
+def test_the_fingerprint_tells_it_from_the_ordinary_mode_and_stays(load: Load) -> None:
+    first, again, ordinary = load(), load(), load(deterministic=False)
+    assert first.fingerprint == again.fingerprint != ordinary.fingerprint
+    assert first.stats().kernels == "cpu-deterministic"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernels": "reference"}, "deterministic=True .* 'reference'"),
+        ({"block_size": 48}, "block_size that divides 128, and it is 48"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_at_once(load: Load, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        load(**changes)
