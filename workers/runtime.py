@@ -174,32 +174,30 @@ class Runtime:
 
     # ---- putting down ---------------------------------------------------------------------------------------------
 
-    def put_down(self, delivery: Delivery) -> bool:
-        """Take it out of the books; False when that was done before."""
+    def _put_down(self, delivery: Delivery, errand: Callable[[], None]) -> None:
+        """Take it out of the books, once. The errand is on its way before that is seen: a drain waits for empty books,
+        and what is in flight then without one is reaped."""
         with self._lock:
             if delivery.put_down:
-                return False
+                return
             delivery.put_down = True
-            self.deliveries.pop(delivery.uuid, None)
             self.running.pop(delivery.uuid, None)
+        errand()
+        with self._lock:
+            self.deliveries.pop(delivery.uuid, None)
         self.ledger.release(delivery.uuid)
         self.claimer.room()
         self.drain.put_down()
-        return True
+        if delivery.job is not None:
+            forget(delivery.job.request)
 
     def done(self, delivery: Delivery, reason: str = "") -> None:
         """ACK: settled or gone."""
-        if self.put_down(delivery):
-            self.courier.ack(delivery.incarnation, delivery.uuid, reason, delivery.used)
-            if delivery.job is not None:
-                forget(delivery.job.request)
+        self._put_down(delivery, lambda: self.courier.ack(delivery.incarnation, delivery.uuid, reason))
 
     def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
         """BACK: another worker's, or nobody's yet. What was claimed must be released first (`let_go`)."""
-        if self.put_down(delivery):
-            self.courier.back(delivery.incarnation, delivery.uuid, delay)
-            if delivery.job is not None:
-                forget(delivery.job.request)
+        self._put_down(delivery, lambda: self.courier.back(delivery.incarnation, delivery.uuid, delay))
 
     def let_go(self, delivery: Delivery, delay: float = 0.0) -> None:
         """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""

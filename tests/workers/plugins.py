@@ -103,7 +103,7 @@ def event_loop_sticks() -> None:
 
 def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
     """An engine's factory, within a call in which Python's own handlers of signals do not get a turn."""
-    print("loading", flush=True)
+    print("loads for ever", flush=True)
     ctypes.CDLL(None).sleep(600)
 
 

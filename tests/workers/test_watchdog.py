@@ -127,7 +127,7 @@ def test_an_event_loop_that_is_stuck_keeps_nothing_to_itself(rig: Rig) -> None:
 def test_a_worker_tells_whoever_runs_it_how_it_is(rig: Rig) -> None:
     port = free_port()
     loading = rig.begin_worker(health_port=port, engine_factory="tests.workers.plugins:loads_for_ever")
-    rig.until(lambda: "loading" in loading.log.read_text())
+    rig.until(lambda: "loads for ever" in loading.log.read_text())
     assert ask(port, "/livez") == (200, {"status": "ok"})
     assert ask(port, "/readyz") == (503, {"status": "not ready", "reasons": ["the model is being loaded"]})
     assert loading.stop() == 0
