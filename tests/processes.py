@@ -92,8 +92,8 @@ class Worker:
         """Those of its names that are in the broker's books."""
         return [name for name in self._redis.hkeys(keys.INCARNATIONS) if name.startswith(f"{self.name}.")]
 
-    def wait_ready(self) -> None:
-        self.wait_until(lambda: bool(self.incarnations), 30)
+    def wait_ready(self, seconds: float = 30) -> None:
+        self.wait_until(lambda: bool(self.incarnations), seconds)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
         """Wait for it while the worker lives; what its log says is in the error otherwise."""
@@ -135,7 +135,14 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
     for seed, task_id in enumerate(ids):
         spec = {"model": "stub", "prompt": [1, 2, 3, 4], "seed": seed, "tier": tier, "max_tokens": 16, **task}
         n, tokens = spec.get("n", 1), 4 + spec["max_tokens"] * spec.get("n", 1)
-        record = {"task": json.dumps(spec), "model": "stub", "queue": queue, "tier": tier, "n": n, "tokens": tokens}
+        record = {
+            "task": json.dumps(spec),
+            "model": spec["model"],
+            "queue": queue,
+            "tier": tier,
+            "n": n,
+            "tokens": tokens,
+        }
         pipe.execute_command(*admit(task_id, "", now, record).command)
         pipe.hset(keys.task(task_id), mapping={"status": "queued", "queued": now})
         pipe.zrem(keys.SUBMITTING, task_id)

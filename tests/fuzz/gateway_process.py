@@ -1,0 +1,13 @@
+"""A gateway to be fuzzed: `python -m tests.fuzz.gateway_process SETTINGS`, which are GatewaySettings as JSON."""
+
+import json
+import logging
+import sys
+
+from producers.gateway import GatewaySettings, serve
+from producers.gateway.server import listen
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = GatewaySettings(**json.loads(sys.argv[1]))
+    serve(settings, listen(settings.host, settings.port))

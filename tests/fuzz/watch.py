@@ -1,0 +1,63 @@
+"""What processes and servers hold, seen from outside: /proc, the server's counts, what workers say of themselves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from producers import keys
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """By one process: resident memory in bytes, open files, threads."""
+
+    memory: int
+    files: int
+    threads: int
+
+
+def held(pid: int) -> Held:
+    """Raises FileNotFoundError where there is no such process."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return Held(int(status["VmRSS"].split()[0]) * 1024, files, int(status["Threads"]))
+
+
+def leases(redis: Redis) -> list[dict[str, Any]]:
+    """What each living worker said when it last renewed its lease."""
+    found: Any = [redis.get(name) for name in redis.keys(keys.lease("*"))]
+    return [json.loads(said) for said in found if said and said.startswith(b"{" if isinstance(said, bytes) else "{")]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Bytes of memory in use; keys in all; keys that never expire; entries of our indexes."""
+
+    memory: int
+    keys: int
+    lasting: int
+    entries: int
+
+
+#: What grows only while something is under way.
+INDEXES = (
+    *(keys.SUBMITTING, keys.DEADLINES, keys.READERS, keys.UNSERVED, keys.INCARNATIONS, keys.REAPED, keys.UNSETTLED),
+    *(keys.SETTLED, keys.RETURNED),
+)
+
+
+def server(redis: Redis) -> Server:
+    """As a server with one database says."""
+    space: Any = redis.info("keyspace").get("db0", {"keys": 0, "expires": 0})
+    memory: Any = redis.info("memory")
+    counted = 0
+    for name in INDEXES:
+        kind = redis.type(name)
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        counted += {"zset": redis.zcard, "hash": redis.hlen}[kind](name) if kind in ("zset", "hash") else 0
+    return Server(memory["used_memory"], space["keys"], space["keys"] - space["expires"], counted)
