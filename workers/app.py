@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from celery import Celery
+from celery.exceptions import Reject
 from kombu import Exchange, Queue
+from kombu.exceptions import OperationalError
 
 from producers import keys
 from producers.connect import kombu_url
+from workers.connect import is_passing
+from workers.finisher import Finisher
 from workers.settings import WorkerSettings
 from workers.task import register
 from workers.transport.redis import RUNTIME, SCHEME
 
 
+class App(Celery):
+    """Celery, which takes a link that the broker refuses just now (its disk or memory is full) for a task that failed,
+    stores that as its result, and settles it without the link. What Rejects is left as it is, and tried again."""
+
+    def send_task(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().send_task(*args, **kwargs)
+        except OperationalError as exc:
+            cause = exc.__cause__ if isinstance(exc.__cause__, Exception) else exc
+            if isinstance(threading.current_thread(), Finisher) and is_passing(cause):
+                raise Reject(exc) from exc
+            raise
+
+
 def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
     """Consumes the queues through `workers.transport`; `attach` gives it the runtime before it starts."""
-    app = Celery("penstock", set_as_current=False)
+    app = App("penstock", set_as_current=False)
     app.conf.update(
         # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
         broker_url=SCHEME + kombu_url(settings.broker).removeprefix("rediss").removeprefix("redis"),

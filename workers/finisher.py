@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
+from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
 from producers.errors import TaskFailed
@@ -147,7 +148,10 @@ class Finisher(threading.Thread):
             return
         job.headers[OUTCOME] = self._outcome(end)
         started = time.monotonic()
-        failed, value, _ = job.tracer(*job.args)
+        try:
+            failed, value, _ = job.tracer(*job.args)
+        except Reject as rejected:  # a link that the broker does not take (`workers.app`)
+            raise rejected.reason from rejected
         if failed and getattr(value, "internal", False):
             fault = getattr(value.exception, "exc", value.exception)
             raise getattr(fault, "reason", fault)  # a copy that could not be published comes as Reject(reason)

@@ -150,6 +150,34 @@ def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer]
         rig.close()
 
 
+@pytest.mark.slow
+def test_a_link_waits_until_the_broker_takes_writes_again() -> None:
+    """Its disk is full, say. Nobody is told meanwhile that the task failed, and no errback is sent."""
+    with two_servers() as rig:
+        rig.worker(STUB_STEP_S=0.01, lease=30.0, WORKER_PLUGINS=ORDINARY)
+        app = rig.sender()
+        linked = app.signature("app.text", kwargs={"prefix": "linked:"})
+        linked.freeze("linked-1")
+        result = app.send_task(
+            keys.TASK_NAME,
+            kwargs={"prompt": [1], "seed": 3, "max_tokens": 60},
+            link=linked,
+            link_error=app.signature("app.note", ("failed",), immutable=True),
+        )
+        rig.until(lambda: rig.tokens(result.id) > 5)
+        rig.redis.config_set("min-replicas-to-write", 1)
+        rig.until(lambda: rig.status(result.id) == "completed")
+        rig.until(lambda: "has to wait" in rig.logs())
+        assert result.state == "PENDING"
+        assert not rig.settled([result.id])
+        rig.redis.config_set("min-replicas-to-write", 0)
+        assert AsyncResult("linked-1", app=app).get(timeout=30) == "linked:" + text_of(3, 0, 60)
+        assert result.state == "SUCCESS"
+        rig.until_settled([result.id])
+        rig.check([result.id])
+        assert not rig.redis.exists("seen:failed")
+
+
 def test_a_store_that_lost_the_end_of_its_streams(rig: Rig) -> None:
     """A failover: tokens and indexes are behind what was published. They are said again, from where the store is."""
     rig.worker(STUB_STEP_S=0.01)

@@ -155,7 +155,7 @@ def workers_of(broker: Redis) -> list[dict[str, Any]]:
 
 def pending(broker: Redis) -> list[str]:
     """Keys that hold messages: waiting, in flight, delayed."""
-    kinds = ("penstock:queue:", "penstock:inflight:", "penstock:delayed:")
+    kinds = ("penstock:queue:", "penstock:sorted:", "penstock:turn:", "penstock:inflight:", "penstock:delayed:")
     return sorted(name for name in broker.scan_iter("penstock:*", count=1000) if name.startswith(kinds))
 
 
@@ -178,8 +178,9 @@ def _left(broker: Redis, store: Redis, only: set[str] | None) -> list[str]:
     """What no finished task leaves behind."""
     found = [] if only is not None else pending(broker)
     if only is None:
-        found += [f"penstock:reaped {name}" for name in map(str, broker.hkeys("penstock:reaped"))]
-    for index in ("submitting", "deadlines", "readers"):
+        for index in ("reaped", "returned"):
+            found += [f"penstock:{index} {name}" for name in map(str, broker.hkeys(f"penstock:{index}"))]
+    for index in ("submitting", "deadlines", "unsettled", "readers"):
         members = list(map(str, store.zrange(f"penstock:{index}", 0, -1)))
         found += [f"penstock:{index} {name}" for name in members if only is None or name in only]
     return found
