@@ -221,6 +221,20 @@ class Engine:
             kernels=self._model.kernels.name,
         )
 
+    @property
+    def on_lost(self) -> Callable[[str, set[str]], None] | None:
+        """Called on the engine's thread when the device is lost for good: why, and the ids of the requests that may be
+        to blame. Where it is set, requests that are in hear nothing: whoever set it takes them elsewhere."""
+        return self._loop.on_lost
+
+    @on_lost.setter
+    def on_lost(self, call: Callable[[str, set[str]], None] | None) -> None:
+        self._loop.on_lost = call
+
+    def stepping(self) -> tuple[float, set[str]]:
+        """For how many seconds the step that runs now has run, 0.0 where none does, and its requests' ids."""
+        return self._loop.stepping()
+
     def preempted(self) -> list[tuple[str, float]]:
         """(request id, seconds) of requests that were put out of the batch and have no choice running."""
         return self._loop.preempted()

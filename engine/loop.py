@@ -49,6 +49,10 @@ class StepLoop:
         self._on_start = on_start
         #: Called on the loop's thread when all events of a step have been delivered.
         self.on_step: Callable[[], None] | None = None
+        #: Called on the loop's thread when the device is lost, with why and the ids of those who may be to blame; then
+        #: no request is told of it: their owner takes them elsewhere.
+        self.on_lost: Callable[[str, set[str]], None] | None = None
+        self._stepping_since: float | None = None
         self._wake = threading.Condition()
         # Under _wake: who is in, by id, and what has to be told to the scheduler.
         self._tickets: dict[str, _Ticket] = {}
@@ -96,6 +100,11 @@ class StepLoop:
         with self._state:
             return self._scheduler.preempted(time.monotonic())
 
+    def stepping(self) -> tuple[float, set[str]]:
+        """For how many seconds the step under way has run, 0.0 where there is none, and the ids of its requests."""
+        since = self._stepping_since
+        return (0.0, set()) if since is None else (time.monotonic() - since, self._pipeline.suspects())
+
     @property
     def last_step_s(self) -> float:
         """Seconds from the results of the step before to those of the last one, or from its planning if that was
@@ -113,13 +122,16 @@ class StepLoop:
     # ---- the loop's thread
 
     def _run(self) -> None:
-        """Raises DeviceLostError, once nobody is left in."""
+        """Raises DeviceLostError, once nobody is left in, where nobody is to be told of it."""
         self._on_start()
         try:
             self._step_on()
         except DeviceLostError as error:
             with self._wake:
                 self._closing = True
+            if self.on_lost is not None:
+                self.on_lost(brief(error), self._pipeline.suspects())
+                return
             self._read_notes()
             self._end_all(f"the engine failed: {brief(error)}")
             raise
@@ -128,6 +140,7 @@ class StepLoop:
         while self._wait_for_work():
             try:
                 told = self._read_notes()
+                self._stepping_since = time.monotonic()
                 if not self._pipeline.step() and told:
                     self._tell_step()
             except DeviceLostError:
@@ -137,6 +150,8 @@ class StepLoop:
                 logger.exception("a step failed as a whole; its requests are ended")
                 self._pipeline.drop()
                 self._end_all(f"the engine failed: {brief(error)}")
+            finally:
+                self._stepping_since = None
         try:
             self._pipeline.finish()
         except Exception:

@@ -106,6 +106,12 @@ class Pipeline:
         # Sequences of a step that failed when it was collected, and their lengths then.
         self._suspects: dict[Sequence, int] = {}
         self._shrink = Shrink(scheduler, state, release)
+        self._under_way: tuple[StepPlan, ...] = ()
+
+    def suspects(self) -> set[str]:
+        """Ids of the requests that the step under way computes: whatever it does not come back from, they may be to
+        blame for. Any thread."""
+        return {row.seq.request.id for plan in self._under_way for row in plan.rows}
 
     @property
     def in_flight(self) -> bool:
@@ -121,6 +127,7 @@ class Pipeline:
                 self._scheduler.foresee(under.plan, self._executor.needs_token)
             plan = self._scheduler.schedule(began)
         over = None if plan is None else _Flight(plan, began)
+        self._under_way = tuple(flight.plan for flight in (under, over) if flight is not None)
         if over is None and under is None:
             if self._scheduler.has_work:
                 raise EngineError("the scheduler has work and plans nothing")
@@ -217,8 +224,10 @@ class Pipeline:
             if seq.status is not Status.RUNNING:  # it ended, maybe with another of its request, and holds no blocks
                 sampled += [Sampled(-1)] * row.samples
                 continue
+            alone = StepPlan([row], num_tokens=row.count)
+            self._under_way = (alone,)
             try:
-                sampled += self._executor.collect(self._executor.launch(StepPlan([row], num_tokens=row.count)))
+                sampled += self._executor.collect(self._executor.launch(alone))
             except Exception as error:
                 message = f"the model failed on this request: {brief(error)}"
                 logger.exception("request %r failed alone", seq.request.id)

@@ -4,8 +4,10 @@ Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STE
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
 requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run
 on; unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED (no request makes a
-token), STUB_HANG_AFTER (the step after so many does not end). A prompt that contains DEADLY kills the process in its
-first step, one that contains STALLED makes no token; the text PANIC cannot be tokenised.
+token), STUB_HANG_AFTER (the step after so many does not end, for STUB_HANG_S seconds), STUB_HUNG_BY (nor do those that
+compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the device is lost). A prompt that contains
+DEADLY kills the process in its first step, one that contains STALLED makes no token; the text PANIC cannot be
+tokenised.
 """
 
 from __future__ import annotations
@@ -83,6 +85,10 @@ class _Panic(BaseException):
     """As a tokenizer's fault is, which is Rust: no Exception."""
 
 
+class _Lost(Exception):
+    """The device does nothing any more."""
+
+
 class _Tokenizer:
     def encode(self, text: str) -> list[int]:
         if text == PANIC:
@@ -103,6 +109,7 @@ class _Running:
 
 class StubEngine:
     on_step: Any = None
+    on_lost: Any = None
     max_model_len = 4096
     kv_capacity = 1 << 20
     fingerprint = "stub"
@@ -119,12 +126,16 @@ class StubEngine:
         self.fault_choice = os.environ.get("STUB_FAULT_CHOICE")
         self.short = int(os.environ.get("STUB_SHORT_CHOICE", "0"))
         self.hang_after = int(os.environ.get("STUB_HANG_AFTER", "-1"))
+        self.hang_s = float(os.environ.get("STUB_HANG_S", "600"))
+        self.lost_after = int(os.environ.get("STUB_LOST_AFTER", "-1"))
+        self.hung_by = int(os.environ.get("STUB_HUNG_BY", "0"))
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
         self._wake = threading.Event()
         self._running: dict[str, _Running] = {}
         self._closed = False
+        self._since: float | None = None
         self._generated = self._steps = self._aborted = 0
         self._thread = threading.Thread(target=self._loop, name="stub-engine", daemon=True)
         self._thread.start()
@@ -138,6 +149,10 @@ class StubEngine:
     def abort(self, request_id: str) -> None:
         self._aborts.append(request_id)
         self._wake.set()
+
+    def stepping(self) -> tuple[float, set[str]]:
+        since = self._since
+        return (0.0, set()) if since is None else (time.monotonic() - since, set(self._running))
 
     def preempted(self) -> list[tuple[str, float]]:
         return []
@@ -190,7 +205,13 @@ class StubEngine:
                 self._wake.wait(1.0)
                 self._wake.clear()
                 continue
-            self._step()
+            self._since = time.monotonic()
+            try:
+                self._step()
+            except _Lost:
+                self.on_lost("a fault of the stub's device", set(self._running))
+                return
+            self._since = None
             if self.on_step:
                 self.on_step()
             if self.step_s:
@@ -198,7 +219,11 @@ class StubEngine:
 
     def _step(self) -> None:
         if self._steps == self.hang_after:
-            threading.Event().wait()
+            threading.Event().wait(self.hang_s)
+        if self._steps == self.lost_after:
+            raise _Lost
+        if self.hung_by and any(self.hung_by in r.request.prompt_ids for r in self._running.values()):
+            threading.Event().wait(self.hang_s)
         self._steps += 1
         for key, running in list(self._running.items()):
             request = running.request

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -37,18 +37,24 @@ class Drain:
         self._changed = threading.Condition()
         self._until: float | None = None
         self._status = os.EX_OK
+        self._suspects: Collection[str] | None = frozenset()
         self.over = threading.Event()
         """All is handed back: the main thread may leave."""
 
-    def begin(self, seconds: float, why: str, status: int = os.EX_OK) -> None:
-        """`status`: the process's exit status, where that is to be another than 0."""
+    def begin(
+        self, seconds: float, why: str, status: int = os.EX_OK, suspects: Collection[str] | None = frozenset()
+    ) -> None:
+        """`status`: the process's exit status, where that is to be another than 0. `suspects`: deliveries that may be
+        to blame for it, None for all that are held: a death is counted against their tasks, as if the process had been
+        lost with them. Whose next token comes elsewhere is none any more."""
         until = time.monotonic() + seconds
         with self._changed:
             first = self._until is None
-            if self._until is not None and self._until <= until:
+            if status and not self._status:
+                self._status, self._suspects = status, suspects
+            elif self._until is not None and self._until <= until:
                 return
-            self._until = until
-            self._status = self._status or status
+            self._until = until if self._until is None else min(until, self._until)
             self._changed.notify_all()
         held = len(self._runtime.deliveries)
         if seconds > 0:
@@ -79,6 +85,7 @@ class Drain:
         closed = _within(runtime.engine.close, end)
         runtime.courier.stop()
         runtime.housekeeper.stop()
+        runtime.watchdog.stop()
         runtime.gpu.stop()
         if not whole:
             logger.error(
@@ -106,10 +113,12 @@ class Drain:
         stopped = runtime.claimer.stop(_left(end)) and runtime.publisher.stop(_left(end))
         # The last first: each goes to the front of its list.
         for delivery in reversed(list(runtime.deliveries.values())):
-            self._back(delivery)
+            if self._suspects is not None and delivery.uuid not in self._suspects:
+                self._back(delivery)
         stopped = runtime.finisher.stop(_left(end)) and stopped
         if not (runtime.courier.flush(_left(end)) and stopped):
             return False
+        # What was kept back, and no lease over it, returns to the front by REAP; its next CLAIM finds an owner dead.
         return _within(lambda: runtime.housekeeper.end_life(runtime.incarnation), end)
 
     def _back(self, delivery: Delivery) -> None:

@@ -232,6 +232,12 @@ class Housekeeper(threading.Thread):
         """The store's clock, in which deadlines are."""
         return int(time.time() * 1000) + self._clock_offset_ms
 
+    def renew_soon(self) -> None:
+        """What the lease says has changed."""
+        with self._changed:
+            self._renew_at = 0.0
+            self._changed.notify_all()
+
     def watch_deadline(self, delivery: Delivery) -> None:
         """Of a task that runs: it is ended when its deadline passes."""
         deadline = delivery.record.time("deadline") if delivery.record else None

@@ -57,6 +57,8 @@ class Publisher(threading.Thread):
         self._news: deque[Event | Conclusion] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self.busy_since: float | None = None
+        """When it began with what it is at; None while there is nothing to publish."""
         self.tokens = 0
 
     # ---- called by others -----------------------------------------------------------------------------------
@@ -99,10 +101,12 @@ class Publisher(threading.Thread):
         while True:
             self._wake.wait()
             self._wake.clear()
+            self.busy_since = time.monotonic()
             try:
                 self._publish()
             except Exception:
                 logger.exception("Publishing failed")
+            self.busy_since = None
             if self._stopping and not self._news:
                 return
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from celery.worker import state
@@ -33,6 +34,7 @@ from workers.publisher import Publisher
 from workers.settings import WorkerSettings
 from workers.transport.courier import Courier
 from workers.transport.intake import Arrival, Intake
+from workers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,9 @@ class Runtime:
         self.claimer = Claimer(self)
         self.housekeeper = Housekeeper(self)
         self.gpu = GpuFacts(engine.stats().device)
+        self.watchdog = Watchdog(self)
+        self.given_up = ""
+        engine.on_lost = lambda why, suspects: self.give_up(f"the device is lost: {why}", suspects)
         engine.on_step = self.publisher.on_step
 
     def start(self) -> None:
@@ -72,6 +77,7 @@ class Runtime:
         self.gpu.start()
         for thread in (self.courier, self.finisher, self.publisher, self.claimer, self.housekeeper, self.intake):
             thread.start()
+        self.watchdog.start()
 
     # ---- arrivals ---------------------------------------------------------------------------------------------
 
@@ -141,6 +147,10 @@ class Runtime:
         """No more than its id can be read: it is kept as a dead letter."""
         self.finisher.bury(Delivery(uuid, task_id, incarnation), reason)
 
+    def loop_answers(self) -> None:
+        """The event loop runs."""
+        self.watchdog.loop_answers()
+
     def celery_forgets(self, uuid: str) -> None:
         """The consumer's channel closed: what it had not yet handed to the pool goes back."""
         delivery = self.deliveries.get(uuid)
@@ -164,32 +174,30 @@ class Runtime:
 
     # ---- putting down ---------------------------------------------------------------------------------------------
 
-    def put_down(self, delivery: Delivery) -> bool:
-        """Take it out of the books; False when that was done before."""
+    def _put_down(self, delivery: Delivery, errand: Callable[[], None]) -> None:
+        """Take it out of the books, once. The errand is on its way before that is seen: a drain waits for empty books,
+        and what is in flight then without one is reaped."""
         with self._lock:
             if delivery.put_down:
-                return False
+                return
             delivery.put_down = True
-            self.deliveries.pop(delivery.uuid, None)
             self.running.pop(delivery.uuid, None)
+        errand()
+        with self._lock:
+            self.deliveries.pop(delivery.uuid, None)
         self.ledger.release(delivery.uuid)
         self.claimer.room()
         self.drain.put_down()
-        return True
+        if delivery.job is not None:
+            forget(delivery.job.request)
 
     def done(self, delivery: Delivery, reason: str = "") -> None:
         """ACK: settled or gone."""
-        if self.put_down(delivery):
-            self.courier.ack(delivery.incarnation, delivery.uuid, reason, delivery.used)
-            if delivery.job is not None:
-                forget(delivery.job.request)
+        self._put_down(delivery, lambda: self.courier.ack(delivery.incarnation, delivery.uuid, reason))
 
     def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
         """BACK: another worker's, or nobody's yet. What was claimed must be released first (`let_go`)."""
-        if self.put_down(delivery):
-            self.courier.back(delivery.incarnation, delivery.uuid, delay)
-            if delivery.job is not None:
-                forget(delivery.job.request)
+        self._put_down(delivery, lambda: self.courier.back(delivery.incarnation, delivery.uuid, delay))
 
     def let_go(self, delivery: Delivery, delay: float = 0.0) -> None:
         """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
@@ -236,11 +244,40 @@ class Runtime:
         self.draining = True
         self.intake.stop()
 
-    def stop(self, seconds: float, why: str, status: int = 0) -> None:
+    def stop(self, seconds: float, why: str, status: int = 0, suspects: Collection[str] | None = frozenset()) -> None:
         """End this worker: drain for at most `seconds`, then exit. Any thread; again, to make it shorter."""
         state.should_stop = state.should_stop or 0
-        self.drain.begin(seconds, why, status)
+        self.drain.begin(seconds, why, status, suspects)
         self.intake.nudge()
+
+    def notice(self, left: float, why: str) -> None:
+        """The machine is to be taken away in `left` seconds. Any thread."""
+        self.stop(min(left, self.settings.drain), why)
+
+    def give_up(self, why: str, suspects: Collection[str] | None) -> None:
+        """This process is broken: hand its tasks over, end it with a status that says so. Any thread.
+
+        `suspects`: see `Drain.begin`. What is broken cannot be stopped, but nothing that it does later counts: its
+        requests are dropped, its claims released or its incarnation over.
+        """
+        if not self.given_up:
+            self.given_up = why
+            logger.critical("Giving this worker up: %s", why)
+            self.housekeeper.renew_soon()
+            self.stop(0.0, why, os.EX_SOFTWARE, suspects)
+
+    def unready(self) -> list[str]:
+        """Why it takes no tasks; empty where it does."""
+        found = self.faults()
+        if self.draining:
+            found.append("it drains")
+        elif not self.incarnation.begun or self.incarnation.over:
+            found.append("it has no lease: the store or the broker does not answer")
+        return found
+
+    def faults(self) -> list[str]:
+        """What is wrong with it."""
+        return [*([self.given_up] if self.given_up else []), *self.watchdog.reasons]
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
         """Run `action` after a while on the housekeeper's thread."""
@@ -261,6 +298,7 @@ class Runtime:
                 "version": self.card["version"],
                 "tasks": len(self.deliveries),
                 "draining": self.draining,
+                "unready": self.faults(),
                 "capacity": self.engine.max_num_seqs,
                 "running": stats.running,
                 "waiting": stats.waiting,

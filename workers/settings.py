@@ -31,6 +31,15 @@ class WorkerSettings:
     """That of the gateways: what nobody reads any more is cancelled here where no gateway is left."""
     drain: float = 30.0
     """On SIGTERM, how long running tasks may go on before they are handed back with their tokens."""
+    step_limit: float = 180.0
+    """A step that has not ended by then never will: tasks go to others and the process ends. 0: wait for ever."""
+    health_port: int | None = None
+    """Serve /livez and /readyz there; 0: any that is free."""
+    health_host: str = "0.0.0.0"  # noqa: S104 - whoever runs it asks from outside
+    spot_notice: str | None = None
+    """`aws`: ask the instance's metadata service whether it is about to be taken away, and drain then."""
+    spot_endpoint: str | None = None
+    """Where that service is, if not where AWS has it."""
     ageing: float = 30.0
     """A list whose head waits unserved for this long counts as one tier higher."""
     release_preempted: float = 5.0

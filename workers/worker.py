@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import warnings
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,10 +17,12 @@ from celery.worker import state
 from producers import keys
 from workers.app import attach, make_app
 from workers.connect import check_server, connect
+from workers.health import Health
 from workers.notify import notify_ready
 from workers.runtime import Runtime
 from workers.serving import announce
 from workers.settings import WorkerSettings
+from workers.spot import SpotNotice
 from workers.stopping import Stopping
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
         logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
     stopping = Stopping()
     stopping.install()
+    health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
     check_server(settings.broker, "broker")
     check_server(settings.store, "store")
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
@@ -45,9 +49,13 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     app = make_app(settings, [queue, keys.model_queue(card["name"])])
     runtime = Runtime(settings, engine, app, card, queue)
     attach(app, runtime)
-    threading.excepthook = _thread_died
+    threading.excepthook = partial(_thread_died, runtime)
     stopping.serve(runtime)
     runtime.start()
+    if health is not None:
+        health.serve(runtime)
+    if settings.spot_notice is not None:
+        SpotNotice(runtime.notice, settings.spot_endpoint).start()
     worker = _quiet(app.Worker)(
         hostname=f"penstock@{settings.name}",
         loglevel=loglevel,
@@ -76,12 +84,14 @@ def _quiet(worker: Any) -> Any:
     return type("Worker", (worker,), {"install_platform_tweaks": only_ours})
 
 
-def _thread_died(args: Any) -> None:
-    """A worker that lacks a thread must not keep its lease: others take its tasks when the process is gone."""
+def _thread_died(runtime: Runtime, args: Any) -> None:
+    """A worker that lacks a thread cannot go on. Any of its tasks may have been to blame."""
     name = args.thread.name if args.thread else "a thread"
     logger.critical("%s died", name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback))
-    if name.startswith("penstock-"):
+    if name == "penstock-drain":
         os._exit(os.EX_SOFTWARE)
+    elif name.startswith("penstock-"):
+        runtime.give_up(f"{name} died: {args.exc_type.__name__}", None)
 
 
 def _factory(name: str) -> Any:

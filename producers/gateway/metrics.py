@@ -145,6 +145,16 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
                 if key in worker:  # another version's may not tell
                     figures.add_metric((pool.model, pool.name, worker["worker"]), worker[key])
         yield figures
+    ready = GaugeMetricFamily(
+        "penstock_worker_ready",
+        "0 while a worker drains or says that something is wrong with it.",
+        labels=("model", "pool", "worker"),
+    )
+    for pool in fleet.pools:
+        for worker in pool.workers:
+            well = not (worker.get("draining") or worker.get("unready"))
+            ready.add_metric((pool.model, pool.name, worker["worker"]), well)
+    yield ready
     yield from _describe_gpus(fleet)
 
 

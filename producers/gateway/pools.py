@@ -47,12 +47,12 @@ class Fleet:
     """All pools, what no pool's worker will ever take, and what sweepers do. `swept`: what they did -> how often."""
 
     pools: list[Pool]
-    dead_letters: int
-    submitting: Left
-    unsettled: Left
-    to_compact: Left
-    sweeper_leads: bool
-    swept: dict[str, int]
+    dead_letters: int = 0
+    submitting: Left = Left()
+    unsettled: Left = Left()
+    to_compact: Left = Left()
+    sweeper_leads: bool = False
+    swept: dict[str, int] = field(default_factory=dict)
 
 
 async def read_fleet(store: Redis, broker: Redis) -> Fleet:

@@ -86,6 +86,35 @@ def test_all_who_are_in_are_told_and_the_thread_ends(
     assert scheduler.stats().kv_blocks_used == 0
 
 
+def test_whoever_takes_them_elsewhere_is_told_of_those_in_the_step(
+    steps: Steps, scheduler: Scheduler, overlap: int, died: list[type[BaseException]]
+) -> None:
+    """And they are told nothing: no request has failed."""
+    told: list[tuple[str, set[str]]] = []
+
+    def check() -> None:
+        raise DeviceLostError("lost")
+
+    def before(plan: StepPlan) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    steps.before, all_in = before, threading.Event()
+    loop = StepLoop(scheduler, steps, lambda: waited(all_in), overlap=overlap, check=check)
+    loop.on_lost = lambda why, suspects: told.append((why, suspects))
+    heard = [Listener() for _ in range(3)]
+    for i, listener in enumerate(heard):
+        loop.submit(request(str(i), first=100 * i), listener)
+    all_in.set()
+    loop._thread.join(PATIENCE)
+    (why, suspects) = told[0]
+    assert why == "DeviceLostError: lost"
+    assert suspects
+    assert suspects <= {"0", "1", "2"}
+    assert [listener.events for listener in heard] == [[], [], []]
+    assert died == []
+    loop.close()
+
+
 def test_a_row_that_loses_the_device_when_it_runs_alone_is_the_last(
     steps: Steps, scheduler: Scheduler, overlap: int, died: list[type[BaseException]]
 ) -> None:

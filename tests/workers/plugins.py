@@ -16,6 +16,7 @@ from celery.worker import state as celery_state
 from celery.worker.control import control_command, inspect_command
 
 import workers.worker
+from workers import spot, watchdog
 from workers.pool.claimer import Claimer
 from workers.transport import intake
 
@@ -94,17 +95,39 @@ def dies_before_claim() -> None:
 def event_loop_sticks() -> None:
     """`control stick`: the main thread waits for ever."""
 
-    @control_command()
-    def stick(state: Any) -> None:
+    @control_command(args=[("seconds", float)])
+    def stick(state: Any, seconds: float = 600) -> None:
         print("stuck", flush=True)
-        while True:
-            time.sleep(600)
+        time.sleep(seconds)
 
 
 def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
     """An engine's factory, within a call in which Python's own handlers of signals do not get a turn."""
-    print("loading", flush=True)
+    print("loads for ever", flush=True)
     ctypes.CDLL(None).sleep(600)
+
+
+def looks_often_for_notices() -> None:
+    """That the machine is to go."""
+    spot.PERIOD_S = 0.1  # type: ignore[misc]
+
+
+def short_tempered() -> None:
+    """The watchdog waits half a second, and the event loop can be made to stick."""
+    watchdog.STUCK_S = 0.5  # type: ignore[misc]
+    event_loop_sticks()
+
+
+def claimer_waits() -> None:
+    """What comes while something runs is not claimed."""
+    take = Claimer._claim
+
+    def waiting(self: Claimer, deliveries: Any) -> Any:
+        while self._runtime.running and not self._stopping:
+            time.sleep(0.01)
+        return take(self, deliveries)
+
+    Claimer._claim = waiting  # type: ignore[method-assign]
 
 
 def claimer_dies() -> None:

@@ -119,7 +119,7 @@ def test_an_event_loop_that_is_stuck_does_not_hold_it_up(rig: Rig) -> None:
 
 def test_while_the_model_is_loaded_it_just_ends(rig: Rig) -> None:
     worker = rig.begin_worker(engine_factory="tests.workers.plugins:loads_for_ever")
-    rig.until(lambda: "loading" in worker.log.read_text())
+    rig.until(lambda: "loads for ever" in worker.log.read_text())
     assert worker.stop(seconds=10) == 0
     check_gone(rig)
 

@@ -8,7 +8,22 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import bench, chaos, chat, completion, demo, dlq, models, processes, run, tasks, tenants, up, warm
+from workers.cli import (
+    bench,
+    chaos,
+    chat,
+    completion,
+    demo,
+    dlq,
+    drain,
+    models,
+    processes,
+    run,
+    tasks,
+    tenants,
+    up,
+    warm,
+)
 from workers.cli.completion import COMPLETE
 from workers.cli.exits import Exit, Failure
 
@@ -19,7 +34,7 @@ app = typer.Typer(
     help="Event-driven, serverless LLM inference on a queue.",
     epilog="Begin with: penstock up -- then, elsewhere: penstock submit tiny 'def fibonacci(n):' --stream",
 )
-for group in (up, demo, run, chat, models, bench, warm, tasks, processes, dlq, tenants, chaos, completion):
+for group in (up, demo, run, chat, models, bench, warm, tasks, processes, drain, dlq, tenants, chaos, completion):
     group.add_to(app)
 
 

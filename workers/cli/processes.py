@@ -52,6 +52,21 @@ def worker(
     max_deaths: Annotated[
         int, typer.Option(min=1, help="Workers that a task may lose, with no new token, before it is given up.")
     ] = 3,
+    step_limit: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds after which a step is taken to hang: tasks go elsewhere, and this ends. 0: off."
+        ),
+    ] = 180.0,
+    health_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port; unset: nowhere.")
+    ] = None,
+    spot_notice: Annotated[
+        str | None, typer.Option(help="aws: drain when the instance is about to be taken away; unset: nobody is asked.")
+    ] = None,
+    spot_endpoint: Annotated[
+        str | None, typer.Option(help="Where the instance's metadata are; unset: where AWS has them.")
+    ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one batch.")] = None,
     max_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
     kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,
@@ -87,8 +102,25 @@ def worker(
         "threads": threads,
     }
     engine = {option: value for option, value in asked.items() if value is not None}
+    for option, seconds in (("--lease", lease), ("--drain", drain), ("--step-limit", step_limit)):
+        if not math.isfinite(seconds):
+            raise typer.BadParameter(f"{seconds} is no number of seconds", param_hint=option)
+    if spot_notice not in (None, "aws"):
+        raise typer.BadParameter(f"{spot_notice!r} is not known; there is aws", param_hint="--spot-notice")
+    if spot_endpoint is not None and (spot_notice is None or not spot_endpoint.startswith(("http://", "https://"))):
+        raise typer.BadParameter("it is a URL, http://..., beside --spot-notice", param_hint="--spot-endpoint")
     settings = WorkerSettings(
-        broker, store or broker, model, engine=engine, lease=lease, drain=drain, max_deaths=max_deaths
+        broker,
+        store or broker,
+        model,
+        engine=engine,
+        lease=lease,
+        drain=drain,
+        max_deaths=max_deaths,
+        step_limit=step_limit,
+        health_port=health_port,
+        spot_notice=spot_notice,
+        spot_endpoint=spot_endpoint,
     )
     if name is not None:
         settings = replace(settings, name=name)

@@ -67,6 +67,9 @@ class Holder(Protocol):
     def celery_forgets(self, uuid: str) -> None:
         """It was not handed over: give it back."""
 
+    def loop_answers(self) -> None:
+        """The event loop runs."""
+
     def life_is_over(self, incarnation: Incarnation) -> None:
         """The lease is gone."""
 
@@ -89,6 +92,7 @@ class Intake(threading.Thread):
         self._arrivals: deque[Arrival] = deque()
         self._attached = False
         self._stopped = False
+        self._paused = False
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[0], False)
         os.set_blocking(self._pipe[1], False)
@@ -122,9 +126,23 @@ class Intake(threading.Thread):
         self._attached = True
         self.poke()
 
+    @property
+    def attached(self) -> bool:
+        return self._attached and not self._stopped
+
+    def pause(self, paused: bool) -> None:
+        """The event loop takes nothing: fetch nothing for it, and give back what waits for it."""
+        self._paused = paused
+        if paused:
+            self._give_back()
+        self.poke()
+
     def detach(self) -> None:
         """The consumer is gone (reconnecting, or shutting down)."""
         self._attached = False
+        self._give_back()
+
+    def _give_back(self) -> None:
         while (arrival := self._next()) is not None:
             self._holder.celery_forgets(arrival.fetched.uuid)
 
@@ -132,6 +150,7 @@ class Intake(threading.Thread):
         """Give everything that arrived to kombu's callbacks; runs in the event loop."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipe[0], 4096)
+        self._holder.loop_answers()
         while (arrival := self._next()) is not None:
             if arrival.incarnation.over:
                 continue
@@ -157,7 +176,7 @@ class Intake(threading.Thread):
             self._wake.clear()
             if life is not self._holder.incarnation:
                 life, names = self._holder.incarnation, _fresh(BATCH)
-            if not self._attached or not life.begun:
+            if self._paused or not self._attached or not life.begun:
                 self._wake.wait(IDLE_S)
                 continue
             try:
@@ -221,6 +240,8 @@ class Intake(threading.Thread):
         self.nudge()
         if not self._attached:
             self.detach()
+        elif self._paused:
+            self._give_back()
 
     def _size(self, headers: dict[str, Any], rank: int) -> Size:
         """As FETCH reckons it."""

@@ -85,6 +85,9 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     assert ("penstock_worker_out_of_memory_total", "tiny", POOL, "w1") not in got
     assert got["penstock_worker_out_of_memory_total", "tiny", POOL, "w2"] == 4
     assert got["penstock_worker_not_finite_total", "tiny", POOL, "w2"] == 6
+    assert [got["penstock_worker_ready", "tiny", POOL, name] for name in ("w1", "w2")] == [1, 1]
+    announce(valkey, "w2.def", worker="w2", unready=["a step has not ended for 200 s"])
+    assert figures(http)["penstock_worker_ready", "tiny", POOL, "w2"] == 0
     valkey.delete(keys.lease("w1.abc"))
     got = figures(http)
     assert got["penstock_workers", "tiny", POOL] == 1

@@ -90,7 +90,7 @@ def test_the_summary_is_that_of_the_results() -> None:
         }
     kv = KvUse()
     for used in (3, 9, 5):
-        kv.note(Fleet([Pool("p", "tiny", workers=[{"kv_blocks_used": used, "kv_blocks_total": 64}])], 0, 0))
+        kv.note(Fleet([Pool("p", "tiny", workers=[{"kv_blocks_used": used, "kv_blocks_total": 64}])]))
     report(out, tasks, kv)
     row = next(line for line in text().splitlines() if "flex" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["flex", "4", "200", "200 ms", "400 ms"]

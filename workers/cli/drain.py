@@ -1,0 +1,92 @@
+"""`penstock drain`: tells the worker on this machine, or in this container, to drain, and waits for its end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from workers.cli.exits import Exit, Failure
+
+STATUS: Final = "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
+PROC: Final = Path("/proc")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock drain --timeout 60"
+    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Processes")(drain)
+
+
+def drain(
+    pid: Annotated[int | None, typer.Option(min=1, help="The worker's process; unset: the only one there is.")] = None,
+    now: Annotated[bool, typer.Option("--now", help="Hand back at once what it runs.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Longest wait in seconds; unset: until it has ended.")
+    ] = None,
+) -> None:
+    """Tell a worker on this machine to drain, and wait until it has ended: for a preStop hook in Kubernetes."""
+    if sys.platform != "linux":
+        raise Failure("penstock drain needs Linux; elsewhere send the worker SIGTERM")
+    found = workers_here()
+    if pid is None:
+        if len(found) != 1:
+            several = f"there are {len(found)} ({', '.join(map(str, found))}): choose one with --pid"
+            raise Failure(several if found else "no worker runs here (in a container, run this in the worker's own)")
+        pid = found[0]
+    try:
+        handle = os.pidfd_open(pid)
+        # With the handle in hand the number cannot become another process': what it is can be looked at now.
+        if not _is_worker(_argv(pid)):
+            raise Failure(f"process {pid} is no worker; there {_are(found)}")
+        signal.pidfd_send_signal(handle, signal.SIGQUIT if now else signal.SIGTERM)
+    except ProcessLookupError:
+        raise Failure(f"there is no process {pid}; there {_are(found)}") from None
+    except PermissionError:
+        raise Failure(f"process {pid} is another user's: run this as that user") from None
+    try:
+        ended, _, _ = select.select([handle], [], [], timeout)
+    except KeyboardInterrupt:
+        raise Failure(f"interrupted; process {pid} goes on draining", Exit.INTERRUPTED) from None
+    if not ended:
+        raise Failure(f"process {pid} has not ended after {timeout:g} s; it goes on draining", Exit.TIMEOUT)
+    typer.echo(f"worker {pid} has ended")
+
+
+def workers_here() -> list[int]:
+    """Process ids of workers; of one with `--gpus`, that of the process above them alone."""
+    found = [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit() and _is_worker(_argv(int(entry.name)))]
+    return sorted(pid for pid in found if _parent(pid) not in found)
+
+
+def _is_worker(argv: list[str]) -> bool:
+    """`penstock worker ...`, `python -m workers.cli worker ...`."""
+    for name, command in pairwise(argv):
+        if name == "workers.cli" or os.path.basename(name) == "penstock":
+            return command == "worker"
+    return False
+
+
+def _argv(pid: int) -> list[str]:
+    try:
+        return (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has just ended
+        return []
+
+
+def _parent(pid: int) -> int:
+    try:
+        # The name, in brackets, may hold anything.
+        return int((PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def _are(found: list[int]) -> str:
+    return f"are workers {', '.join(map(str, found))}" if found else "is no worker"
