@@ -190,7 +190,9 @@ class AsyncHandle:
         return events
 
     async def cancel(self) -> bool:
-        """Ask for the task's end: True if that was accepted (it will end `cancelled`), False if it was final before.
+        """Ask for the task's end: True if it ends `cancelled`, or has, False if it had ended in another way.
+
+        Whoever wants what there is by then asks for `result(raise_for_status=False)`.
 
         Raises TaskNotFound.
         """

@@ -47,11 +47,12 @@ def status(task_id: str, patience_s: float) -> Steps[Record]:
 
 
 def cancel(task_id: str, patience_s: float) -> Steps[bool]:
-    """Raises TaskNotFound."""
+    """Whether it ends, or has ended, `cancelled`: to ask again changes nothing, also where the first answer was lost.
+    Raises TaskNotFound."""
     accepted, state = yield from persistently(protocol.cancel(task_id), patience_s)
     if not accepted and state in (b"gone", "gone"):
         raise not_found(task_id)
-    return bool(accepted)
+    return bool(accepted) or state in (b"cancelled", "cancelled")
 
 
 def models(patience_s: float) -> Steps[list[dict[str, Any]]]:

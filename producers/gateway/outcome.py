@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -25,9 +25,12 @@ from producers.gateway.views import TaskView
 from producers.record import Record
 
 
-async def answer(gateway: Gateway, handle: AsyncHandle, record: Record) -> Response:
-    """The response for a final record. Raises TaskNotFound, Problem, redis.exceptions.RedisError or OSError."""
-    outcome = Outcome(record)
+async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
+    """The response for a final record, and `more` fields of it.
+
+    Raises TaskNotFound, Problem, redis.exceptions.RedisError or OSError.
+    """
+    outcome = Outcome(record, more)
     release: Callable[[], None] | None = None
     try:
         async with aclosing(handle.batches()) as batches:
@@ -48,8 +51,9 @@ async def answer(gateway: Gateway, handle: AsyncHandle, record: Record) -> Respo
 class Outcome:
     """`take` all events, then `pieces`. `size`: bytes so far."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, more: Mapping[str, bool]) -> None:
         self._record = record
+        self._more = more
         self._choices = [_Choice() for _ in range(record.n)]
         self._prompt = bytearray()
 
@@ -69,7 +73,10 @@ class Outcome:
     def pieces(self) -> Iterator[bytes | bytearray]:
         """The JSON of a TaskView."""
         head = TaskView.of(self._record).model_dump_json(exclude={"choices", "prompt_logprobs"})
-        yield head[:-1].encode() + b',"choices":['
+        yield head[:-1].encode()
+        for name, value in self._more.items():
+            yield b',"%b":%b' % (name.encode(), _json(value))
+        yield b',"choices":['
         reasons = self._record.json("reasons") or []
         for index, choice in enumerate(self._choices):
             reason = reasons[index] if index < len(reasons) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import Any, Final
@@ -20,6 +21,8 @@ from producers.task import Task
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
+#: How long a cancel waits for the worker that runs the task, seconds: some steps.
+CANCEL_S: Final = 1.0
 NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {404: {"model": ErrorView}}
 
 
@@ -110,11 +113,20 @@ async def follow(request: Request, task_id: str) -> Response:
 
 
 @router.post("/{task_id}/cancel", response_model=Cancelled, responses=NOT_FOUND)
-async def cancel(request: Request, task_id: str) -> Cancelled:
-    """Ask for a task's end. Once accepted, it will end `cancelled`."""
-    handle = gateway_of(request).client.get(task_id)
+async def cancel(request: Request, task_id: str) -> Response:
+    """Ask for a task's end, and answer with the task. Once accepted, it ends `cancelled`: at once where nobody runs it,
+    else within a step of its worker. To ask again changes nothing."""
+    gateway = gateway_of(request)
+    handle = gateway.client.get(task_id)
     accepted = await handle.cancel()
-    return Cancelled(id=task_id, accepted=accepted, status=(await handle.status()).status)
+    give_up, pause = time.monotonic() + CANCEL_S, 0.01
+    while not (record := await handle.status()).final and time.monotonic() < give_up:
+        await asyncio.sleep(pause)
+        pause = min(0.1, 1.5 * pause)
+    if record.final:
+        return await outcome.answer(gateway, handle, record, accepted=accepted)
+    said = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
+    return Response(said.model_dump_json(), media_type="application/json")
 
 
 def _start(request: Request) -> int:

@@ -99,12 +99,10 @@ def _metadata(record: Record) -> dict[str, str]:
     return metadata
 
 
-class Cancelled(BaseModel):
-    """The answer to a cancel. Not accepted: the task was final before."""
+class Cancelled(TaskView):
+    """The answer to a cancel: the task, with its outputs once it is final. Not accepted: it had ended otherwise."""
 
-    id: str
     accepted: bool
-    status: str
 
 
 class ModelView(BaseModel):

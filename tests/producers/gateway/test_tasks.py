@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -172,23 +174,49 @@ class TestCancel:
     def test_a_queued_task_is_cancelled_at_once(self, http: httpx.Client, submit: Submit) -> None:
         task_id = submit()
         answer = http.post(f"/v1/tasks/{task_id}/cancel")
-        assert (answer.status_code, answer.json()) == (200, {"id": task_id, "accepted": True, "status": "cancelled"})
-        assert http.get(f"/v1/tasks/{task_id}").json()["status"] == "cancelled"
+        task = http.get(f"/v1/tasks/{task_id}").json()
+        assert task["status"] == "cancelled"
+        assert (answer.status_code, answer.json()) == (200, task | {"accepted": True})
+        again = http.post(f"/v1/tasks/{task_id}/cancel")
+        assert (again.status_code, again.json()) == (200, task | {"accepted": True}), "to ask again changes nothing"
 
     def test_a_running_task_is_cancelled_by_its_worker(
         self, http: httpx.Client, submit: Submit, worker: FakeWorker
     ) -> None:
         task_id = submit()
         worker.claim(task_id)
+        worker.append(task_id, 0, ["a"])
         answer = http.post(f"/v1/tasks/{task_id}/cancel").json()
-        assert (answer["accepted"], answer["status"]) == (True, "in_progress")
-        assert worker.append(task_id, 0, ["a"])[0] == "cancel"
+        assert (answer["accepted"], answer["status"], answer["choices"]) == (True, "in_progress", None)
+        assert worker.append(task_id, 1, ["b"])[0] == "cancel"
+
+    def test_what_a_running_task_had_made_is_in_the_answer(
+        self, http: httpx.Client, submit: Submit, worker: FakeWorker
+    ) -> None:
+        task_id = submit()
+        worker.claim(task_id)
+        worker.append(task_id, 0, ["a"])
+
+        def stops() -> None:
+            while worker.append(task_id, 0, [])[0] != "cancel":
+                time.sleep(0.01)
+            worker.finish(task_id, [1], status="completed", reasons=[])
+
+        thread = threading.Thread(target=stops)
+        thread.start()
+        answer = http.post(f"/v1/tasks/{task_id}/cancel").json()
+        thread.join()
+        assert (answer["accepted"], answer["status"]) == (True, "cancelled")
+        assert answer["choices"][0]["text"] == "a"
+        assert answer["usage"]["output_tokens"] == 1
 
     def test_a_finished_task_is_not(self, http: httpx.Client, submit: Submit, worker: FakeWorker) -> None:
         task_id = submit()
         worker.serve(task_id)
         answer = http.post(f"/v1/tasks/{task_id}/cancel")
-        assert (answer.status_code, answer.json()) == (200, {"id": task_id, "accepted": False, "status": "completed"})
+        task = http.get(f"/v1/tasks/{task_id}").json()
+        assert (answer.status_code, answer.json()) == (200, task | {"accepted": False})
+        assert task["status"] == "completed"
 
     def test_an_unknown_id_is_404(self, http: httpx.Client) -> None:
         answer = http.post("/v1/tasks/nobody/cancel")

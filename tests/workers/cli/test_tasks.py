@@ -245,12 +245,19 @@ class TestResult:
 
 
 class TestCancel:
-    def test_is_accepted_once_and_says_so(self, penstock: Run) -> None:
+    def test_may_be_asked_for_twice(self, penstock: Run) -> None:
         task_id = submitted(penstock)
         assert penstock("cancel", task_id) == Ran(0, f"{task_id} is cancelled\n", "")
         ran = penstock("cancel", task_id, "--json")
-        assert (ran.status, json.loads(ran.out)["accepted"]) == (1, False)
-        assert "is cancelled already" in ran.err
+        told = json.loads(ran.out)
+        assert (ran.status, told["accepted"], told["status"]) == (0, True, "cancelled")
+
+    def test_comes_too_late_for_what_has_ended(self, penstock: Run, worker: FakeWorker) -> None:
+        task_id = submitted(penstock)
+        worker.serve(task_id)
+        ran = penstock("cancel", task_id)
+        assert ran.status == 1
+        assert "is completed already" in ran.err
 
     def test_of_an_unknown_id_has_status_2(self, penstock: Run) -> None:
         assert penstock("cancel", "nobody").status == 2
