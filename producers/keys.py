@@ -42,6 +42,7 @@ REAPED: Final = "penstock:reaped"  # hash: task id -> deliveries that their work
 RETURNED: Final = (
     "penstock:returned"  # hash: task id -> number of arrival; of what is back in its list, to be sorted anew
 )
+DELIVERIES: Final = "penstock:deliveries"  # string: how many messages were ever taken by workers
 ARRIVALS: Final = "penstock:arrivals"  # string: how many messages were ever sorted
 WEIGHTS: Final = "penstock:weights"  # hash: tenant -> its share, where that is not 1
 UNSERVED: Final = "penstock:unserved"  # hash: list -> ms since when its head waits

@@ -18,6 +18,7 @@ from producers.gateway.context import Gateway
 from producers.gateway.edge import Edge
 from producers.gateway.metrics import Metrics
 from producers.gateway.prompts import Prompts
+from producers.gateway.room import Room
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
 from producers.gateway.templates import Templates
@@ -41,8 +42,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         async with client:
             prompts, templates = Prompts(client.store), Templates(client.store)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
+            room = Room(client, settings.max_queued, settings.max_queued_per_tenant)
             large = asyncio.Semaphore(LARGE_RESULTS)
-            app.state.gateway = Gateway(settings, client, prompts, templates, readers, figures, streams, large)
+            app.state.gateway = Gateway(settings, client, prompts, templates, readers, room, figures, streams, large)
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
             if settings.sweep:
                 sweeping = sweeper.run(client, reader_lease_s=settings.reader_lease)

@@ -10,6 +10,7 @@ from fastapi import Request
 from producers.aio import AsyncClient
 from producers.gateway.metrics import Metrics
 from producers.gateway.prompts import Prompts
+from producers.gateway.room import Room
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.sse import Streams
 from producers.gateway.templates import Templates
@@ -25,6 +26,7 @@ class Gateway:
     prompts: Prompts
     templates: Templates
     readers: ReaderLeases
+    room: Room
     metrics: Metrics
     streams: Streams
     large: asyncio.Semaphore

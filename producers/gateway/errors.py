@@ -46,6 +46,8 @@ class Problem(Exception):
 def body_of(problem: Problem) -> dict[str, dict[str, str | None]]:
     """The JSON object of an error."""
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    if problem.status == 429:
+        kind = "rate_limit_error"
     # Names that a caller gave may be in both, and need be no text that could be sent.
     message = problem.message.encode(errors="backslashreplace").decode()
     param = None if problem.param is None else label(problem.param)

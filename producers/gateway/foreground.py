@@ -42,8 +42,9 @@ class Foreground:
         self._open = set(self.ids)
 
     async def submit(self) -> None:
-        """Queue all. Raises what `AsyncClient.submit` does; then none is left queued."""
+        """Queue all. Raises Problem where too much waits, and as `AsyncClient.submit`; then none is left queued."""
         client, metrics = self._gateway.client, self._gateway.metrics
+        await self._gateway.room.enter(self._tasks)
         await self._gateway.readers.enter(self.ids)
         submits = [client.submit(task, task_id=name) for task, name in zip(self._tasks, self.ids, strict=True)]
         try:

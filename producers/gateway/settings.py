@@ -31,5 +31,9 @@ class GatewaySettings:
     """On SIGTERM, how long requests and streams that are open may go on."""
     reader_lease: float = LEASE_S
     """A request whose gateway is not heard of for this long is over: its task is cancelled."""
+    max_queued: int | None = None
+    """Tasks of a pool that may wait, all tiers together; past it they are refused with 429, lower tiers before that."""
+    max_queued_per_tenant: int | None = None
+    """Those of one tenant in a pool, as far as workers have sorted what waits."""
     sweep: bool = True
     """Whether this process also re-sends tasks that were recorded and never sent, and cancels those of lost readers."""

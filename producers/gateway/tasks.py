@@ -31,7 +31,7 @@ NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {404: {"model": ErrorView}}
     status_code=202,
     response_model=TaskView,
     response_model_exclude_unset=True,
-    responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 503)},
+    responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 429, 503)},
     openapi_extra={
         "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}}
     },
@@ -44,6 +44,7 @@ async def submit(request: Request, response: Response) -> TaskView:
     if isinstance(task.prompt, str):
         task.check(card)
         task = task.model_copy(update={"prompt": await gateway.prompts.encode(card, task.prompt)})
+    await gateway.room.enter([task])
     handle = await gateway.client.submit(task)
     gateway.metrics.submitted(task.model, task.tier)
     response.headers["location"] = f"/v1/tasks/{handle.id}"

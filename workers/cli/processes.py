@@ -180,6 +180,13 @@ def gateway(
     reader_lease: Annotated[
         float, typer.Option(min=1, help="Seconds after which a request is cancelled whose gateway died.")
     ] = 15.0,
+    max_queued: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tasks of a pool that may wait; more are refused with 429, lower tiers first."),
+    ] = None,
+    max_queued_per_tenant: Annotated[
+        int | None, typer.Option(min=1, help="Tasks of one tenant that may wait in a pool.")
+    ] = None,
     log_level: LogLevel = "info",
     fd: Annotated[int | None, typer.Option(hidden=True, help="A socket that listens already.")] = None,
 ) -> None:
@@ -191,7 +198,16 @@ def gateway(
     _log(log_level)
     _finite(("--drain", drain), ("--reader-lease", reader_lease))
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
-    settings = GatewaySettings(broker, store or broker, host, port, drain=drain, reader_lease=reader_lease)
+    settings = GatewaySettings(
+        broker,
+        store or broker,
+        host,
+        port,
+        drain=drain,
+        reader_lease=reader_lease,
+        max_queued=max_queued,
+        max_queued_per_tenant=max_queued_per_tenant,
+    )
     with _bad_urls():
         serve(settings, listener)
 

@@ -1,0 +1,197 @@
+"""How a system bears more than it can do: `python -m tests.bench.overload`.
+
+A real gateway, Valkey and worker with the bundled model. First the capacity: output tokens a second in a closed loop of
+the same mix. Then Poisson arrivals at each share of it, in an open loop, mixed tiers and several tenants of which one
+sends most. Printed are ratios within the run, since the machine may do other things meanwhile:
+
+- `priority_ttft`: the priority tier's TTFT, 95th percentile, at the highest load, by that at the lowest;
+- `goodput`: output tokens a second of tasks that ended within their tier's deadline at the highest load, by the most
+  that was seen at any load. Who is told 429 comes again as late as it was told, as the SDKs do, while there is time.
+
+`queued` and `first` are parts of the priority tier's TTFT by the store's clock: until its run starts, and from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from redis import Redis
+
+from tests.bench.ttft import wait_for
+from tests.processes import ROOT, Worker, free_port, valkey
+
+#: Share of the requests, and the time within which its tasks are worth anything (s).
+TIERS = {"priority": (0.15, 4.0), "default": (0.45, 12.0), "flex": (0.2, 30.0), "batch": (0.2, 60.0)}
+TENANTS = {"big": 0.7, "small": 0.2, "": 0.1}
+PROMPT, OUTPUT = 48, 24
+ROWS = 16
+
+
+@dataclass(slots=True)
+class One:
+    """A request: when it was due, its first token and its end (s); `tokens` that it gave."""
+
+    tier: str
+    due: float
+    first: float = 0.0
+    ended: float = 0.0
+    tokens: int = 0
+    refused: int = 0
+    task_id: str = ""
+
+
+@dataclass(slots=True)
+class Load:
+    url: str
+    rng: random.Random
+    vocab: int
+    done: list[One] = field(default_factory=list)
+
+    def task(self, tier: str) -> dict[str, Any]:
+        (tenant,) = self.rng.choices(list(TENANTS), list(TENANTS.values()))
+        task = {
+            "model": "tiny",
+            "prompt": self.rng.choices(range(self.vocab), k=self.rng.randint(PROMPT // 2, PROMPT * 3 // 2)),
+            "max_tokens": self.rng.randint(OUTPUT // 2, OUTPUT * 3 // 2),
+            "ignore_eos": True,
+            "tier": tier,
+            "timeout": TIERS[tier][1],
+        }
+        return {**task, "tenant": tenant} if tenant else task
+
+    def tier(self) -> str:
+        (tier,) = self.rng.choices(list(TIERS), [share for share, _ in TIERS.values()])
+        return tier
+
+    async def one(self, http: httpx.AsyncClient, tier: str, due: float) -> None:
+        one, task = One(tier, due), self.task(tier)
+        deadline = due + TIERS[tier][1]
+        while True:
+            answer = await http.post("/v1/tasks", json=task)
+            if answer.status_code == 202:
+                break
+            if answer.status_code != 429:
+                raise RuntimeError(answer.text)
+            one.refused += 1
+            wait = int(answer.headers["retry-after-ms"]) / 1000
+            if time.perf_counter() + wait >= deadline:
+                self.done.append(one)
+                return
+            await asyncio.sleep(wait)
+            task["timeout"] = max(0.05, deadline - time.perf_counter())
+        one.task_id = answer.json()["id"]
+        async with http.stream("GET", f"/v1/tasks/{one.task_id}/events") as stream:
+            async for line in stream.aiter_lines():
+                if line == "event: token":
+                    one.tokens += 1
+                    one.first = one.first or time.perf_counter()
+                elif line.startswith("data: ") and '"status"' in line and json.loads(line[6:])["status"] == "completed":
+                    one.ended = time.perf_counter()
+        self.done.append(one)
+
+
+async def closed(load: Load, http: httpx.AsyncClient, seconds: float) -> float:
+    """Output tokens a second with as many under way as the engine has rows, and some more that wait."""
+    until = time.perf_counter() + seconds
+    start = time.perf_counter()
+
+    async def again() -> None:
+        while time.perf_counter() < until:
+            await load.one(http, load.tier(), time.perf_counter())
+
+    await asyncio.gather(*(again() for _ in range(2 * ROWS)))
+    return sum(one.tokens for one in load.done if one.ended) / (time.perf_counter() - start)
+
+
+async def open_loop(redis: Redis, load: Load, http: httpx.AsyncClient, rate: float, seconds: float) -> dict[str, Any]:
+    start = due = time.perf_counter()
+    going = []
+    while (due := due + load.rng.expovariate(rate)) < start + seconds:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        going.append(asyncio.create_task(load.one(http, load.tier(), due)))
+    await asyncio.gather(*going)
+    # Good is what ended in time within the window: what is worked off afterwards is not what the load was borne with.
+    good = [one for one in load.done if one.ended and one.ended <= min(one.due + TIERS[one.tier][1], start + seconds)]
+    ttfts = [one.first - one.due for one in load.done if one.tier == "priority" and one.first]
+    parts = [
+        [int(at) for at in times]
+        for one in load.done
+        if one.tier == "priority" and one.task_id
+        if all(times := redis.hmget(f"penstock:task:{one.task_id}", "created", "started", "first"))
+    ]
+    return {
+        "priority_queued_ms_p95": _p95([started - created for created, started, _ in parts]),
+        "priority_first_ms_p95": _p95([first - started for _, started, first in parts]),
+        "offered_per_s": round(len(load.done) / seconds, 2),
+        "good_tokens_per_s": round(sum(one.tokens for one in good) / seconds, 1),
+        "priority_ttft_ms_p50": round(1e3 * statistics.median(ttfts), 1),
+        "priority_ttft_ms_p95": _p95([1e3 * seconds for seconds in ttfts]),
+        "in_time": {
+            tier: f"{sum(one.tier == tier for one in good)}/{sum(one.tier == tier for one in load.done)}"
+            for tier in TIERS
+        },
+        "refused": sum(one.refused for one in load.done),
+    }
+
+
+def _p95(values: list[float]) -> float:
+    return round(statistics.quantiles(values, n=20)[-1], 1) if len(values) > 1 else 0.0
+
+
+async def measure(redis: Redis, port: int, seconds: float, loads: list[float], seed: int, vocab: int) -> None:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=120) as http:
+        await closed(Load("", random.Random(seed), vocab), http, 3.0)  # warms everything up
+        capacity = await closed(Load("", random.Random(seed), vocab), http, seconds / 2)
+        print(json.dumps({"capacity_tokens_per_s": round(capacity, 1)}), flush=True)
+        found = []
+        for share in loads:
+            figures = await open_loop(
+                redis, Load("", random.Random(f"{seed} {share}"), vocab), http, share * capacity / OUTPUT, seconds
+            )
+            found.append(figures)
+            print(json.dumps({"load": share, **figures}), flush=True)
+    best = max(one["good_tokens_per_s"] for one in found)
+    ratio = found[-1]["priority_ttft_ms_p95"] / found[0]["priority_ttft_ms_p95"]
+    print(json.dumps({"priority_ttft": round(ratio, 2), "goodput": round(found[-1]["good_tokens_per_s"] / best, 3)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
+    parser.add_argument("--max-queued", type=int, default=100, help="0: no bound")
+    parser.add_argument("--batched-tokens", type=int, default=64, help="max_num_batched_tokens of the engine")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    port = free_port()
+    with valkey() as (url, redis):
+        command = [sys.executable, "-m", "workers.cli", "gateway", "--broker", url, "--store", url, "--port", str(port)]
+        command += ["--max-queued", str(args.max_queued)] if args.max_queued else []
+        gateway = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        engine = {"threads": 1, "max_num_seqs": ROWS, "max_num_batched_tokens": args.batched_tokens}
+        try:
+            with Worker(url, model="tiny", engine_factory="workers.serving:load_engine", engine=engine) as worker:
+                worker.wait_ready()
+                wait_for(port)
+                vocab = json.loads(redis.hget("penstock:models", "tiny"))["vocab_size"]
+                asyncio.run(measure(redis, port, args.seconds, args.loads, args.seed, vocab))
+                stats = [json.loads(redis.get(name)) for name in redis.keys("penstock:lease:*")]
+                print(json.dumps([{k: one[k] for k in ("preemptions", "steps", "generated_tokens")} for one in stats]))
+        finally:
+            gateway.terminate()
+            gateway.wait(20)
+
+
+if __name__ == "__main__":
+    main()
