@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from producers import keys
 from producers.aio import AsyncClient
-from producers.connect import kombu_url
+from producers.connect import connect
 from producers.record import Record
 from producers.result import failure, summary
-
-if TYPE_CHECKING:
-    from celery import Celery
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +54,7 @@ class CeleryResults:
     def _tell(self, record: Record, result: dict[str, Any]) -> bool:
         from celery import states
 
-        backend = self._app.backend
+        backend = self._backend
         if backend.get_state(record.id) in states.READY_STATES:
             return False
         if record.status == "cancelled":
@@ -69,7 +66,24 @@ class CeleryResults:
         return True
 
     @cached_property
-    def _app(self) -> Celery:
+    def _backend(self) -> Any:
+        """Celery's own words under Celery's own keys, through a connection of ours: which knows every kind of store."""
         from celery import Celery
+        from celery.backends.base import KeyValueStoreBackend
 
-        return Celery("penstock", backend=kombu_url(self._store), set_as_current=False)
+        store = connect(self._store)
+
+        class Backend(KeyValueStoreBackend):
+            """As `celery.backends.redis`: who waits is told on the channel of the key's name."""
+
+            def get(self, key: bytes) -> Any:
+                return store.get(key)
+
+            def _set_with_state(self, key: bytes, value: bytes, state: str) -> None:
+                with store.pipeline(transaction=True) as pipe:
+                    pipe.set(key, value, ex=int(self.expires))
+                    pipe.publish(key, value)
+                    pipe.execute()
+
+        app = Celery("penstock", set_as_current=False)
+        return Backend(app)

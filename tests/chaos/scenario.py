@@ -179,7 +179,7 @@ class Scenario:
             "penstock:stream:",
             "celery-task-meta-",
         )
-        stays += (keys.MODELS, keys.ROUTES, keys.POOLS, keys.SETTLED)
+        stays += (keys.MODELS, keys.ROUTES, keys.POOLS, keys.SETTLED, keys.ARRIVALS)
         names = _keys(self.broker, "*") + _keys(self.store, "*")
         return [name for name in names if not name.startswith(stays)]
 

@@ -156,3 +156,26 @@ def test_without_a_store_the_gateways_own_figures_are_still_told(open_door: Call
     assert got["penstock_up",] == 0
     assert ("penstock_gateway_open_streams",) in got
     assert not any(name.startswith("penstock_queued") for name, *_ in got)
+
+
+def test_what_waits_for_a_sweeper_is_told_and_what_one_did(
+    http: httpx.Client, submit: Submit, valkey: Redis, worker: FakeWorker
+) -> None:
+    now = int(valkey.time()[0]) * 1000
+    worker.claim(one := submit())
+    worker.finish(one, [0])
+    valkey.zadd(keys.UNSETTLED, {one: now - 90_000})
+    worker.serve(submit())
+    valkey.zadd(keys.SUBMITTING, {"unsent": now - 40_000})
+    got = figures(http)
+    counts = ("tasks_submitting", "tasks_unsettled", "streams_to_compact")
+    assert [got[f"penstock_{name}",] for name in counts] == [1, 1, 1]
+    oldest = [got[f"penstock_{name}_oldest_seconds",] for name in counts]
+    assert 39 <= oldest[0] < 90 <= oldest[1] + 1
+    assert 0 <= oldest[2] < 60
+    assert got["penstock_sweeper_leads",] == 0
+    valkey.set(keys.SWEEPER, "s1")
+    valkey.hset(keys.SWEPT, mapping={"compacted": 7, "sent": 2})
+    got = figures(http)
+    assert got["penstock_sweeper_leads",] == 1
+    assert (got["penstock_swept_total", "compacted"], got["penstock_swept_total", "sent"]) == (7, 2)
