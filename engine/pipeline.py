@@ -18,8 +18,9 @@ then callers' aborts are read.
   computed past an end it never learns of, because nothing of an ended sequence is foreseen.
 - **A sequence put out of the batch to plan N+1** gets the token that N sampled where it waits. It is not let in again
   before N+2.
-- **N+1 cannot be launched**: N is entered first; then the rows of N+1 that are left run one by one, with tokens that
-  are known, so that only the culprit fails. The same is done for any step that fails when none was planned after it.
+- **N+1 cannot be launched**: N is entered first; then the rows of N+1 that are left run in halves, and in halves of
+  those that fail, with tokens that are known, so that only the culprit fails. The same is done for any step that fails
+  when none was planned after it.
 - **The device has no memory for N+1**: N is entered; then N+1 is planned anew, smaller (engine/shrink.py).
 - **The device is lost** (`check`, after any failure): nothing can be run again, here or later, and the loop ends.
 - **N fails when it is collected** and N+1 was planned: memory has changed hands, so that the rows of N cannot run
@@ -146,7 +147,7 @@ class Pipeline:
         if self._shrink.answer(over.error):
             return True
         failures: list[Event] = []
-        self._enter(over, self._one_by_one(over.plan, failures) if found is None else found, failures)
+        self._enter(over, self._apart(over.plan, failures) if found is None else found, failures)
         return True
 
     def finish(self) -> None:
@@ -215,25 +216,31 @@ class Pipeline:
             }
         return bool(self._suspects)
 
-    def _one_by_one(self, plan: StepPlan, failures: list[Event]) -> list[Sampled]:
-        """The rows of a step that failed: the others' results do not depend on whom they run with."""
-        logger.error("the rows of a failed step are run one by one")
-        sampled = []
-        for row in plan.rows:
-            seq = row.seq
-            if seq.status is not Status.RUNNING:  # it ended, maybe with another of its request, and holds no blocks
-                sampled += [Sampled(-1)] * row.samples
+    def _apart(self, plan: StepPlan, failures: list[Event]) -> list[Sampled]:
+        """The rows of a step that failed, in halves, and those that fail in halves again: 2 log2 N steps where one of N
+        is to blame. The others' results do not depend on whom they run with."""
+        logger.error("the rows of a failed step are run in halves, to find whose fault it is")
+        found: dict[int, Sampled] = {}
+        middle = max(1, len(plan.rows) // 2)
+        waiting = [part for part in (plan.rows[middle:], plan.rows[:middle]) if part]
+        while waiting:
+            # Who ended meanwhile, maybe with another of its request, holds no blocks.
+            rows = [row for row in waiting.pop() if row.seq.status is Status.RUNNING]
+            if not rows:
                 continue
-            alone = StepPlan([row], num_tokens=row.count)
-            self._under_way = (alone,)
+            part = StepPlan(rows, num_tokens=sum(row.count for row in rows))
+            self._under_way = (part,)
             try:
-                sampled += self._executor.collect(self._executor.launch(alone))
+                sampled = self._executor.collect(self._executor.launch(part))
             except Exception as error:
-                message = f"the model failed on this request: {brief(error)}"
-                logger.exception("request %r failed alone", seq.request.id)
                 self._check()
+                if len(rows) > 1:
+                    waiting += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
+                    continue
+                seq, message = rows[0].seq, f"the model failed on this request: {brief(error)}"
+                logger.exception("request %r failed alone", seq.request.id)
                 with self._state:
                     failures += self._scheduler.fail(seq, message)
-                if row.samples:
-                    sampled.append(Sampled(-1, error=message))
-        return sampled
+                sampled = [Sampled(-1, error=message)] * rows[0].samples
+            found |= zip((id(row) for row in rows if row.samples), sampled, strict=True)
+        return [found.get(id(row), Sampled(-1)) for row in plan.rows if row.samples]

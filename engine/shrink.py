@@ -33,7 +33,7 @@ class Shrink:
         if error is None or self._release is None or not self._release(error):
             return False
         with self._state:
-            # Nobody is put out of a plan whose rows are then run one by one.
+            # Nobody is put out of a plan whose rows are then run apart.
             again = self._scheduler.shrink(time.monotonic(), tried=self._answered)
             now = self._scheduler.step_tokens
         self._answered = True

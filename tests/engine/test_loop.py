@@ -201,7 +201,35 @@ def test_a_fault_fails_the_request_that_caused_it_alone(
     assert last.wait().tokens == [11, 12, 13, 14]
     assert [event.finish_reason for event in culprit.wait().events] == ["error"]
     assert culprit.events[0].error == "the model failed on this request: ZeroDivisionError: bad"
-    assert "run one by one" in caplog.text
+    assert "run in halves" in caplog.text
+
+
+@pytest.mark.parametrize("culprits", [{0}, {31}, {17}, {3, 30}, set(range(32))])
+def test_it_takes_few_steps_to_find_them(culprits: set[int]) -> None:
+    """Among 32: five halvings each, and no row of the others is computed anew."""
+    scheduler = Scheduler(
+        spaces=[KvSpace(256)], block_size=4, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=64
+    )
+    steps, all_in = Steps(late=False), threading.Event()
+    sizes: list[int] = []
+
+    def fail(plan: StepPlan) -> None:
+        sizes.append(len(plan.rows))
+        if any(int(row.seq.request.id) in culprits for row in plan.rows):
+            raise ZeroDivisionError
+
+    steps.before = fail
+    loop = StepLoop(scheduler, steps, lambda: all_in.wait(20) and None)
+    heard = [Listener() for _ in range(32)]
+    for k, listener in enumerate(heard):
+        loop.submit(request(str(k), first=40 * k, max_tokens=1), listener)
+    all_in.set()
+    for k, listener in enumerate(heard):
+        assert listener.wait().events[-1].finish_reason == ("error" if k in culprits else "length")
+    loop.close()
+    assert sizes[0] == 32
+    assert len(sizes) <= 1 + min(10 * len(culprits), 62)
+    assert scheduler.stats().kv_blocks_used == 0
 
 
 def test_copies_of_a_failed_step_are_made_before_its_rows_run_alone(loop: StepLoop, steps: Steps) -> None:

@@ -251,11 +251,11 @@ def test_choices_are_let_in_when_their_prompt_is_known_to_be_computed():
     assert (steps.tokens("a", 0), steps.tokens("a", 1)) == (counted("a", 4, 6), counted("a", 4, 6))
 
 
-def test_a_step_that_cannot_be_launched_is_run_row_by_row_when_the_one_in_flight_is_entered():
+def test_a_step_that_cannot_be_launched_is_run_in_halves_when_the_one_in_flight_is_entered():
     steps = Steps(scheduler())
 
     def fault(plan: StepPlan) -> None:
-        if "bad" in rows(plan) and steps.scheduler.stats().steps == 1 - (len(plan.rows) > 1):
+        if "bad" in rows(plan) and steps.scheduler.stats().steps == 1 - (len(plan.rows) == 3):
             raise ZeroDivisionError("at launch")
 
     for name in ("a", "bad", "b"):
@@ -264,8 +264,13 @@ def test_a_step_that_cannot_be_launched_is_run_row_by_row_when_the_one_in_flight
     steps.device.at_launch = fault
     steps()
     # All of them with tokens that are known.
-    assert [list(plan) for plan in steps.device.plans] == [["a", "bad", "b"]] * 2 + [["a"], ["bad"], ["b"]]
-    assert steps.device.pending[1:] == [{"a", "bad", "b"}, set(), set(), set()]
+    assert [list(plan) for plan in steps.device.plans] == [["a", "bad", "b"]] * 2 + [
+        ["a"],
+        ["bad", "b"],
+        ["bad"],
+        ["b"],
+    ]
+    assert steps.device.pending[1:] == [{"a", "bad", "b"}, set(), set(), set(), set()]
     assert steps.device.log[1:4] == ["launch 1", "collect 0", "events"]
     steps.run()
     assert steps.ends() == {"a": "length", "bad": "error", "b": "length"}
