@@ -1,0 +1,16 @@
+"""A drain of many running sequences, in small: nothing lost, nothing twice, no death counted."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.chaos.drain import measure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT])
+def test_streams_go_on_elsewhere(how: signal.Signals) -> None:
+    report = measure(40, 0.3, how, 0.05)
+    assert (report.status, report.deaths, report.wrong) == (0, 0, 0)
