@@ -1,9 +1,9 @@
-"""What holds whichever process dies, and whenever: real processes, real kills.
+"""What holds whatever is done to whom, and whenever: real processes, real faults.
 
+    __main__             a `stage` of its own (`servers`, `links`, `processes`) under load suffers a plan of faults
+                         (`driver`); plan, load, injector and checker are those of `workers.chaos`
     kill_between_calls   a worker dies between every two adjacent calls to broker or store, and loses each reply:
                          worker (`warm`) -> `tap` (counts the calls, strikes at one) -> server; then `scenario` judges
-    kill_workers         workers are killed at random moments under load, while readers follow every stream:
-                         `fleet` and `load` go on, and are judged at the end
 
-Each is a command (`python -m tests.chaos.kill_workers --help`) and, in a small version, a test.
+Each is a command (`python -m tests.chaos --help`) and, in a small version, a test.
 """

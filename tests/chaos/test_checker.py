@@ -105,6 +105,14 @@ def _fail(case: Case) -> None:
     case.stores.records["polled"]["status"] = "failed"
 
 
+def _cancel_answered(case: Case) -> None:
+    """Of a caller who waited to the end."""
+    seen = case.history.tasks[False, 9]
+    case.history.by_id["waited"] = seen
+    case.stores.records["waited"] = _record("cancelled", 3)
+    case.streams["waited"] = _stream("cancelled", 3)  # type: ignore[index]
+
+
 def _forget_cancel(case: Case) -> None:
     """As if it had gone on to its end."""
     case.streams["cancelled"][:] = _stream("completed", 3)  # type: ignore[index]
@@ -229,7 +237,7 @@ def _fail_to_drain(case: Case) -> None:
 
 
 CORRUPTED = {
-    "accepted_tasks_end": (_drop_record, _leave_running, _leave_unsettled, _fail),
+    "accepted_tasks_end": (_drop_record, _leave_running, _leave_unsettled, _fail, _cancel_answered),
     "accepted_cancels_win": (_forget_cancel,),
     "streams_are_whole": (
         *map(_stream_edit, (_hole, _double, _two_ends)),

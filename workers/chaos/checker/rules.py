@@ -100,7 +100,9 @@ def _may_end(case: Case, task_id: str, seen: Seen | None, record: Mapping[str, s
     if seen is None:  # nobody was told its id: a caller who waits, or one whose answer was lost
         return status == "cancelled" or EXPIRED in record.get("error", "") or "deadline" in record
     if status == "cancelled":
-        return bool(seen.cancels)
+        # Who waited for an answer and was not there for its end (killed, maybe) is what cancels it.
+        left = seen.via == "waiting" and (seen.texts is None or not seen.texts[1])
+        return bool(seen.cancels) or left
     return "timeout" in seen.task and (status == "incomplete" or EXPIRED in record.get("error", ""))
 
 
