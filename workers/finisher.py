@@ -211,7 +211,10 @@ class Finisher(threading.Thread):
     def _dead_letter(self, end: _Ending) -> str:
         """Why the message is kept, if it is: a task given up on is worth a look."""
         record = end.delivery.record
-        error = record.json("error") if record else None
+        try:
+            error = record.json("error") if record else None
+        except ValueError as exc:
+            return f"its record cannot be used: {exc}"
         if isinstance(error, dict) and error.get("code") == "dead_lettered":
             return str(error["message"])
         return end.reason
