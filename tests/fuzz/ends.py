@@ -86,6 +86,8 @@ class Ends:
             return "dead letter", ""
         if FAR.search(fuzzed.raw) and any(fuzzed.raw in packed for packed in waiting):
             return "waits for its ETA", ""
+        if fuzzed.record is not None and b"settled" in fuzzed.record:
+            return "was settled before", ""
         if record and b"status" in record:
             if b"settled" in record and record.get(b"status") in FINAL:
                 return record[b"status"].decode(), "it is settled and claimed" if b"claim" in record else ""
@@ -97,6 +99,6 @@ class Ends:
             return "dropped", ""
         if made is not None and AT_ONCE.fullmatch(made.get(b"ttl", b"")):
             return "expired at once", ""
-        if fuzzed.kind == "another task" and CELERYS.search(fuzzed.raw):
+        if CELERYS.search(fuzzed.raw):
             return "Celery's own", ""
         return "vanished", "neither a letter, nor a record, nor a result"

@@ -37,7 +37,7 @@ from tests.fuzz.watch import Held, held, leases
 from tests.processes import ROOT, Worker, free_port, running_valkey
 
 MODEL = "tiny"
-ENGINE = {"dtype": "float32", "threads": 1, "max_num_seqs": 32, "kv_cache_bytes": 64 << 20}
+ENGINE = {"dtype": "float32", "threads": 1, "max_num_seqs": 32, "kv_cache_bytes": 16 << 20}
 #: A process that is not there after so long (s) never will be.
 BOOT_S = 90.0
 #: Connections at a time.
