@@ -4,8 +4,10 @@ A queue without a bound keeps all it is given and answers nobody in time. What w
 round trip to the broker that serves all submits of the moment; what this gateway has let in since is added. Gateways do
 not ask each other, so that the bound may be passed by what they let in within one such moment.
 
-Lower tiers are refused first, so that a backlog of theirs leaves room for the others. How long to wait before the next
-try is told by how fast tasks were taken from the broker of late.
+Lower tiers are refused first, so that a backlog of theirs leaves room for the others; the priority tier, which waits
+for none of them, is bounded by itself alone. Who is refused is told to come again when there will be a place, by how
+fast tasks were taken from the broker of late, and after those who were told so before: else all would come at once, and
+a gateway under more load would do nothing but refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from producers.gateway.errors import Problem
 from producers.steps import FAILURES
 from producers.task import Task
 
-#: Of the bound, how much a tier may find taken.
+#: Of the bound, how much a tier may find taken: by all tiers, for the priority tier by itself.
 PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
 #: A count is used for so long (s).
 FRESH_S: Final = 0.05
@@ -37,8 +39,11 @@ SHORTEST_S, LONGEST_S = 0.25, 30.0
 @dataclass(slots=True)
 class _Count:
     at: float = -math.inf
-    waiting: int = 0
+    waiting: dict[str, int] = field(default_factory=dict)
+    """By tier."""
     tenants: dict[str, int] = field(default_factory=dict)
+    line: float = -math.inf
+    """When there will be a place for the last one that was told to come again, at the rate of late."""
     counting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -68,17 +73,20 @@ class Room:
             if self._most_of_one is not None and tenant not in count.tenants:
                 count.tenants[tenant] = await self._waiting_of(queue, tenant)
         if self._most is not None:
-            self._check(count.waiting + len(tasks), int(self._most * PARTS[tier]), tier, None)
+            others = count.waiting.values() if tier != "priority" else (count.waiting.get(tier, 0),)
+            self._check(count, sum(others) + len(tasks), int(self._most * PARTS[tier]), tier, None)
         if self._most_of_one is not None:
-            self._check(count.tenants[tenant] + len(tasks), self._most_of_one, tier, tenant)
+            self._check(count, count.tenants[tenant] + len(tasks), self._most_of_one, tier, tenant)
             count.tenants[tenant] += len(tasks)
-        count.waiting += len(tasks)
+        count.waiting[tier] = count.waiting.get(tier, 0) + len(tasks)
 
-    def _check(self, wanted: int, most: int, tier: str, tenant: str | None) -> None:
-        over = wanted - most
-        if over <= 0:
+    def _check(self, count: _Count, wanted: int, most: int, tier: str, tenant: str | None) -> None:
+        if wanted <= most:
             return
-        seconds = LONGEST_S if self._rate <= 0 else min(LONGEST_S, max(SHORTEST_S, over / self._rate))
+        seconds, now = LONGEST_S, time.monotonic()
+        if self._rate > 0:
+            count.line = min(max(count.line, now) + (wanted - most) / self._rate, now + LONGEST_S)
+            seconds = max(SHORTEST_S, count.line - now)
         seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - those who were refused together should not come together
         whose = (
             "of this model and tier" if tenant is None else f"of tenant {tenant!r}" if tenant else "without a tenant"
@@ -95,21 +103,24 @@ class Room:
             },
         )
 
-    async def _waiting(self, queue: str) -> int:
-        """All tiers of a pool; and how fast tasks are taken, from all queues of the broker. A broker that does not
+    async def _waiting(self, queue: str) -> dict[str, int]:
+        """Of each tier of a pool; and how fast tasks are taken, from all queues of the broker. A broker that does not
         answer is submit's to tell of."""
-        names = [name for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
+        names = [(tier, name) for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
         try:
             async with self._client.broker.pipeline(transaction=False) as pipe:
-                for name in names:
+                for _, name in names:
                     pipe.execute_command("LLEN", name)
                     pipe.execute_command("ZCARD", keys.sorted_of(name))
                 pipe.execute_command("GET", keys.DELIVERIES)
                 *counts, taken = await pipe.execute()
         except FAILURES:
-            return 0
+            return {}
         self._measure(int(taken or 0))
-        return sum(counts)
+        waiting = dict.fromkeys(keys.TIERS, 0)
+        for (tier, _), arrived, by_tenant in zip(names, counts[::2], counts[1::2], strict=True):
+            waiting[tier] += arrived + by_tenant
+        return waiting
 
     def _measure(self, taken: int) -> None:
         now = time.monotonic()

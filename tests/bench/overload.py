@@ -24,11 +24,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from redis import Redis
 
 from tests.bench.ttft import wait_for
 from tests.processes import ROOT, Worker, free_port, valkey
+from workers.bench.connection import Connections
 
 #: Share of the requests, and the time within which its tasks are worth anything (s).
 TIERS = {"priority": (0.15, 4.0), "default": (0.45, 12.0), "flex": (0.2, 30.0), "batch": (0.2, 60.0)}
@@ -73,15 +73,16 @@ class Load:
         (tier,) = self.rng.choices(list(TIERS), [share for share, _ in TIERS.values()])
         return tier
 
-    async def one(self, http: httpx.AsyncClient, tier: str, due: float) -> None:
+    async def one(self, http: Connections, tier: str, due: float) -> None:
         one, task = One(tier, due), self.task(tier)
         deadline = due + TIERS[tier][1]
         while True:
-            answer = await http.post("/v1/tasks", json=task)
-            if answer.status_code == 202:
+            async with http.request("POST", "/v1/tasks", task) as answer:
+                told = await answer.json()
+            if answer.status == 202:
                 break
-            if answer.status_code != 429:
-                raise RuntimeError(answer.text)
+            if answer.status != 429:
+                raise RuntimeError(str(told))
             one.refused += 1
             wait = int(answer.headers["retry-after-ms"]) / 1000
             if time.perf_counter() + wait >= deadline:
@@ -89,18 +90,20 @@ class Load:
                 return
             await asyncio.sleep(wait)
             task["timeout"] = max(0.05, deadline - time.perf_counter())
-        one.task_id = answer.json()["id"]
-        async with http.stream("GET", f"/v1/tasks/{one.task_id}/events") as stream:
-            async for line in stream.aiter_lines():
-                if line == "event: token":
-                    one.tokens += 1
-                    one.first = one.first or time.perf_counter()
-                elif line.startswith("data: ") and '"status"' in line and json.loads(line[6:])["status"] == "completed":
-                    one.ended = time.perf_counter()
+        one.task_id, rest = told["id"], b""
+        async with http.request("GET", f"/v1/tasks/{one.task_id}/events") as stream:
+            async for piece in stream.body():
+                *events, rest = (rest + piece).split(b"\n\n")
+                for event in events:
+                    if b"event: token\n" in event:
+                        one.tokens += 1
+                        one.first = one.first or time.perf_counter()
+                    elif b"event: end\n" in event and b'"completed"' in event:
+                        one.ended = time.perf_counter()
         self.done.append(one)
 
 
-async def closed(load: Load, http: httpx.AsyncClient, seconds: float) -> float:
+async def closed(load: Load, http: Connections, seconds: float) -> float:
     """Output tokens a second with as many under way as the engine has rows, and some more that wait."""
     until = time.perf_counter() + seconds
     start = time.perf_counter()
@@ -113,7 +116,7 @@ async def closed(load: Load, http: httpx.AsyncClient, seconds: float) -> float:
     return sum(one.tokens for one in load.done if one.ended) / (time.perf_counter() - start)
 
 
-async def open_loop(redis: Redis, load: Load, http: httpx.AsyncClient, rate: float, seconds: float) -> dict[str, Any]:
+async def open_loop(redis: Redis, load: Load, http: Connections, rate: float, seconds: float) -> dict[str, Any]:
     start = due = time.perf_counter()
     going = []
     while (due := due + load.rng.expovariate(rate)) < start + seconds:
@@ -149,18 +152,17 @@ def _p95(values: list[float]) -> float:
 
 
 async def measure(redis: Redis, port: int, seconds: float, loads: list[float], seed: int, vocab: int) -> None:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=120) as http:
-        await closed(Load("", random.Random(seed), vocab), http, 3.0)  # warms everything up
-        capacity = await closed(Load("", random.Random(seed), vocab), http, seconds / 2)
-        print(json.dumps({"capacity_tokens_per_s": round(capacity, 1)}), flush=True)
-        found = []
-        for share in loads:
-            figures = await open_loop(
-                redis, Load("", random.Random(f"{seed} {share}"), vocab), http, share * capacity / OUTPUT, seconds
-            )
-            found.append(figures)
-            print(json.dumps({"load": share, **figures}), flush=True)
+    http = Connections(f"http://127.0.0.1:{port}")
+    await closed(Load("", random.Random(seed), vocab), http, 3.0)  # warms everything up
+    capacity = await closed(Load("", random.Random(seed), vocab), http, seconds / 2)
+    print(json.dumps({"capacity_tokens_per_s": round(capacity, 1)}), flush=True)
+    found = []
+    for share in loads:
+        figures = await open_loop(
+            redis, Load("", random.Random(f"{seed} {share}"), vocab), http, share * capacity / OUTPUT, seconds
+        )
+        found.append(figures)
+        print(json.dumps({"load": share, **figures}), flush=True)
     best = max(one["good_tokens_per_s"] for one in found)
     ratio = found[-1]["priority_ttft_ms_p95"] / found[0]["priority_ttft_ms_p95"]
     print(json.dumps({"priority_ttft": round(ratio, 2), "goodput": round(found[-1]["good_tokens_per_s"] / best, 3)}))
