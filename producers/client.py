@@ -1,4 +1,4 @@
-"""The blocking client: Celery sends its messages, so that it takes any broker that kombu takes."""
+"""The blocking client. Where the broker is no Redis, Celery sends its messages: so it takes any that kombu takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from producers import keys, operations
 from producers.aio import AsyncClient
-from producers.connect import connect, is_redis, kombu_url
+from producers.connect import connect, is_redis
 from producers.errors import PenstockError
 from producers.events import Event
 from producers.hub import CLOSED
@@ -26,13 +26,15 @@ from producers.task import Task
 
 if TYPE_CHECKING:
     from celery import Celery
+    from redis import Redis
 
 
 class Client:
     """Submits tasks and reads them. One serves all threads of a process; it may be made before a fork.
 
-    `broker`: any kombu URL, or unix://; `store`: redis://, rediss:// or unix://, the broker unless given. `patience`:
-    how long a failing connection is tried again (s). Nothing connects before the first call.
+    `broker`, `store`: URLs as `producers.connect` has them; the store is the broker unless given, which may also be any
+    that kombu takes. `patience`: how long a failing connection is tried again (s). Nothing connects before the first
+    call.
     """
 
     def __init__(self, broker: str, store: str | None = None, *, patience: float = operations.PATIENCE_S) -> None:
@@ -40,6 +42,10 @@ class Client:
         self._broker_url = broker
         self._store_url = store or broker
         self._store = connect(self._store_url)
+        #: None where kombu speaks to the broker.
+        self._broker: Redis | None = None
+        if is_redis(broker):
+            self._broker = self._store if broker == self._store_url else connect(broker)
         self._directory = Directory()
         self._lock = threading.Lock()
         self._closed = False
@@ -85,6 +91,8 @@ class Client:
                     portal.call(client.aclose())
                     portal.close()
         self._store.close()
+        if self._broker is not None:
+            self._broker.close()
         if "_app" in self.__dict__:
             self._app.close()
 
@@ -113,10 +121,11 @@ class Client:
             return pipe.execute()
 
     def _send(self, message: Message) -> None:
+        if self._broker is not None:
+            self._broker.execute_command("LPUSH", message.list, message.envelope())
+            return
         from kombu.exceptions import OperationalError
 
-        # A Redis list comes to be when it is pushed to: declaring it would only write kombu's binding tables.
-        declare: dict[str, Any] = {"declare": []} if is_redis(self._broker_url) else {}
         try:
             self._app.send_task(
                 keys.TASK_NAME,
@@ -126,7 +135,6 @@ class Client:
                 # Celery tries once more with a fresh connection; `steps` decides for how long to go on.
                 retry=True,
                 retry_policy={"max_retries": 1, "interval_start": 0, "interval_step": 0},
-                **declare,
                 **message.options(),
             )
         except OperationalError as error:
@@ -134,21 +142,11 @@ class Client:
 
     @cached_property
     def _app(self) -> Celery:
-        # Imported here: what only reads, or only imports us, does without it.
+        # Imported here: what only reads, or sends to Redis, does without it.
         from celery import Celery
 
-        app = Celery("penstock", broker=kombu_url(self._broker_url), set_as_current=False)
-        app.conf.update(
-            broker_transport_options={
-                "sep": keys.SEP,
-                "priority_steps": sorted(priority for _, priority in keys.TIERS.values()),
-                "socket_timeout": 5,
-                "socket_connect_timeout": 5,
-            },
-            task_serializer="json",
-            task_protocol=2,
-            task_send_sent_event=False,
-        )
+        app = Celery("penstock", broker=self._broker_url, set_as_current=False)
+        app.conf.update(task_serializer="json", task_protocol=2, task_send_sent_event=False)
         return app
 
 

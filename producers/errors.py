@@ -32,7 +32,15 @@ class TaskNotFound(PenstockError, KeyError):
 
 
 class SubmitFailed(PenstockError):
-    """The broker or the store did not answer in time. A record that was made is finished by the sweeper."""
+    """The broker or the store did not answer in time, or takes nothing new. A record that was made is finished by the
+    sweeper. `code` is for programs: `submit_failed`, `storage_full`, `access_denied` or `unusable_server`."""
+
+    def __init__(self, message: str, code: str = "submit_failed") -> None:
+        super().__init__(message, code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TaskFailed(PenstockError):

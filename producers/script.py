@@ -19,6 +19,8 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import NoScriptError
 
+from producers.trouble import trouble
+
 INCLUDE = "-- include: "
 
 
@@ -75,9 +77,10 @@ async def arun(redis: AsyncRedis, call: Call) -> Any:
 
 
 def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
-    """Send all calls in one round trip. A script's error is returned in its place, as an exception object.
+    """Send all calls in one round trip. An error of the call's own is returned in its place, as an exception object.
 
-    Raises redis.ConnectionError or TimeoutError when the round trip failed: then any of the calls may have run.
+    Raises redis errors when the round trip failed, or the server takes no such call from anybody just now
+    (`producers.trouble`): then any of the calls may have run.
     """
     if not calls:
         return []
@@ -88,6 +91,9 @@ def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
             redis.script_load(text)
         for i, answer in zip(missing, _pipeline(redis, [calls[i] for i in missing]), strict=True):
             answers[i] = answer
+    for answer in answers:
+        if isinstance(answer, Exception) and trouble(answer) is not None:
+            raise answer
     return answers
 
 

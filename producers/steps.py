@@ -17,6 +17,7 @@ from redis import exceptions as redis
 
 from producers.message import Message
 from producers.script import Call
+from producers.trouble import Trouble, trouble
 
 T = TypeVar("T")
 
@@ -82,10 +83,8 @@ async def adrive(steps: Steps[T], perform: Callable[[Step], Awaitable[Any]]) -> 
 
 
 def lost(error: Exception) -> bool:
-    """Whether the connection failed, so that the step may or may not have been done, and may be tried again."""
-    if isinstance(error, (redis.AuthenticationError, redis.AuthorizationError)):
-        return False
-    return isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError))
+    """Whether the server is away for now, so that the step may or may not have been done, and may be tried again."""
+    return trouble(error) is Trouble.AWAY
 
 
 def backoff(attempt: int) -> float:

@@ -20,6 +20,7 @@ from producers.message import Message
 from producers.script import text
 from producers.steps import FAILURES, Read, Send, Steps, lost, persistently
 from producers.task import Task, shown
+from producers.trouble import CODES, Trouble, trouble
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 FRESH_S: Final = 2.0
 #: Within the submit window, so that the last try of ADMIT is not refused for being late.
 MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
+ADVICE: Final[dict[Trouble | None, str]] = {
+    Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. ",
+}
 TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -86,17 +90,19 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
         known = yield from directory.find(task.model, patience_s)
     except FAILURES as error:
         what = "did not answer" if lost(error) else "refused"
-        raise SubmitFailed(f"The store {what}, nothing was queued: {error}") from error
+        raise _failed(f"The store {what}, nothing was queued", error) from error
     task = task.resolved(known.card)
-    task_id = task_id or str(uuid.uuid4())
+    named, task_id = task_id is not None, task_id or str(uuid.uuid4())
     fields = record_fields(task, known)
     yield from _admit(directory, task, task_id, known, fields, patience_s)
     message = Message(task_id, known.queue, task.tier, task.width, int(fields["tokens"]), task.tenant or "")
     try:
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:
-        raise SubmitFailed(
-            f"Task {task_id} is recorded, but the broker did not take its message ({error}); the sweeper will send it"
+        if trouble(error) is Trouble.FULL and not named and (yield from _withdrawn(task_id, patience_s)):
+            raise _failed("The broker refused the task, which was withdrawn", error) from error
+        raise _failed(
+            f"Task {task_id} is recorded, and the sweeper will send it: the broker did not take its message", error
         ) from error
     try:
         yield protocol.queued(task_id)
@@ -135,9 +141,9 @@ def _admit(
         answer = text((yield from persistently(call, patience_s)))
     except FAILURES as error:
         if not lost(error):
-            raise SubmitFailed(f"The store refused task {task_id}, nothing was queued: {error}") from error
-        raise SubmitFailed(
-            f"The store did not confirm task {task_id} ({error}); if it was recorded, the sweeper will send it"
+            raise _failed(f"The store refused task {task_id}, nothing was queued", error) from error
+        raise _failed(
+            f"The store did not confirm task {task_id}; if it was recorded, the sweeper will send it", error
         ) from error
     if answer == "exists":
         raise TaskExists(f"There is a task {task_id} already; choose another id, or none to be given one")
@@ -148,6 +154,23 @@ def _admit(
             f"Task {task_id} reached the store more than {protocol.SUBMIT_WINDOW_MS // 1000} s after it was submitted "
             "and was not queued; submit it again"
         )
+
+
+def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
+    """Cancel a task whose message was refused: whoever is told so submits it again, and it must not run twice.
+
+    Not one whose id its caller chose, who finds it again by that.
+    """
+    try:
+        accepted, _ = yield from persistently(protocol.cancel(task_id), patience_s)
+    except FAILURES:
+        return False
+    return bool(accepted)
+
+
+def _failed(what: str, error: Exception) -> SubmitFailed:
+    found = trouble(error)
+    return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{error}", CODES.get(found, "submit_failed"))
 
 
 def _unknown(model: str, names: list[str]) -> str:

@@ -68,15 +68,16 @@ def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
 
 
 class Worker:
-    """A worker process. `fields` are WorkerSettings; capital letters are environment variables."""
+    """A worker process. `fields` are WorkerSettings; capital letters are environment variables. `eyes`: a client that
+    sees what it does, where the URL is of Sentinels."""
 
-    def __init__(self, url: str, *, store: str | None = None, **fields: Any) -> None:
+    def __init__(self, url: str, *, store: str | None = None, eyes: Redis | None = None, **fields: Any) -> None:
         env = {name: str(value) for name, value in fields.items() if name.isupper()}
         settings = {"broker": url, "store": store or url, "model": "stub"}
         settings |= {"engine_factory": "tests.stub_engine:load"}
         settings |= {name: value for name, value in fields.items() if not name.isupper()}
         self.name = str(settings.setdefault("name", f"w{secrets.token_hex(3)}"))
-        self._redis = Redis.from_url(url, decode_responses=True, client_name=TESTS)
+        self._redis = eyes or Redis.from_url(url, decode_responses=True, client_name=TESTS)
         self.log = Path(tempfile.mkstemp(prefix="penstock-worker-", suffix=".log")[1])
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -12,10 +12,11 @@ from kombu.exceptions import OperationalError
 
 from producers import keys
 from producers.connect import kombu_url
-from workers.connect import is_passing
+from producers.trouble import trouble
 from workers.finisher import Finisher
 from workers.settings import WorkerSettings
 from workers.task import register
+from workers.transport import results
 from workers.transport.redis import RUNTIME, SCHEME
 
 
@@ -28,7 +29,7 @@ class App(Celery):
             return super().send_task(*args, **kwargs)
         except OperationalError as exc:
             cause = exc.__cause__ if isinstance(exc.__cause__, Exception) else exc
-            if isinstance(threading.current_thread(), Finisher) and is_passing(cause):
+            if isinstance(threading.current_thread(), Finisher) and trouble(cause) is not None:
                 raise Reject(exc) from exc
             raise
 
@@ -36,12 +37,14 @@ class App(Celery):
 def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
     """Consumes the queues through `workers.transport`; `attach` gives it the runtime before it starts."""
     app = App("penstock", set_as_current=False)
+    app.loader.override_backends = {results.NAME: f"{results.__name__}:Backend"}
     app.conf.update(
         # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
         broker_url=SCHEME + kombu_url(settings.broker).removeprefix("rediss").removeprefix("redis"),
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # stock gives up after 100 tries, three quarters of an hour
-        result_backend=kombu_url(settings.store),
+        result_backend=f"{results.NAME}+{kombu_url(settings.store).removeprefix('redis+')}",
+        **{results.STORE: settings.store},
         result_extended=True,
         task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues],
         task_default_queue=queues[-1],

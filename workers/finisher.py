@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
@@ -24,7 +23,7 @@ from producers.protocol import release, settle
 from producers.record import Record
 from producers.result import collect, failure, summary
 from producers.script import run_many
-from workers.connect import LOST, connect, is_passing
+from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
 from workers.pool.stream import read_stream
@@ -196,16 +195,18 @@ class Finisher(threading.Thread):
                 time.sleep(RETRY_S)
                 continue
             for end, answer in zip(ends, answers, strict=True):
-                if isinstance(answer, Exception) and not is_passing(answer):
+                if isinstance(answer, Exception):
                     logger.error("Cannot settle or release task %s: %s", end.delivery.task_id, answer)
                     self._runtime.done(end.delivery, f"its record cannot be used: {answer}")
-                elif isinstance(answer, Exception):
-                    logger.warning("Cannot settle task %s, trying again: %s", end.delivery.task_id, answer)
-                    self._runtime.later(RETRY_S, partial(self._queue.put, end))
                 elif end.status == BACK:
                     self._runtime.give_back(end.delivery, end.delay)
-                else:
+                elif end.status == RETRY:
                     self._runtime.done(end.delivery, self._dead_letter(end))
+                elif answer:
+                    self._runtime.done(end.delivery, self._dead_letter(end), settled=True)
+                else:
+                    logger.warning("A failover lost the end of task %s: it goes back", end.delivery.task_id)
+                    self.release(end.delivery)
             return
 
     def _dead_letter(self, end: _Ending) -> str:

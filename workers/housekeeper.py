@@ -25,10 +25,12 @@ from producers.readers import LapsedReaders
 from producers.script import Call, run, run_many, text
 from producers.steps import Read, Step, drive
 from producers.tenants import read_weights
-from workers.connect import LOST, connect, is_passing
+from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
+from workers.strays import Strays
 from workers.transport import broker
+from workers.transport.waker import PING_S
 
 if TYPE_CHECKING:
     from workers.runtime import Runtime
@@ -48,11 +50,12 @@ class Housekeeper(threading.Thread):
         self._runtime = runtime
         # A lease must be renewed several times before it lapses, also when one try hangs.
         patience = min(5.0, runtime.settings.lease / 4)
-        self._store = connect(runtime.settings.store, socket_timeout=patience)
-        self._broker = connect(runtime.settings.broker, socket_timeout=patience)
-        self._control = connect(runtime.settings.store, socket_timeout=None)
+        self._store = connect(runtime.settings.store, timeout=patience)
+        self._broker = connect(runtime.settings.broker, timeout=patience)
+        self._control = connect(runtime.settings.store)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._strays = Strays(runtime, self._store, self._broker)
         self._readers = LapsedReaders(runtime.settings.reader_lease)
         self._lapsed: deque[tuple[Incarnation, list[Delivery]]] = deque()
         self._letting_go = threading.Lock()
@@ -72,9 +75,8 @@ class Housekeeper(threading.Thread):
         about = self._runtime.about()
         seconds, micros = self._store.time()
         self._clock_offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
-        self._store.set(keys.lease(life.id), about, px=ttl)
-        self._broker.set(keys.lease(life.id), about, px=ttl)
-        self._broker.hset(keys.INCARNATIONS, life.id, self._runtime.queue)
+        run(self._store, broker.lease(life.id, about, ttl, take=True))
+        run(self._broker, broker.lease(life.id, about, ttl, take=True, queue=self._runtime.queue))
         self._renew_at = time.monotonic() + self._runtime.settings.lease / 4
         life.begun = True
         threading.Thread(target=self._listen, args=(life,), name="penstock-control", daemon=True).start()
@@ -131,7 +133,7 @@ class Housekeeper(threading.Thread):
     def _renew(self, life: Incarnation) -> None:
         ttl = int(self._runtime.settings.lease * 1000)
         about = self._runtime.about()
-        held = [bool(c.set(keys.lease(life.id), about, px=ttl, xx=True)) for c in (self._store, self._broker)]
+        held = [run(server, broker.lease(life.id, about, ttl, take=False)) for server in (self._store, self._broker)]
         if not all(held):
             self._runtime.life_is_over(life)
 
@@ -208,10 +210,19 @@ class Housekeeper(threading.Thread):
             try:
                 with self._control.pubsub(ignore_subscribe_messages=True) as channel:
                     channel.subscribe(keys.control(life.id))
+                    heard = asked = time.monotonic()
                     while not self._deaf(life):
                         message = channel.get_message(timeout=1.0)
-                        if message:
+                        now = time.monotonic()
+                        if message and message["type"] == "message":
                             self._heard(text(message["data"]))
+                        if message:
+                            heard = now
+                        elif now - heard > 2 * PING_S:
+                            raise ConnectionError(f"no sign of life for {2 * PING_S:.0f} s")
+                        elif now - max(heard, asked) > PING_S:
+                            channel.ping()
+                            asked = now
             except LOST as exc:
                 logger.warning("Lost the control channel, subscribing again: %s", exc)
                 time.sleep(TICK_S)
@@ -310,6 +321,7 @@ class Housekeeper(threading.Thread):
                 self._renew(life)
                 if life.over:
                     return
+                self._strays.look(life)
             if now - self._heard_at > 2 * quarter:
                 # The servers were away, or we were: let the others say first that they live, if they do.
                 self._reap_at = now + quarter
@@ -333,9 +345,7 @@ class Housekeeper(threading.Thread):
 
 
 def _said(answers: Sequence[Any]) -> None:
-    """Raises where the server takes nothing at present; an error that is a single call's own ends that call."""
+    """An error that is a single call's own ends that call."""
     for answer in answers:
         if isinstance(answer, Exception):
-            if is_passing(answer):
-                raise answer
             logger.warning("A dropped delivery was not let go, its lease lapsed: %s", answer)

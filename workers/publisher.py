@@ -12,14 +12,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.request import Event, TokenLogprobs
 from producers.events import encode_prompt, encode_token, quote
 from producers.protocol import Append, append, finish, prompt, read_append
 from producers.script import run, run_many, text
-from workers.connect import LOST, connect, is_passing
+from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-#: What the store refuses to finish (it is full, or read-only) is tried again after this long.
-REFUSED_S = 1.0
 #: Entries in one call: after an outage there may be many, and a script blocks the store.
 MAX_ENTRIES = 2000
 
@@ -270,10 +267,7 @@ class Publisher(threading.Thread):
             ends = {}
             for end, answer in zip(todo, answers, strict=True):
                 delivery = end.delivery
-                if isinstance(answer, Exception) and is_passing(answer):
-                    logger.warning("Cannot finish task %s, trying again: %s", delivery.task_id, answer)
-                    runtime.later(REFUSED_S, partial(self._conclude, end))
-                elif isinstance(answer, Exception):
+                if isinstance(answer, Exception):
                     self._bury(delivery, answer)
                 elif text(answer[0]) == "won":
                     delivery.ended = True

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from celery.worker import state
@@ -191,9 +192,11 @@ class Runtime:
         if delivery.job is not None:
             forget(delivery.job.request)
 
-    def done(self, delivery: Delivery, reason: str = "") -> None:
-        """ACK: settled or gone."""
-        self._put_down(delivery, lambda: self.courier.ack(delivery.incarnation, delivery.uuid, reason))
+    def done(self, delivery: Delivery, reason: str = "", *, settled: bool = False) -> None:
+        """ACK: nobody needs the message any more. `settled`: because its task is, or has no record."""
+        task = delivery.task_id if settled else ""
+        ack = partial(self.courier.ack, delivery.incarnation, delivery.uuid, reason, delivery.used, task)
+        self._put_down(delivery, ack)
 
     def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
         """BACK: another worker's, or nobody's yet. What was claimed must be released first (`let_go`)."""

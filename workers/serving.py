@@ -47,7 +47,8 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
         card["kv_capacity"] = engine.kv_capacity
     queue = keys.pool_queue(card["name"], card["version"], engine.fingerprint)
     for name, data in files.items():
-        store.set(keys.blob(card["files"][name]), data)
+        if not store.exists(keys.blob(card["files"][name])):  # megabytes, named by what is in them
+            store.set(keys.blob(card["files"][name]), data)
     pool = {"model": card["name"], "version": card["version"], "fingerprint": engine.fingerprint}
     pool["announced"] = int(time.time() * 1000)  # a sweeper that is about to forget the pool sees that it is back
     store.hset(keys.POOLS, queue, json.dumps(pool))

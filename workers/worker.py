@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import warnings
 from functools import partial
 from importlib import import_module
@@ -15,8 +16,9 @@ from celery.exceptions import SecurityWarning
 from celery.worker import state
 
 from producers import keys
+from producers.trouble import trouble
 from workers.app import attach, make_app
-from workers.connect import check_server, connect
+from workers.connect import LOST, check_server, connect
 from workers.health import Health
 from workers.notify import notify_ready
 from workers.runtime import Runtime
@@ -26,6 +28,9 @@ from workers.spot import SpotNotice
 from workers.stopping import Stopping
 
 logger = logging.getLogger(__name__)
+
+#: A store that does not take what must be in it before this worker can serve is asked again after this long.
+RETRY_S = 1.0
 
 
 def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
@@ -44,8 +49,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     check_server(settings.broker, "broker")
     check_server(settings.store, "store")
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
-    with connect(settings.store) as store:
-        card, queue = announce(store, engine, files)
+    card, queue = _announced(settings.store, engine, files)
     app = make_app(settings, [queue, keys.model_queue(card["name"])])
     runtime = Runtime(settings, engine, app, card, queue)
     attach(app, runtime)
@@ -82,6 +86,19 @@ def _quiet(worker: Any) -> Any:
         install_cry_handler()  # SIGUSR1 shows where every thread is
 
     return type("Worker", (worker,), {"install_platform_tweaks": only_ours})
+
+
+def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], str]:
+    """Until the store takes it: one that is full, or fails over, is no reason to load the model again."""
+    with connect(url) as store:
+        while True:
+            try:
+                return announce(store, engine, files)
+            except LOST as exc:
+                if trouble(exc) is None:
+                    raise
+                logger.warning("The store does not take the model's card, trying again: %s", exc)
+                time.sleep(RETRY_S)
 
 
 def _thread_died(runtime: Runtime, args: Any) -> None:

@@ -12,13 +12,14 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from producers.errors import InvalidTask, PenstockError, SubmitFailed, TaskNotFound, UnknownModel
-from producers.steps import lost
 from producers.task import label
+from producers.trouble import CODES, Trouble, trouble
 
 logger = logging.getLogger(__name__)
 
 AWAY = "The store or the broker does not answer; try again in a moment."
-REFUSES = "The store or the broker answers, but refuses (its memory or disk may be full); nothing was done."
+REFUSES = "The store or the broker answers, but refuses; nothing was done."
+FULL = "The memory or disk of the store or the broker is full: nothing new is taken for now; try again later."
 #: Seconds after which a caller may try again what failed for want of the store or the broker.
 RETRY_AFTER = {"retry-after": "1"}
 
@@ -71,10 +72,12 @@ def problem_of(error: Exception) -> Problem:
             return Problem(404, str(error), code="task_not_found")
         case SubmitFailed():
             logger.warning("submit failed: %s", error)
-            return Problem(503, str(error), code="submit_failed", headers=RETRY_AFTER)
+            return Problem(503, str(error), code=error.code, headers=RETRY_AFTER)
         case RedisError() | OSError():
             logger.warning("store or broker failed: %s: %s", type(error).__name__, error)
-            return Problem(503, AWAY if lost(error) else REFUSES, code="service_unavailable", headers=RETRY_AFTER)
+            found = trouble(error)
+            message = AWAY if found is Trouble.AWAY else FULL if found is Trouble.FULL else REFUSES
+            return Problem(503, message, code=CODES.get(found, "service_unavailable"), headers=RETRY_AFTER)
         case HTTPException(status_code=404):
             return Problem(
                 404, "There is nothing at this URL; see GET /openapi.json for what there is.", code="not_found"

@@ -1,3 +1,4 @@
+#!lua
 -- ADMIT | no record -> `submitting`; else nothing. Refused when the request is older than the submit window.
 -- KEYS: task, submitting, deadlines
 -- ARGV: id, nonce, asked (ms, server time as the client reckons it), window (ms), field, value, ...

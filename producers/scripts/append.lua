@@ -1,3 +1,4 @@
+#!lua
 -- APPEND(c, i, tokens) | per sequence, never raising. Other claim or final: `other`. Cancel: `cancel`. i < next: `ok`,
 -- not published again. i > next, or the prompt's entries are not there (failover lost a tail): `resend(next)`.
 -- Else append + publish.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- CLAIM(c, inc, plain) | 1 own lease gone: `lost`. 2 no record: plain message -> create, a client's -> `done`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`. 5 owner live: `busy`, also when final or cancelled.
 -- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1, and stuck + 1; a stream that has grown since

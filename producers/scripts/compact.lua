@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- COMPACT(settled, n, blocks) | the record was settled at that time, and the stream has n entries: the blocks take its
 -- place, for as long as it was to live; else nothing. A settled stream never changes, and the time tells this life of
 -- an id from another: so what stands there is what was read.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- COUNTED(c, n) | Other claim, final, or known already: nothing. Else the record says how many tokens its prompt has,
 -- which came as text: whatever ends the task without its worker tells what was used.
 -- KEYS: task   ARGV: claim, n

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- DUE | for a queue that no worker takes from: what was held back for later goes to the fronts of its lists, what was
 -- due first to the very front.
 -- KEYS: delayed

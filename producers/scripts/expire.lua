@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- EXPIRE | the deadline has passed, the record is not final and nobody live owns it: final, `incomplete` with what it
 -- has where it was ever taken up, else `failed` as expired; `cancelled` where a cancel was accepted before (settled at
 -- its next CLAIM). A live owner ends its task itself; one still `submitting` is left to the sweeper, which re-sends no

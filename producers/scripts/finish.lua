@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- FINISH(c, n) | final: `won` if claim = c, else `other`. Other claim: `other`. Cancel accepted: writes `cancelled`,
 -- `won`. n != next, or the prompt's entries are not there: `resend`. Else status, terminal entry, usage: `won`. The claim stays.
 -- KEYS: task, stream

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- HOLD(ids) | each is entered, or renewed where it is: its reader lease ends `lease` ms from now.
 -- Called before ADMIT, so that no task of a reader is ever without a lease, and then for all readers of a process at once.
 -- KEYS: readers   ARGV: lease (ms), id, ...

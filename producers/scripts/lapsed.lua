@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- LAPSED(done) | those of `done` that are still lapsed are removed; answers the others that are.
 -- `done` is what the caller has CANCELled; UNREAD does both in one.
 -- KEYS: readers   ARGV: limit, id, ...

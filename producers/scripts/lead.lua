@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- LEAD(me) | nobody leads, or I do: I lead for `ms` from now; else nothing.
 -- KEYS: sweeper   ARGV: me, ms
 -- Answers: 0 I lead | for how many ms another leads, if it is not heard of

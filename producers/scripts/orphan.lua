@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- ORPHAN(gone) | final, not settled, and nobody live owns it: settled, without its message. A plain Celery task (links,
 -- chords) and one that was given up (the message is kept) need theirs: they are left to whoever gets it, unless the
 -- caller has seen that it is nowhere any more (`gone`).

@@ -1,3 +1,4 @@
+#!lua
 -- PROMPT(c, entries) | Other claim or final: `other`. Cancel: `cancel`. In the stream already: `ok`, not published again.
 -- Else append + publish, and the record says how many entries they are: `ok`. They count no token; whoever makes them
 -- says so in every APPEND and FINISH, which take nothing where they are not there: so they stand before token 0.

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- QUEUED | `submitting` -> `queued`; else nothing.
 -- KEYS: task, submitting   ARGV: id
 -- Answers: the status after it, or gone

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- RELEASE(c) | claim = c: clears it, also when final but unsettled; `queued` if not final. No death is counted.
 -- KEYS: task   ARGV: claim
 -- Answers: 1 released | 0

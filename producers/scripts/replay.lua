@@ -1,3 +1,4 @@
+#!lua
 -- REPLAY(letter, message) | the letter is on the dead-letter list: take it off, forget what became of the task's earlier
 -- deliveries, put the message at the end of its list; else nothing.
 -- KEYS: dead, reaped, list   ARGV: letter, message, task id (or empty)

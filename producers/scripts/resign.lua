@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- RESIGN(me) | I lead: nobody does any more; else nothing.
 -- KEYS: sweeper   ARGV: me
 -- Answers: 1 | 0

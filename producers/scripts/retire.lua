@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- RETIRE(about) | the pool is known by exactly these words, and no model's tasks are sent to it: it is forgotten.
 -- KEYS: pools, routes   ARGV: queue, about
 -- Answers: 1 | 0

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- SETTLE(c) | after the tracer: settled, clears claim and owner; record and stream TTL start here.
 -- Only the winner of FINISH, or whom CLAIM told to settle, calls it; a record that is not final is left alone.
 -- KEYS: task, stream   ARGV: id, default TTL (seconds)

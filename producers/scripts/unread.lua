@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- UNREAD(over) | the task's reader lease is not there, or not the one that ended at `over`, which is past: nothing.
 -- Else it is removed, and the task CANCELled, in one: whoever renewed it in time, lives.
 -- KEYS: task, stream, readers   ARGV: id, over (ms, as LAPSED answered it)

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- UNUSED(file) | no model's card names the file: it is removed; else nothing. A card that cannot be read keeps all.
 -- KEYS: models, blob   ARGV: SHA-256 (hex)
 -- Answers: 1 removed | 0

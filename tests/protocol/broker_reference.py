@@ -102,6 +102,8 @@ class Broker:
     delayed: list[Delayed] = field(default_factory=list)
     dead: list[tuple[str, str, bytes]] = field(default_factory=list)
     reaped: dict[str, int] = field(default_factory=dict)
+    #: Of tasks whose record is on this server, too: whether it is settled.
+    records: dict[str, bool] = field(default_factory=dict)
     ages: dict[str, int] = field(default_factory=dict)
     live: set[str] = field(default_factory=set)
     fetched: int = 0
@@ -207,10 +209,13 @@ class Broker:
 
     # ---- ACK, BACK, REAP -------------------------------------------------------------------------------------
 
-    def ack(self, inc: str, uuid: str, reason: str, used: int) -> int:
-        d = self.inflight.get(inc, {}).pop(uuid, None)
+    def ack(self, inc: str, uuid: str, reason: str, used: int, settled: bool) -> int:
+        d = self.inflight.get(inc, {}).get(uuid)
         if d is None:
             return 0
+        if settled and self.records.get(d.message.id, True) is False:
+            return -1
+        del self.inflight[inc][uuid]
         self.reaped.pop(d.message.id, None)
         self._correct(d, max(1, used))
         if reason:

@@ -188,7 +188,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if dies:
             self.dies(INCS[0])
             self.fetch_more(INCS[0], 2)
-            self.ack(INCS[0], 0, False, "", 0)
+            self.ack(INCS[0], 0, False, "", 0, False)
         else:
             self.back(INCS[0], 0, False, delay)
 
@@ -309,12 +309,26 @@ class BrokerMachine(RuleBasedStateMachine):
         other=st.sampled_from([False, False, False, True]),
         reason=st.sampled_from(["", "", "no 'é'"]),
         used=st.sampled_from([0, 10, 150, 5000]),
+        settled=st.booleans(),
     )
     @precondition(holding)
-    def ack(self, inc: str, pick: int, other: bool, reason: str, used: int) -> None:
+    def ack(self, inc: str, pick: int, other: bool, reason: str, used: int, settled: bool) -> None:
         uuid = self._delivery(inc, pick, other)
-        call = broker.ack(inc, uuid, reason, used)
-        self.do(lambda: self._agree(call, lambda: self.model.ack(inc, uuid, reason, used)))
+        held = self.model.inflight.get(inc, {}).get(uuid)
+        task = held.message.id if held else "a"
+        call = broker.ack(inc, uuid, reason, used, task if settled else "")
+        self.do(lambda: self._agree(call, lambda: self.model.ack(inc, uuid, reason, used, settled)))
+
+    @rule(task=st.sampled_from("abcde"), settled=st.booleans())
+    @precondition(holding)
+    def a_record_is_here(self, task: str, settled: bool) -> None:
+        """Where broker and store are one server."""
+        self.server.redis.hset(keys.task(task), "status", "completed" if settled else "in_progress")
+        if settled:
+            self.server.redis.hset(keys.task(task), "settled", 1)
+        else:
+            self.server.redis.hdel(keys.task(task), "settled")
+        self.model.records[task] = settled
 
     @rule(inc=incs, pick=st.integers(0, 9), other=st.sampled_from([False, False, False, True]), delay=rarely)
     @precondition(holding)

@@ -45,6 +45,8 @@ SMALL = {
             "sqs-lost",
             "orphan-plain",
             "compact",
+            "undone",
+            "undone-alone",
         )
     },
 }

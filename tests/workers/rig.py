@@ -45,7 +45,9 @@ class Rig:
 
     def begin_worker(self, **fields: Any) -> Worker:
         """A worker that may not be up yet."""
-        worker = Worker(self.url, store=self.store_url, **{"lease": LEASE, "LOG_LEVEL": "INFO", **fields})
+        worker = Worker(
+            self.url, store=self.store_url, eyes=self.redis, **{"lease": LEASE, "LOG_LEVEL": "INFO", **fields}
+        )
         self.workers.append(worker)
         return worker
 

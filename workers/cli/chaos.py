@@ -80,11 +80,11 @@ def chaos(
 
     from redis.exceptions import RedisError
 
+    from producers.connect import shown
     from workers.chaos.load import Load
     from workers.chaos.operated import Operated, Process, say_plan
     from workers.chaos.plan import Plan, draw
     from workers.chaos.trial import Trial
-    from workers.connect import without_password
 
     try:
         hooks = _hooks(commands or [])
@@ -103,7 +103,7 @@ def chaos(
             raise Failure(f"the plan names {', '.join(sorted(strange))}, which no --process does")
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
-    servers = " and ".join(dict.fromkeys(without_password(one) for one in (broker, store or broker)))
+    servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store or broker)))
     typer.echo(f"To the system of {servers} and {url}, under load, within {plan.seconds:.0f} s:", err=True)
     say_plan(lambda line: typer.echo(line, err=True), plan.faults, processes)
     if not i_know:
@@ -154,6 +154,6 @@ def _kinds(asked: str | None) -> list[str]:
 
 def _line() -> str:
     """What was typed, for whoever reads the report: without passwords, which are in URLs."""
-    from workers.connect import without_password
+    from producers.connect import shown
 
-    return shlex.join(without_password(word) if "://" in word else word for word in sys.argv[1:])
+    return shlex.join(shown(word) if "://" in word else word for word in sys.argv[1:])

@@ -192,8 +192,8 @@ def with_client(broker: str, store: str | None, work: Callable[[AsyncClient], Aw
     import asyncio
 
     from producers.aio import AsyncClient
+    from producers.connect import shown
     from producers.steps import FAILURES
-    from workers.connect import without_password
 
     async def within() -> None:
         async with AsyncClient(broker, store) as client:
@@ -205,7 +205,7 @@ def with_client(broker: str, store: str | None, work: Callable[[AsyncClient], Aw
     except ValueError as error:
         raise Failure(str(error)) from error
     except FAILURES as error:
-        where = " or ".join(dict.fromkeys(without_password(url) for url in (broker, store or broker)))
+        where = " or ".join(dict.fromkeys(shown(url) for url in (broker, store or broker)))
         raise Failure(f"no answer from {where} ({str(error) or type(error).__name__})", Exit.UNREACHABLE) from error
 
 

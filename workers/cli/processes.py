@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from producers.sweeper import SweeperSettings
 
 Broker = Annotated[
-    str, typer.Option(envvar="BROKER_URL", help="The Redis or Valkey server with the queues: redis://HOST:PORT/DB.")
+    str,
+    typer.Option(
+        envvar="BROKER_URL",
+        help="The Redis or Valkey server with the queues: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../NAME/DB.",
+    ),
 ]
 Store = Annotated[
     str | None, typer.Option(envvar="STORE_URL", help="The one with records and streams; unset: the broker.")
@@ -209,6 +213,7 @@ def gateway(
         max_queued_per_tenant=max_queued_per_tenant,
     )
     with _bad_urls():
+        _look_at(broker, store)
         serve(settings, listener)
 
 
@@ -246,6 +251,7 @@ def sweeper(
     if name is not None:
         settings = replace(settings, name=name)
     with _bad_urls():
+        _look_at(broker, store)
         asyncio.run(_sweep(settings))
 
 
@@ -292,11 +298,21 @@ def _finite(*options: tuple[str, float]) -> None:
             raise typer.BadParameter(f"{number} is no length of time", param_hint=option)
 
 
+def _look_at(broker: str, store: str | None) -> None:
+    """Raises ServerRefused for servers that cannot be used; those that are away are waited for."""
+    from producers.servers import check_server
+
+    for url, role in {store or broker: "store", broker: "broker"}.items():
+        check_server(url, role, must_answer=False)
+
+
 @contextmanager
 def _bad_urls() -> Iterator[None]:
+    from producers.servers import ServerRefused
+
     try:
         yield
-    except ValueError as error:
+    except (ValueError, ServerRefused) as error:
         raise Failure(str(error)) from error
 
 

@@ -89,8 +89,8 @@ def up(
 async def _serve(system: System) -> None:
     import asyncio
 
+    from producers.connect import shown
     from workers.cli.client import Gateway
-    from workers.connect import without_password
 
     models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
@@ -98,7 +98,7 @@ async def _serve(system: System) -> None:
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
         f"  models  {', '.join(models)}\n"
-        f"  broker  {without_password(system.broker)}{kept}\n"
+        f"  broker  {shown(system.broker)}{kept}\n"
         f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
         "Ctrl-C drains and stops it.\n"
     )

@@ -24,7 +24,7 @@ from producers.events import Token
 from producers.protocol import Claimed, claim, counted, is_last_chance, read_claim, release
 from producers.script import Call, run, run_many
 from producers.task import DEFAULTS, Task
-from workers.connect import LOST, connect, is_passing
+from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
 from workers.pool.stream import read_stream
@@ -83,9 +83,6 @@ class Claimer(threading.Thread):
         while True:
             try:
                 answers = run_many(self._redis, [self._call(delivery) for delivery in deliveries])
-                for answer in answers:
-                    if isinstance(answer, Exception) and is_passing(answer):
-                        raise answer
                 return [_read(d.task_id, answer) for d, answer in zip(deliveries, answers, strict=True)]
             except LOST as exc:
                 if self._stopping:
@@ -123,7 +120,7 @@ class Claimer(threading.Thread):
         if claimed.answer == "lost":
             runtime.life_is_over(delivery.incarnation)
         elif claimed.answer == "done":
-            runtime.done(delivery)
+            runtime.done(delivery, settled=True)
         elif claimed.answer == "busy":
             runtime.give_back(delivery, runtime.settings.retry_after)
         elif claimed.answer == "settle":

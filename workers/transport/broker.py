@@ -102,10 +102,17 @@ def read_fetch(answer: Sequence[Any]) -> list[Fetched] | None:
     return found
 
 
-def ack(incarnation: str, uuid: str, reason: str = "", used: int = 0) -> Call:
+def ack(incarnation: str, uuid: str, reason: str = "", used: int = 0, settled: str = "") -> Call:
     """With a reason, the message is kept on the dead-letter list. Its tenant is charged the KV tokens `used` in place
-    of the estimate. Answers 1, or 0 where there is no such delivery."""
-    return Call(script(PACKAGE, "ack"), (keys.inflight(incarnation), keys.REAPED, keys.DEAD), (uuid, reason, used))
+    of the estimate. `settled`: the task of which the worker says so.
+
+    Answers 1, 0 where there is no such delivery, -1 where that task is not settled.
+    """
+    return Call(
+        script(PACKAGE, "ack"),
+        (keys.inflight(incarnation), keys.REAPED, keys.DEAD, keys.task(settled)),
+        (uuid, reason, used, int(bool(settled))),
+    )
 
 
 def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
@@ -132,4 +139,25 @@ def reap(incarnation: str) -> Call:
         script(PACKAGE, "reap"),
         (keys.lease(incarnation), keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED, keys.RETURNED),
         (incarnation,),
+    )
+
+
+def strays(incarnation: str, held: Sequence[str]) -> Call:
+    """`held`: what its worker knows of. Answers `[uuid, task id, ...]`, see `read_strays`."""
+    return Call(script(PACKAGE, "strays"), (keys.inflight(incarnation),), held)
+
+
+def read_strays(answer: Sequence[Any]) -> dict[str, str]:
+    """Task ids by delivery."""
+    return {text(uuid): text(task_id) for uuid, task_id in zip(answer[::2], answer[1::2], strict=True)}
+
+
+def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool, queue: str | None = None) -> Call:
+    """Take or renew a worker's lease; `about`: what it says of itself. On the broker, `queue` lists it with its pool's.
+    Answers 1, or 0 where it is gone."""
+    listed = () if queue is None else (keys.INCARNATIONS,)
+    return Call(
+        script(PACKAGE, "lease"),
+        (keys.lease(incarnation), *listed),
+        (incarnation, about, ttl_ms, int(take), queue or ""),
     )

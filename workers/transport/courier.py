@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+from producers.protocol import release
 from producers.script import Call, run_many
 from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
@@ -26,6 +27,8 @@ RETRY_S = 0.2
 class _Errand:
     incarnation: Incarnation
     call: Call
+    instead: tuple[Call, ...] = ()
+    """What to say where the broker holds the task's record, and it is not settled: a failover lost that."""
 
 
 class Courier(threading.Thread):
@@ -37,13 +40,23 @@ class Courier(threading.Thread):
         self._changed = threading.Condition()
         self._stopping = False
 
-    def ack(self, incarnation: Incarnation, uuid: str, reason: str = "", used: int = 0) -> None:
-        """It is done with, for `used` KV tokens; with a reason, its message goes to the dead-letter list."""
-        self._add(incarnation, broker.ack(incarnation.id, uuid, reason, used))
+    def ack(self, incarnation: Incarnation, uuid: str, reason: str = "", used: int = 0, settled: str = "") -> None:
+        """It is done with, for `used` KV tokens; with a reason, its message goes to the dead-letter list.
+
+        `settled`: its task, if that is; where it turns out not to be, the message goes back, for whoever is next.
+        """
+        instead = (release(settled, uuid), broker.back(incarnation.id, self._queue, uuid)) if settled else ()
+        self._add(_Errand(incarnation, broker.ack(incarnation.id, uuid, reason, used, settled), instead))
 
     def back(self, incarnation: Incarnation, uuid: str, delay: float = 0.0) -> None:
         """The message goes back to the front of its list, after `delay` seconds."""
-        self._add(incarnation, broker.back(incarnation.id, self._queue, uuid, int(delay * 1000)))
+        self._add(_Errand(incarnation, broker.back(incarnation.id, self._queue, uuid, int(delay * 1000))))
+
+    @property
+    def pending(self) -> list[str]:
+        """The deliveries of which something is to be said, or is being said."""
+        with self._changed:
+            return [str(errand.call.args[0]) for errand in self._errands]
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything was taken; False when the broker did not answer in time."""
@@ -55,9 +68,9 @@ class Courier(threading.Thread):
             self._stopping = True
             self._changed.notify_all()
 
-    def _add(self, incarnation: Incarnation, call: Call) -> None:
+    def _add(self, errand: _Errand) -> None:
         with self._changed:
-            self._errands.append(_Errand(incarnation, call))
+            self._errands.append(errand)
             self._changed.notify_all()
 
     def run(self) -> None:
@@ -84,9 +97,13 @@ class Courier(threading.Thread):
         done = {id(errand) for errand in batch if errand.incarnation.over}
         try:
             answers = run_many(self._redis, [errand.call for errand in live])
+            unsettled = [errand for errand, answer in zip(live, answers, strict=True) if answer == -1]
+            run_many(self._redis, [call for errand in unsettled for call in errand.instead])
         except LOST as exc:
             logger.warning("The broker did not take %d answers, trying again: %s", len(live), exc)
             return done
+        if unsettled:
+            logger.warning("A failover lost the end of %d tasks: they go back to the queue", len(unsettled))
         for errand, answer in zip(live, answers, strict=True):
             if isinstance(answer, Exception):
                 logger.warning("The broker refused an answer, trying again: %s", answer)

@@ -93,6 +93,8 @@ class Intake(threading.Thread):
         self._attached = False
         self._stopped = False
         self._paused = False
+        #: The deliveries that the next FETCH names; it may have come, and its answer been lost.
+        self.asked = _fresh(BATCH)
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[0], False)
         os.set_blocking(self._pipe[1], False)
@@ -170,17 +172,16 @@ class Intake(threading.Thread):
 
     def run(self) -> None:
         self._waker.start()
-        names = _fresh(BATCH)
         life = self._holder.incarnation
         while not self._stopped:
             self._wake.clear()
             if life is not self._holder.incarnation:
-                life, names = self._holder.incarnation, _fresh(BATCH)
+                life, self.asked = self._holder.incarnation, _fresh(BATCH)
             if self._paused or not self._attached or not life.begun:
                 self._wake.wait(IDLE_S)
                 continue
             try:
-                fetched = broker.read_fetch(run(self._redis, self._call(life, names)))
+                fetched = broker.read_fetch(run(self._redis, self._call(life, self.asked)))
             except LOST as exc:
                 logger.warning("Cannot fetch from the broker, trying again: %s", exc)
                 self._wake.wait(RECONNECT_S)
@@ -189,7 +190,7 @@ class Intake(threading.Thread):
                 self._holder.life_is_over(life)
             elif fetched:
                 given = sum(not one.buried for one in fetched)
-                names = names[given:] + _fresh(given)
+                self.asked = self.asked[given:] + _fresh(given)
                 for one in fetched:
                     self._take(life, one)
             else:

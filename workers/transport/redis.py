@@ -11,8 +11,12 @@ from typing import Any
 
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport import redis as stock
+from redis.connection import AbstractConnection
+from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 
 from producers import keys
+from producers.connect import connection_pool
+from producers.trouble import trouble
 
 #: The scheme under which kombu finds this transport, and the transport option that carries the worker's runtime.
 SCHEME = "penstock"
@@ -61,6 +65,33 @@ class Channel(stock.Channel):
         # Kept: Celery acknowledges on this channel also when it is closed, and then it has no connection.
         self.runtime = connection.client.transport_options[RUNTIME]
         super().__init__(connection, **kwargs)
+
+    def _get_pool(self, asynchronous: bool = False) -> Any:
+        """Ours: with its time limits, and by Sentinels where they are to be asked."""
+        params = self._connparams(asynchronous)
+        self.keyprefix_fanout: str = self.keyprefix_fanout.format(db=params["db"])
+        channel = self
+
+        class Connection(AbstractConnection):
+            def read_response(self, *args: Any, **options: Any) -> Any:
+                tcp: Any = super()
+                try:
+                    return tcp.read_response(*args, **options)
+                except NoScriptError:
+                    raise  # kombu sends the script then
+                except ResponseError as exc:
+                    if trouble(exc) is None:
+                        raise
+                    # A full or read-only server: Celery's consumer would die of it, but connects again after this.
+                    raise ConnectionError(str(exc)) from exc
+
+            def disconnect(self, *args: Any, **options: Any) -> None:
+                tcp: Any = super()
+                tcp.disconnect(*args, **options)
+                if asynchronous and channel._registered:
+                    channel._on_connection_disconnect(self)
+
+        return connection_pool(self.runtime.settings.broker, Connection)
 
     def _q_for_pri(self, queue: str, pri: int) -> str:
         # kombu's `sep` also stands in the binding tables, which plain senders read and write: that one stays as it is

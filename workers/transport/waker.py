@@ -14,11 +14,16 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from workers.connect import LOST, connect
+from producers.connect import connection_pool
+from producers.trouble import Trouble, trouble
+from workers.connect import LOST
 
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+#: A quiet connection is asked for a sign of life this often (s), and made anew when none came by the next time.
+PING_S = 5.0
+PONG = b"+PONG\r\n"
 #: How often to look where the server has no tracking (Redis before 6) or forbids it.
 POLL_S = 0.05
 
@@ -37,8 +42,7 @@ class Waker(threading.Thread):
 
     def __init__(self, url: str, queues: Sequence[str], poke: Callable[[], None]) -> None:
         super().__init__(name="penstock-waker", daemon=True)
-        # No socket timeout: silence is what an idle queue sounds like. Keepalive finds a dead peer.
-        self._redis = connect(url, protocol=3, socket_timeout=None)
+        self._pool = connection_pool(url, timeout=PING_S, protocol=3)
         self._prefixes = shortest_prefixes(queues)
         self._poke = poke
         self._connection: Any = None
@@ -55,6 +59,10 @@ class Waker(threading.Thread):
             try:
                 self._follow()
             except ResponseError as exc:
+                if trouble(exc) is Trouble.AWAY:
+                    logger.warning("The broker takes no wake-up connection, trying again: %s", exc)
+                    self._stopped.wait(RECONNECT_S)
+                    continue
                 logger.warning("The broker offers no key tracking (%s): looking every %s s instead", exc, POLL_S)
                 while not self._stopped.wait(POLL_S):
                     self._poke()
@@ -64,7 +72,7 @@ class Waker(threading.Thread):
                     logger.warning("Lost the broker's wake-up connection, connecting again: %s", exc)
 
     def _follow(self) -> None:
-        connection: Any = self._redis.connection_pool.make_connection()
+        connection: Any = self._pool.connection_class(**self._pool.connection_kwargs)
         self._connection = connection
         try:
             connection.connect()
@@ -73,10 +81,22 @@ class Waker(threading.Thread):
             connection.read_response()
             self._poke()  # what came before we listened
             sock = connection._sock
+            asked = False
             while not self._stopped.is_set():
-                if not sock.recv(65536):
+                try:
+                    heard = sock.recv(65536)
+                except TimeoutError:
+                    # Silence is what an idle queue sounds like, and a peer that vanished.
+                    if asked:
+                        raise
+                    connection.send_command("PING", check_health=False)
+                    asked = True
+                    continue
+                if not heard:
                     raise ConnectionError("the server closed it")
-                self._poke()
+                if not asked or heard != PONG:
+                    self._poke()
+                asked = False
         finally:
             self._connection = None
             connection.disconnect()

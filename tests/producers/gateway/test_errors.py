@@ -42,6 +42,8 @@ def values(node: ast.AST) -> Iterator[ast.expr]:
             yield from branches(code)
         case ast.AnnAssign(target=ast.Name(id="FAULTS"), value=ast.Dict(keys=keys)):
             yield from (key for key in keys if key is not None)
+        case ast.AnnAssign(target=ast.Name(id="CODES"), value=ast.Dict(values=found)):
+            yield from found
         case ast.Dict(keys=keys, values=found):
             for key, value in zip(keys, found, strict=True):
                 if isinstance(key, ast.Constant) and key.value == "code":

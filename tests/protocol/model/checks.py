@@ -28,9 +28,9 @@ def wrong(s: State, cfg: Cfg) -> str:
 
 
 def _links(r: Rec | None, g: Ghost) -> str:
-    if g.links > 1 and not g.excused:
+    if g.links > 1 and not (g.excused or g.undone):
         return "S4 links sent twice, and no owner was lost before SETTLE"
-    if g.links and not g.final:
+    if g.links and not g.final and not g.undone:
         return "S2 links sent for a task that is not final"
     if g.cancelled and g.final not in (None, "cancelled"):
         return "S3 an accepted cancel did not win"

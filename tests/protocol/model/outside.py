@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.protocol.model import scripts
-from tests.protocol.model.scripts import FINAL, Rules
+from tests.protocol.model.scripts import FINAL, QUEUED, Rules
 from tests.protocol.model.state import Cfg, State, enqueue, message, put, spend, without
 from tests.protocol.model.worker import haunt, store
 
@@ -111,6 +111,10 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if (b := spend(s, "tail")) and r and (r.stream or r.prompt) and r.status not in FINAL:
         cut = r._replace(stream=r.stream[:-1], next=(len(r.stream) - 1,)) if r.stream else r._replace(prompt=())
         yield f"failover drops the last entry of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)
+    if (b := spend(s, "undo")) and r and r.status in FINAL and any(e[2][0] == t for e in s.infl):
+        ghost = s.ghosts[t]._replace(final=None, links=0, excused=True, undone=True)
+        back = s._replace(recs=put(s.recs, t, QUEUED), ghosts=put(s.ghosts, t, ghost), budget=b)
+        yield f"failover drops all that became of {t}", False, back
 
 
 def _may_expire(s: State, t: int, cfg: Cfg, rules: Rules) -> bool:

@@ -75,6 +75,9 @@ RULES: dict[str, Rule] = {
     "condemned_first": Rule("killer", "a condemned message is claimed by its id before anyone decodes it"),
     "condemned_fails": Rule("killer", "CLAIM(condemned) fails a record that nobody ever lived to take up"),
     "suspect_alone": Rule("innocent", "FETCH gives an incarnation one message at its last chance at a time"),
+    "ack_settled": Rule(
+        "undone", "ACK of a settled task takes nothing where its record is not settled: a failover lost that"
+    ),
     "ack_reason": Rule("poison", "a task given up is acked with a reason, which keeps its message as a dead letter"),
     # the worker
     "tracer_after": Rule("crash", "the tracer (result, links) runs after a won FINISH"),
@@ -85,6 +88,9 @@ RULES: dict[str, Rule] = {
         "alone", "a worker whose lease lapsed, and who lives, RELEASEs what it held and gives it BACK: that is no death"
     ),
     "lapse_first": Rule("alone", "it does so before its new incarnation fetches"),
+    "settle_answer": Rule(
+        "undone", "a SETTLE that finds the record not final gives the delivery BACK", behind=("ack_settled",)
+    ),
     "retry_order": Rule("retry", "retry: publish the copy, then RELEASE, then ACK"),
     # the reader
     "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),

@@ -83,6 +83,8 @@ _LIST = [
     _world("reader", reader=True, drop=1, crash=1, expire=1, cancel=1),
     _world("unread", lease=True, leave=1, lapse=1, lost=1, crash=1, length=1),
     _world("unread-producer", lease=True, sent=False, leave=1, lapse=1, pcrash=1, workers=(0,), length=1),
+    _world("undone", undo=1, lost=1, crash=1, length=1),
+    _world("undone-alone", undo=2, workers=(0,), expire=1, length=1),
     _world("tail", reader=True, tail=1, expire=1, lost=1),
     _world("prompt", prompt=True, tail=1, crash=1, expire=1, lost=1, deadline=1, length=1),
     _world("prompt-alone", prompt=True, tail=1, crash=1, expire=1, lost=1, drain=1, length=0),

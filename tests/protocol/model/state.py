@@ -9,6 +9,7 @@ from tests.protocol.model.scripts import Rec
 
 #: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it. `leave`: the gateway of task
 #: 0's reader dies; `lapse`: its lease lapses, and it lives; `gone`: the broker loses the message of a final task.
+#: `undo`: a failover loses all that became of a record since it was queued, before its message was acked.
 FAULTS = (
     "crash",
     "expire",
@@ -22,6 +23,7 @@ FAULTS = (
     "pcrash",
     "drop",
     "tail",
+    "undo",
     "turn",
     "leave",
     "lapse",
@@ -85,7 +87,8 @@ class Slot(NamedTuple):
 class Ghost(NamedTuple):
     """What only the checker knows of a task. `excused`: its owner was lost before SETTLE, so that links may go out
     again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept; `idle`: times in a
-    row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none that are known."""
+    row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none that are known;
+    `undone`: a failover lost its end, whose links went out or will."""
 
     accepted: bool
     final: str | None = None
@@ -95,6 +98,7 @@ class Ghost(NamedTuple):
     unlisted: bool = False
     idle: int = 0
     spared: bool = False
+    undone: bool = False
     bad: str = ""
 
 

@@ -230,9 +230,12 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if p.pc == "trace":
         yield "tracer: result, links", p._replace(pc="settle"), haunt(s, t, links=min(s.ghosts[t].links + 1, 2))
     elif p.pc == "settle":
-        yield "SETTLE", p._replace(pc="ack"), store(s, t, scripts.settle(r)[1])
+        settled, r2 = scripts.settle(r)
+        pc = "ack" if settled or "settle_answer" not in rules else "release_back"
+        yield "SETTLE", p._replace(pc=pc), store(s, t, r2)
     elif p.pc in ("release_back", "release_ack"):
-        yield "RELEASE", p._replace(pc=p.pc[8:]), store(s, t, scripts.release(r, p.c, rules)[1])
+        note = "released" if p.pc == "release_ack" else p.note
+        yield "RELEASE", p._replace(pc=p.pc[8:], note=note), store(s, t, scripts.release(r, p.c, rules)[1])
     elif p.pc == "release_end":
         yield "RELEASE", IDLE, store(s, t, scripts.release(r, p.c, rules)[1])
     elif p.pc == "retry_pub":
@@ -241,8 +244,16 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     elif p.pc == "retry_ack":  # the wrong order: ACK, then publish
         for after in take_back(s, cfg, p, rules, False):
             yield "ACK", p._replace(pc="retry_pub"), after
+    elif p.pc == "ack" and "ack_settled" in rules and _unsettled(s, p, cfg):
+        yield "ACK -> not settled", p._replace(pc="release_back"), s
     elif p.pc in ("ack", "back"):
         for after in take_back(s, cfg, p, rules, p.pc == "back"):
             yield p.pc.upper(), IDLE, after
     elif p.pc == "hold":
         yield "keeps the delivery, does nothing", IDLE, s
+
+
+def _unsettled(s: State, p: Slot, cfg: Cfg) -> bool:
+    """Of a task that its worker settled, as ACK sees it: SQS knows nothing of records."""
+    r = s.recs[p.msg[0]]
+    return not cfg.sqs and p.note != "released" and r is not None and not r.settled

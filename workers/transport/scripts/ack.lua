@@ -1,11 +1,20 @@
+#!lua flags=allow-oom
 -- ACK(uuid) | the entry exists: remove; else nothing. With a reason, the message is kept on the dead-letter list. What
 -- its tenant was charged is set right by the tokens that were used.
--- KEYS: in flight of inc, reaped, dead   ARGV: uuid, reason (or empty), tokens used
--- Answers: 1 removed | 0
+-- Of a task that its worker has settled, only where its record, if this server holds it, is settled: a failover may have
+-- lost that, and a message that went first would leave a task that nobody finishes.
+-- KEYS: in flight of inc, reaped, dead, task   ARGV: uuid, reason (or empty), tokens used, settled 0|1
+-- Answers: 1 removed | 0 | -1 not settled here
 -- include: _fair.lua
 local packed = redis.call('HGET', KEYS[1], ARGV[1])
 if not packed then
   return 0
+end
+if ARGV[4] == '1' then
+  local r = redis.call('HMGET', KEYS[4], 'status', 'settled')
+  if r[1] and not r[2] then
+    return -1
+  end
 end
 local e = cmsgpack.unpack(packed)
 redis.call('HDEL', KEYS[1], ARGV[1])

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- ADOPT | a pool without workers: its waiting messages go to the front of another pool's lists, in their order; what it
 -- holds back for later is held back there.
 -- KEYS: delayed of the source, delayed of the target, then source list, target list, ...

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- BACK(uuid) | the entry exists: return it to the front of its list (delayed for `busy`), to be sorted to where it stood
 -- among its tenant's, who is not charged for it; else nothing.
 -- KEYS: in flight of inc, delayed, returned   ARGV: uuid, delay (ms)

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- FETCH(inc, uuid) | broker lease alive; the caller names the UUID; already in flight: same answer; else take + enter in
 -- flight (what cannot be decoded: dead letter).
 -- First it sorts by tenant what has arrived, so many of each list; another call goes on with the rest. A list's head is

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- REAP(inc) | broker lease absent: return its entries to the front, in the order in which they were fetched, as BACK does.
 -- Each return is counted, because a worker killed between FETCH and CLAIM counts no death on the record.
 -- KEYS: lease, in flight of inc, incarnations, reaped, returned   ARGV: inc

@@ -1,0 +1,16 @@
+#!lua flags=no-writes
+-- STRAYS(inc, held) | reads what is in flight of an incarnation that its worker does not hold: a failover, or a restart
+-- that lost the last second, brought back what was settled, or given back, before.
+-- KEYS: in flight of inc   ARGV: uuid, ... (what is held)
+-- Answers: uuid, task id, ...
+local held, out = {}, {}
+for _, uuid in ipairs(ARGV) do
+  held[uuid] = true
+end
+for _, uuid in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if not held[uuid] then
+    out[#out + 1] = uuid
+    out[#out + 1] = cmsgpack.unpack(redis.call('HGET', KEYS[1], uuid))[3]
+  end
+end
+return out
