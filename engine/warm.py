@@ -72,6 +72,7 @@ def warm(
     *,
     dtype: str = "auto",
     quantization: str = "none",
+    deterministic: bool = False,
     max_num_seqs: int = 64,
     block_size: int = 16,
 ) -> Warmed:
@@ -80,6 +81,7 @@ def warm(
     Raises EngineError where Triton is missing, interprets kernels or has no C compiler, ModelError about the folder.
     """
     try:
+        from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu
         from engine.kernels.gpu import Fp8Gpu, Gpu, interpreted
         from engine.kernels.triton.ahead import compiling_for
     except ModuleNotFoundError as error:
@@ -87,7 +89,8 @@ def warm(
     if interpreted():
         raise EngineError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
     began = time.perf_counter()
-    model = shape_of(folder, dtype, Fp8Gpu if quantization == "fp8" else Gpu)
+    sets: tuple[type[Gpu], type[Gpu]] = (DeterministicGpu, DeterministicFp8Gpu) if deterministic else (Gpu, Fp8Gpu)
+    model = shape_of(folder, dtype, sets[quantization == "fp8"])
     with compiling_for(arch, cache) as builds:
         _launch_all(model, max_num_seqs, block_size)
     seconds = time.perf_counter() - began

@@ -193,6 +193,7 @@ class InputMaker:
                     most_queries=shape.most_queries,
                     most_places=shape.most_places[i],
                     window=window,
+                    positions=t.positions[: shape.tokens],
                 )
                 for i, window in enumerate(self._rows.windows)
             ),

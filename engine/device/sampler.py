@@ -31,7 +31,7 @@ from engine.device.sampling_rows import DeviceSamplingRows
 from engine.kernels.sampling_state import Features, SamplingState
 from engine.plan import Sampled
 from engine.request import Sequence, TokenLogprobs
-from engine.sampling.logprobs import listed, ranked
+from engine.sampling.logprobs import listed, log_softmax, ranked
 from engine.sampling.sampler import failed
 from engine.upload import upload
 
@@ -107,7 +107,7 @@ class DeviceSampler:
         if len(rows):
             (index,) = upload([rows], self._device)
             # Of what the model said, whatever was done to it since.
-            said = logits[index].float().log_softmax(-1)
+            said = log_softmax(logits[index])
             results += ranked(said, chosen[0, index], int(wanted.max()))
         hosts, wait = _to_host(results)
         counts = {int(row): int(wanted[row]) for row in rows}

@@ -60,7 +60,7 @@ def select(
     or `quantization` ("none" or "fp8") is not for the device, the dtype or the set, or there is no `deterministic` one.
     """
     if deterministic:
-        return _deterministic(device, dtype, name, quantization)
+        return _deterministic(device, dtype, select(device, dtype, name, quantization))
     if quantization == "fp8":
         return _fp8(device, dtype, name)
     if name == "auto":
@@ -73,13 +73,18 @@ def select(
     return _SETS[name](dtype if native else torch.float32)
 
 
-def _deterministic(device: torch.device, dtype: torch.dtype, name: str, quantization: str) -> Kernels:
-    if name not in ("auto", "cpu") or device.type != "cpu" or quantization != "none":
-        raise EngineError(
-            f"deterministic=True is for CPUs with kernels='auto' and quantization='none' so far, and they are "
-            f"{device.type}, {name!r} and {quantization!r}"
-        )
-    return DeterministicCpu(dtype if computes_natively(dtype) else torch.float32)
+def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) -> Kernels:
+    """The set that stands for the ordinary one."""
+    if ordinary.name == "cpu":
+        return DeterministicCpu(ordinary.compute_dtype)
+    if ordinary.name in ("triton", "triton-fp8"):
+        from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu
+
+        return (DeterministicGpu if ordinary.name == "triton" else DeterministicFp8Gpu)(dtype)
+    raise EngineError(
+        f"deterministic=True goes with kernels='cpu' on a CPU and kernels='triton' on a CUDA device, and on "
+        f"{device.type} they are {ordinary.name!r}"
+    )
 
 
 def _has_triton() -> bool:

@@ -43,6 +43,8 @@ class RaggedBatch:
     """Bound on `kv_lens`, known to the host; under a graph, the largest that the graph is for."""
     window: int | None = None
     """How many places a query sees, its own included; None for all before it."""
+    positions: Tensor | None = None
+    """int64 [tokens], from each sequence's first token: tells what lies before a table."""
 
 
 #: What attention has to know about a step, in either layout.

@@ -49,6 +49,21 @@ def dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) ->
     return interpreter.TensorHandle(np.matmul(left, right) + d.data, d.dtype.scalar)
 
 
+def dot_in_order(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """As `dot`, each element summed from the first product to the last, wherever it is: the rows of a tensor core's
+    product do not meet, but those of numpy's do, where they come to the edge of what it multiplies at once."""
+    left, right = (
+        x.data.astype(np.float32)
+        if x.data.dtype.kind == "f"
+        else convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32)
+        for x in (a, b)
+    )
+    total = d.data.astype(np.float32)
+    for k in range(left.shape[1]):
+        total = total + left[:, k, None] * right[k]
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
 def from_integer(builder: Any, source: Any, target: Any) -> Any:
     """In place of `InterpreterBuilder.create_si_to_fp`."""
     if target.scalar.name not in ("bf16", "fp8e4nv", "fp8e5"):

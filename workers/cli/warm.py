@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure
-from workers.cli.options import DType, Quantization
+from workers.cli.options import Deterministic, DType, Quantization
 from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def warm(
     ] = None,
     dtype: DType = None,
     quantization: Quantization = None,
+    deterministic: Deterministic = False,
     max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="Sequences in one batch, as the worker's.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,6 +53,7 @@ def warm(
             cache or default_cache(),
             dtype=dtype or "auto",
             quantization=quantization or "none",
+            deterministic=deterministic,
             max_num_seqs=max_num_seqs,
         )
     except EngineError as error:

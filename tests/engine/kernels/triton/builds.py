@@ -20,7 +20,9 @@ from triton import knobs
 from engine.kernels import RaggedBatch
 from engine.kernels.triton.ahead import Build, compiling_for
 from engine.kernels.triton.attention import PagedAttention
-from tests.engine.kernels.triton.launches import LAYERS, PRODUCTS
+from engine.kernels.triton.fixed_attention import FixedAttention
+from engine.kernels.triton.product import product
+from tests.engine.kernels.triton.launches import LAYERS, PRODUCTS, empty
 
 
 def _attention(
@@ -30,18 +32,23 @@ def _attention(
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
     softcap: float | None = None,
+    kind: type[PagedAttention] | type[FixedAttention] = PagedAttention,
 ) -> Callable[[], None]:
     """What a model of that shape launches: in steps of decodes alone, and of prompts too."""
 
     def launch() -> None:
-        attention = PagedAttention()
+        attention = kind()
         cache = torch.empty(2, 1000, 16, kv_heads, head_dim, dtype=dtype, device="meta")
-        for tokens, most_queries in ((4, 1), (60, 57)):
+        # Of many tokens, deterministic attention divides no walk.
+        for tokens, most_queries in ((4, 1), (60, 57)) if kind is PagedAttention else ((4, 1), (3000, 57)):
             starts, lens, rows = (torch.empty(n, dtype=torch.int32, device="meta") for n in (5, 4, 4))
             tables = torch.empty(64, 600, dtype=torch.int32, device="meta")
             slots = torch.empty(tokens, dtype=torch.int64, device="meta")
             query = torch.empty(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device="meta")[:, :heads]
-            batch = RaggedBatch(slots, starts, lens, tables, rows, most_queries, most_places=9000, window=window)
+            positions = torch.empty(tokens, dtype=torch.int64, device="meta")
+            batch = RaggedBatch(
+                slots, starts, lens, tables, rows, most_queries, most_places=9000, window=window, positions=positions
+            )
             attention(query, cache, batch, head_dim**-0.5, softcap)
 
     return launch
@@ -54,7 +61,29 @@ LAUNCHES = {
     "tiny-v2": _attention(6, 2, 32),
     "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0),
 }
+
+
+def _fixed_products(outputs: int, inputs: int) -> Callable[[], None]:
+    """In deterministic mode: of few rows and of many, in half precision and in 8 bits."""
+
+    def launch() -> None:
+        for rows in (4, 1000):
+            product(empty(rows, inputs), empty(outputs, inputs), empty(outputs), torch.bfloat16)
+            eight = (empty(n, inputs, dtype=torch.float8_e4m3fn) for n in (rows, outputs))
+            scales = (empty(rows, dtype=torch.float32), empty(outputs, dtype=torch.float32))
+            product(*eight, None, torch.bfloat16, scales)
+
+    return launch
+
+
+FIXED = {
+    "llama-3.1-8b": _attention(32, 8, 128, kind=FixedAttention),
+    "tiny-v2": _attention(6, 2, 32, kind=FixedAttention),
+    "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0, kind=FixedAttention),
+    "products": _fixed_products(4096, 4096),
+}
 GROUPS = {
+    "fixed": FIXED,
     "attention": LAUNCHES,
     "attention, 8b": {"llama-3.1-8b": LAUNCHES["llama-3.1-8b"]},
     "layers": LAYERS,

@@ -12,6 +12,17 @@ def where() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def in_order(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, products that sum every element alike, as a GPU's do."""
+    if where.type == "cpu":
+        from triton.runtime import interpreter
+
+        from tests.engine.interpreter import dot_in_order
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
+
+
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param

@@ -87,6 +87,15 @@ def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() ->
             assert kernel["copies left on their way"] >= 4, (name, kernel)
 
 
+def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups() -> None:
+    for name, kernels in built("fixed").items():
+        assert len(kernels) >= 3, name
+        for kernel in kernels:
+            assert kernel["stack"] == 0, (name, kernel)
+            assert kernel["shared"] <= MOST_SHARED, (name, kernel)
+            assert kernel["wgmma"] == (kernel["kernel"] in ("attend_fixed", "product_kernel")), (name, kernel)
+
+
 def test_a_gpu_with_less_shared_memory_has_kernels_too() -> None:
     for kernel in built("attention, 8b", "sm_89")["llama-3.1-8b"]:
         assert kernel["stack"] == 0, kernel

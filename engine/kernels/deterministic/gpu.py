@@ -1,0 +1,51 @@
+"""CUDA: a row's result depends on nothing but the row. Norms, gates, rotation and sampling of the ordinary set are so
+already: one program, or one fixed tile, sums a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.gpu import Gpu
+from engine.kernels.packed import Int4Weight, Int8Weight
+from engine.kernels.ragged import Attended, RaggedBatch
+from engine.kernels.reference import PreparedLinear
+from engine.kernels.triton.fixed_attention import FixedAttention
+from engine.kernels.triton.fp8 import quantise_rows
+from engine.kernels.triton.product import fixed_fp8_linear, fixed_linear
+
+
+class DeterministicGpu(Gpu):
+    """Products and attention in tiles and parts of one size; nothing asks the device how much there is of it."""
+
+    name = "triton-deterministic"
+
+    def __init__(self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None) -> None:
+        super().__init__(compute_dtype, multiprocessors=multiprocessors)
+        self._fixed = FixedAttention()
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        return fixed_linear(weight, bias)
+
+    def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
+        """The weight is written out: the kernels of few rows have other tiles than cuBLAS has for many."""
+        return fixed_linear(weight.dequantise().to(self.compute_dtype), bias)
+
+    def paged_attention(
+        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        if not isinstance(batch, RaggedBatch):
+            raise TypeError("deterministic attention on a GPU reads ragged batches")
+        return self._fixed(query, cache, batch, scale, softcap)
+
+
+class DeterministicFp8Gpu(DeterministicGpu):
+    """All products but that of the output head in 8-bit floats. Computes in bfloat16."""
+
+    name = "triton-fp8-deterministic"
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        return fixed_fp8_linear(weight, bias, quantise_rows)
+
+    def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        return fixed_linear(weight, bias)
