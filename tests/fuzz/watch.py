@@ -36,7 +36,7 @@ def leases(redis: Redis) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Bytes of memory in use; keys in all; keys that never expire; entries of our indexes that nobody minds any more."""
+    """Bytes of memory in use; keys in all; keys that never expire; entries of indexes that are forgotten there."""
 
     memory: int
     keys: int
