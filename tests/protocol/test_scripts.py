@@ -430,6 +430,15 @@ def _die(kind: type[StoreMachine], lives: list[bool]) -> None:
     machine.teardown()
 
 
+def _cancel_what_the_dead_left(kind: type[StoreMachine]) -> None:
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.claim("p", "i1", False, False, False)
+    machine.lease("i1", False)
+    machine.cancel("p", False, True)
+    machine.teardown()
+
+
 def _keep_the_letter(kind: type[StoreMachine]) -> None:
     """A client's task is given up, and whoever was to keep its message dies."""
     machine = kind()
@@ -455,6 +464,7 @@ def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> N
     _condemned(machine)
     _go_on_after_the_end(machine)
     _keep_the_letter(machine)
+    _cancel_what_the_dead_left(machine)
     for lives in LIVES:
         _die(machine, lives)
     run_state_machine_as_test(
