@@ -1,0 +1,74 @@
+"""What a server's error means, and which servers are taken."""
+
+from __future__ import annotations
+
+import pytest
+from redis import Redis
+from redis import exceptions as redis
+
+from producers import Client, SubmitFailed
+from producers.hello import check_hello
+from producers.sentinel import split
+from producers.trouble import NotPrimary, Trouble, UnusableServer, trouble
+
+HELLO = {"server": "redis", "version": "7.2.4", "mode": "standalone", "role": "master"}
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (redis.OutOfMemoryError("command not allowed"), Trouble.FULL),
+        (redis.ResponseError("MISCONF Errors writing to the AOF file"), Trouble.FULL),
+        (redis.ReadOnlyError("You can't write"), Trouble.AWAY),
+        (redis.ResponseError("NOREPLICAS Not enough good replicas to write."), Trouble.AWAY),
+        (redis.ResponseError("BUSY Redis is busy running a script"), Trouble.AWAY),
+        (redis.ResponseError("BUSYGROUP Consumer Group name already exists"), None),
+        (redis.AuthenticationError("invalid"), Trouble.DENIED),
+        (redis.NoPermissionError("no permissions"), Trouble.DENIED),
+        (redis.ResponseError("WRONGTYPE Operation against a key"), None),
+        (ConnectionResetError(), Trouble.AWAY),
+    ],
+)
+def test_an_error_means_one_thing(error: Exception, found: Trouble | None) -> None:
+    assert trouble(error) is found
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"mode": "cluster"}, UnusableServer, "Cluster"),
+        ({"mode": "sentinel"}, UnusableServer, "redis\\+sentinel://h:1/NAME"),
+        ({"version": "6.2.14"}, UnusableServer, "needs Redis 7.0"),
+        ({"role": "replica"}, NotPrimary, "is a replica"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused(changes: dict[str, str], kind: type[Exception], says: str) -> None:
+    check_hello(HELLO, "h:1")
+    with pytest.raises(kind, match=says):
+        check_hello({**HELLO, **changes}, "h:1")
+
+
+def test_a_url_of_sentinels_is_read() -> None:
+    plain, found = split("rediss+sentinel://ann:pw@a:1,[::1]:2,c/main/3?sentinel_password=s&ssl_ca_certs=/ca.pem")
+    assert plain == "rediss://ann:pw@sentinel/3?ssl_ca_certs=%2Fca.pem"
+    assert (found.name, found.addresses) == ("main", [("a", 1), ("::1", 2), ("c", 26379)])
+    assert found.options == {"ssl_ca_certs": "/ca.pem", "password": "s"}
+
+
+@pytest.mark.parametrize("url", ["sentinel://a:1", "sentinel://a:x/main", "sentinel://a:1;sentinel://b:1/main"])
+def test_a_url_of_sentinels_that_lacks_something_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="looks like"):
+        split(url)
+
+
+def test_a_full_store_takes_no_task_and_says_so(valkey: Redis, valkey_url: str, model: str) -> None:
+    with Client(valkey_url) as client:
+        valkey.config_set("maxmemory", "1")
+        try:
+            with pytest.raises(SubmitFailed, match="nothing was queued") as refused:
+                client.submit(model=model, prompt=[1])
+            assert refused.value.code == "storage_full"
+            assert not valkey.keys("penstock:task:*")
+        finally:
+            valkey.config_set("maxmemory", "0")
+        client.submit(model=model, prompt=[1])
