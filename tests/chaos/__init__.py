@@ -4,6 +4,7 @@
                          (`driver`); plan, load, injector and checker are those of `workers.chaos`
     kill_between_calls   a worker dies between every two adjacent calls to broker or store, and loses each reply:
                          worker (`warm`) -> `tap` (counts the calls, strikes at one) -> server; then `scenario` judges
+    drain                a worker with hundreds of running sequences is told to end
 
 Each is a command (`python -m tests.chaos --help`) and, in a small version, a test.
 """

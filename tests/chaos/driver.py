@@ -26,6 +26,8 @@ from workers.chaos.plan import KINDS, Plan, by_role, draw
 ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())
 #: What is still open when the load ends may take so long (s): a submit that was left half done waits for the sweeper.
 CALM_S = 90.0
+#: The load goes on until so many tasks have ended, on a machine however busy.
+SOME = 10
 
 
 @dataclass(slots=True)
@@ -109,6 +111,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         stage.journal.write("phase", name="load")
         stage.start_clients()
         Injector(stage, stage.journal, stage.broker.url, stage.store.url, lambda: list(watcher.open)).run(plan, say)
+        wait_for(lambda: len(watcher.streams) >= SOME, CALM_S)
         stage.journal.write("phase", name="calm")
         broker, store = stage.redis["broker"], stage.redis["store"]
         for name in stage.stop("client", CALM_S):
@@ -130,8 +133,12 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         for role in ("worker", "gateway", "sweeper"):
             for name in stage.stop(role, shape.drain + HAND_BACK_S):
                 fault(name, f"did not stop within its drain time and {HAND_BACK_S:g} s")
+        # One that could not hand back in time leaves both, and the lease lapses.
+        wait_for(lambda: not workers_of(broker), shape.lease + 2)
         stores.left += [f"{about['incarnation']}: a lease" for about in workers_of(broker)]
-        stores.left += [f"an incarnation: {name}" for name in broker.hkeys("penstock:incarnations")]
+        clean = tuple(f"{slot.process}." for slot in stage.slots.values() if slot.role == "worker" and slot.code == 0)
+        books = map(str, broker.hkeys("penstock:incarnations"))
+        stores.left += [f"an incarnation: {name}" for name in books if name.startswith(clean)]
     finally:
         stage.down()
     return Case.of(History.read(stage.journals), stores, watcher.streams), wrong

@@ -75,6 +75,11 @@ class Slot:
             self._served = self._served or self._serves(self.process)
             return self._served
 
+    @property
+    def code(self) -> int | None:
+        """The exit code, or None where it runs."""
+        return self._popen.poll()
+
     def look(self) -> None:
         """Write down its end, and start the next."""
         with self._lock:

@@ -33,7 +33,7 @@ from workers.cli.processes import PENSTOCK
 #: What workers may take beyond their drain time to hand everything back (s).
 HAND_BACK_S = 15.0
 #: Ways in which tasks are asked for: see `workers.chaos.load`.
-BOOT_S = 60.0
+BOOT_S = 120.0
 
 _DOUBLE = """
 local held, found = redis.call('KEYS', 'penstock:inflight:*'), {}

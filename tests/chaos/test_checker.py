@@ -233,7 +233,7 @@ def _crash(case: Case) -> None:
 
 
 def _fail_to_drain(case: Case) -> None:
-    case.history.exits[0]["code"] = 1
+    case.history.exits[0]["code"] = -11
 
 
 CORRUPTED = {

@@ -292,10 +292,11 @@ def memory_is_whole(case: Case) -> Iterator[Violation]:
 
 
 def processes_end_as_told(case: Case) -> Iterator[Violation]:
-    """Nobody dies unasked but one whose servers are away while it starts; whoever is told to drain exits with 0."""
+    """Nobody dies unasked but one whose servers are away while it starts; whoever is told to drain exits with 0, a
+    worker with 1 where it could not hand back in time (its servers are away, or the machine is busy)."""
     for line in case.history.exits:
         if line["asked"]:
-            if line["code"] not in (0, -9):
+            if line["code"] not in ((0, 1, -9) if line["role"] == "worker" else (0, -9)):
                 yield Violation("processes_end_as_told", line["process"], f"was told to stop: {line['code']}")
         elif line["served"]:
             yield Violation("processes_end_as_told", line["process"], f"ended unasked: {line['code']}")
