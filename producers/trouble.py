@@ -67,6 +67,7 @@ _CLASSES: Final = (
 _SAID: Final = (
     ("killed by user", Trouble.AWAY),
     ("user executing the script can't", Trouble.DENIED),
+    ("ACL failure in script", Trouble.DENIED),
 )
 
 

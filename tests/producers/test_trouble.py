@@ -25,6 +25,7 @@ HELLO = {"server": "redis", "version": "7.2.4", "mode": "standalone", "role": "m
         (redis.ResponseError("BUSYGROUP Consumer Group name already exists"), None),
         (redis.AuthenticationError("invalid"), Trouble.DENIED),
         (redis.NoPermissionError("no permissions"), Trouble.DENIED),
+        (redis.ResponseError("ACL failure in script: User bob has no permissions to run 'publish'"), Trouble.DENIED),
         (redis.ResponseError("WRONGTYPE Operation against a key"), None),
         (ConnectionResetError(), Trouble.AWAY),
     ],
