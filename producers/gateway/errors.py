@@ -77,7 +77,9 @@ def problem_of(error: Exception) -> Problem:
             logger.warning("store or broker failed: %s: %s", type(error).__name__, error)
             found = trouble(error)
             message = AWAY if found is Trouble.AWAY else FULL if found is Trouble.FULL else REFUSES
-            return Problem(503, message, code=CODES.get(found, "service_unavailable"), headers=RETRY_AFTER)
+            if found in CODES:
+                return Problem(503, message, code=CODES[found], headers=RETRY_AFTER)
+            return Problem(503, message, code="service_unavailable", headers=RETRY_AFTER)
         case HTTPException(status_code=404):
             return Problem(
                 404, "There is nothing at this URL; see GET /openapi.json for what there is.", code="not_found"
