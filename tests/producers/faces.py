@@ -55,8 +55,9 @@ class AsyncHandleFace:
         try:
             while (event := self.portal.call(following())) is not None:
                 yield event
-        finally:
+        except GeneratorExit:  # left early; where it ended otherwise, there is nothing to close, and maybe no loop
             self.portal.call(events.aclose())
+            raise
 
 
 Face = Client | AsyncFace

@@ -104,7 +104,8 @@ def event_loop_sticks() -> None:
 def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
     """An engine's factory, within a call in which Python's own handlers of signals do not get a turn."""
     print("loads for ever", flush=True)
-    ctypes.CDLL(None).sleep(600)
+    while True:  # a signal cuts a sleep short
+        ctypes.CDLL(None).sleep(600)
 
 
 def looks_often_for_notices() -> None:
