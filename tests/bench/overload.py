@@ -33,7 +33,6 @@ from workers.bench.connection import Connections
 #: Share of the requests, and the time within which its tasks are worth anything (s).
 TIERS = {"priority": (0.15, 4.0), "default": (0.45, 12.0), "flex": (0.2, 30.0), "batch": (0.2, 60.0)}
 TENANTS = {"big": 0.7, "small": 0.2, "": 0.1}
-PROMPT, OUTPUT = 48, 24
 ROWS = 16
 
 
@@ -52,17 +51,19 @@ class One:
 
 @dataclass(slots=True)
 class Load:
-    url: str
     rng: random.Random
     vocab: int
+    prompt: int
+    """Tokens on average, from half of that to half more."""
+    output: int
     done: list[One] = field(default_factory=list)
 
     def task(self, tier: str) -> dict[str, Any]:
         (tenant,) = self.rng.choices(list(TENANTS), list(TENANTS.values()))
         task = {
             "model": "tiny",
-            "prompt": self.rng.choices(range(self.vocab), k=self.rng.randint(PROMPT // 2, PROMPT * 3 // 2)),
-            "max_tokens": self.rng.randint(OUTPUT // 2, OUTPUT * 3 // 2),
+            "prompt": self.rng.choices(range(self.vocab), k=self.rng.randint(self.prompt // 2, self.prompt * 3 // 2)),
+            "max_tokens": self.rng.randint(self.output // 2, self.output * 3 // 2),
             "ignore_eos": True,
             "tier": tier,
             "timeout": TIERS[tier][1],
@@ -151,16 +152,19 @@ def _p95(values: list[float]) -> float:
     return round(statistics.quantiles(values, n=20)[-1], 1) if len(values) > 1 else 0.0
 
 
-async def measure(redis: Redis, port: int, seconds: float, loads: list[float], seed: int, vocab: int) -> None:
+async def measure(redis: Redis, port: int, args: argparse.Namespace, vocab: int) -> None:
     http = Connections(f"http://127.0.0.1:{port}")
-    await closed(Load("", random.Random(seed), vocab), http, 3.0)  # warms everything up
-    capacity = await closed(Load("", random.Random(seed), vocab), http, seconds / 2)
+
+    def load(seed: object) -> Load:
+        return Load(random.Random(str(seed)), vocab, args.prompt, args.output)
+
+    await closed(load(args.seed), http, 3.0)  # warms everything up
+    capacity = await closed(load(args.seed), http, args.seconds / 2)
     print(json.dumps({"capacity_tokens_per_s": round(capacity, 1)}), flush=True)
     found = []
-    for share in loads:
-        figures = await open_loop(
-            redis, Load("", random.Random(f"{seed} {share}"), vocab), http, share * capacity / OUTPUT, seconds
-        )
+    for share in args.loads:
+        rate = share * capacity / args.output
+        figures = await open_loop(redis, load(f"{args.seed} {share}"), http, rate, args.seconds)
         found.append(figures)
         print(json.dumps({"load": share, **figures}), flush=True)
     best = max(one["good_tokens_per_s"] for one in found)
@@ -174,6 +178,8 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
     parser.add_argument("--max-queued", type=int, default=100, help="0: no bound")
     parser.add_argument("--batched-tokens", type=int, default=64, help="max_num_batched_tokens of the engine")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens, on average")
+    parser.add_argument("--output", type=int, default=96, help="tokens, on average")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     port = free_port()
@@ -187,7 +193,7 @@ def main() -> None:
                 worker.wait_ready()
                 wait_for(port)
                 vocab = json.loads(redis.hget("penstock:models", "tiny"))["vocab_size"]
-                asyncio.run(measure(redis, port, args.seconds, args.loads, args.seed, vocab))
+                asyncio.run(measure(redis, port, args, vocab))
                 stats = [json.loads(redis.get(name)) for name in redis.keys("penstock:lease:*")]
                 print(json.dumps([{k: one[k] for k in ("preemptions", "steps", "generated_tokens")} for one in stats]))
         finally:

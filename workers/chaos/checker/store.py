@@ -144,6 +144,13 @@ def unfinished(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
     return found
 
 
+def awaited(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
+    """Leases of readers; that of a killed gateway goes once it has lapsed."""
+    wanted = None if ids is None else set(ids)
+    members = map(str, store.zrange("penstock:readers", 0, -1))
+    return [f"a reader of {name}" for name in members if wanted is None or name in wanted]
+
+
 def workers_of(broker: Redis) -> list[dict[str, Any]]:
     """What the workers with a lease say of themselves."""
     found = []
@@ -166,7 +173,7 @@ def wait_until_over(
     ids, deadline = None if ids is None else list(ids), time.monotonic() + seconds
     while True:
         try:
-            left = unfinished(store, ids) + ([] if shared else pending(broker))
+            left = unfinished(store, ids) + awaited(store, ids) + ([] if shared else pending(broker))
         except RedisError as error:
             left = [f"no answer: {error}"]
         if not left or time.monotonic() > deadline:
