@@ -27,7 +27,7 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 
 .venv: .venv/.installed  ## Only install
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt setup.py $(wildcard engine/kernels/native/*.h engine/kernels/native/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \

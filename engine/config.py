@@ -9,14 +9,14 @@ from engine.errors import EngineError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-KernelSet = Literal["auto", "reference", "ragged", "sdpa", "cpu", "triton"]
+KernelSet = Literal["auto", "reference", "ragged", "sdpa", "cpu", "native", "triton"]
 Quantization = Literal["none", "fp8"]
 
 #: As good as never.
 _MAX_AGEING_S = 1e9
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
-_KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu", "triton")
+_KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu", "native", "triton")
 _QUANTIZATIONS = ("none", "fp8")
 
 

@@ -111,8 +111,8 @@ class Engine:
         self._loop = StepLoop(
             scheduler,
             runner,
-            # The thread that steps has as many as the one that loaded, where products were tried.
-            partial(_use_threads, torch.get_num_threads() if config.deterministic else config.threads),
+            # In deterministic mode the thread that steps has as many as the one that loaded, where products were tried.
+            partial(model.kernels.use_threads, torch.get_num_threads() if config.deterministic else config.threads),
             overlap=overlap,
             release=release,
             check=lambda: check_alive(model.device),

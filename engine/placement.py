@@ -30,7 +30,7 @@ def place(model: Model, config: EngineConfig, step_tokens: int, length: int) -> 
     return kv_spaces(
         config.kv_cache_bytes,
         model.kv_groups,
-        model.kernels.compute_dtype.itemsize,
+        model.kernels.cache_dtype.itemsize,
         block_size=config.block_size,
         sequences=config.max_num_seqs,
         length=length,

@@ -25,7 +25,7 @@ class Runner:
         self._caches = [
             torch.zeros(
                 (group.layers, 2, space.num_blocks + 1, block_size, group.kv_heads, group.head_dim),
-                dtype=model.kernels.compute_dtype,
+                dtype=model.kernels.cache_dtype,
                 device=model.device,
             )
             for group, space in zip(model.kv_groups, spaces, strict=True)

@@ -78,7 +78,7 @@ class DeviceRunner:
         self._caches = [
             torch.zeros(
                 (group.layers, 2, space.num_blocks, block_size, group.kv_heads, group.head_dim),
-                dtype=model.kernels.compute_dtype,
+                dtype=model.kernels.cache_dtype,
                 device=device,
             )
             for group, space in zip(model.kv_groups, spaces, strict=True)

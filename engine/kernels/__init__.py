@@ -1,10 +1,10 @@
 """The operations that models are made of, one set a device, chosen in one place: `select`.
 
 reference.py is every operation in plain torch and the oracle of the others; gpu.py is CUDA's, of the kernels in
-triton/; sdpa.py replaces attention by padded batches (CUDA without triton runs on it); cpu.py replaces what oneDNN and
-reused memory make faster. A set also says in which dtype it computes. Weights come in through `prepare_linear`, which
-may repack or quantise them (fp8.py, packed.py); attention reads the paged cache by what ragged.py or groups.py say of
-a step.
+triton/; native/ is C++ for CPUs, taken where it is asked for by name; sdpa.py replaces attention by padded batches
+(CUDA without triton runs on it), and cpu.py what oneDNN and reused memory make faster. A set also says in which dtype
+it computes. Weights come in through `prepare_linear`, which may repack or quantise them (fp8.py, packed.py); attention
+reads the paged cache by what ragged.py or groups.py say of a step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.errors import EngineError
 from engine.kernels.cpu import Cpu, computes_natively
 from engine.kernels.deterministic import DeterministicCpu
 from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
+from engine.kernels.native import Native, load_library
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import PreparedLinear, Ragged, Reference
 from engine.kernels.sdpa import Sdpa
@@ -64,9 +65,12 @@ def select(
     if quantization == "fp8":
         return _fp8(device, dtype, name)
     if name == "auto":
+        # Not "native": it takes less of the processor everywhere, but at 32 rows it was not seen to take less time.
         name = "cpu" if device.type == "cpu" else ("triton" if _has_triton() else "sdpa")
-    if name == "cpu" and device.type != "cpu":
-        raise EngineError(f"kernels='cpu' are for CPUs, and the device is {device.type}; use 'auto'")
+    if name in ("cpu", "native") and device.type != "cpu":
+        raise EngineError(f"kernels={name!r} are for CPUs, and the device is {device.type}; use 'auto'")
+    if name == "native":
+        return _native(dtype)
     if name == "triton":
         return _triton(device)(dtype)
     native = device.type != "cpu" or computes_natively(dtype)
@@ -85,6 +89,15 @@ def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) 
         f"deterministic=True goes with kernels='cpu' on a CPU and kernels='triton' on a CUDA device, and on "
         f"{device.type} they are {ordinary.name!r}"
     )
+
+
+def _native(dtype: torch.dtype) -> Kernels:
+    built = load_library()
+    if built is None:
+        raise EngineError(
+            "kernels='native' are not built for this CPU: install penstock where a C++ compiler is, or use 'auto'"
+        )
+    return Native(dtype, built)
 
 
 def _has_triton() -> bool:

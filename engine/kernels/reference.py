@@ -35,6 +35,13 @@ class Reference:
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype
+        #: In which weights of products come to `prepare_linear`, and keys and values lie in the cache.
+        self.weight_dtype = self.cache_dtype = compute_dtype
+
+    def use_threads(self, threads: int | None) -> None:
+        """Called on the thread that steps, before it does. `threads`: EngineConfig.threads."""
+        if threads is not None:
+            torch.set_num_threads(threads)
 
     @property
     def identity(self) -> str:

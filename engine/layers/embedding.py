@@ -36,7 +36,7 @@ class Embedding:
 
     def pack(self) -> None:
         if self._tied:
-            self.head = self._kernels.prepare_head(self._table.to(self._kernels.compute_dtype), None)
+            self.head = self._kernels.prepare_head(self._table.to(self._kernels.weight_dtype), None)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         rows = F.embedding(tokens, self._table).to(self._kernels.compute_dtype)

@@ -25,7 +25,7 @@ class Linear:
         self._prepare = kernels.prepare_head if head else kernels.prepare_linear
         self._parts = parts
         outputs = sum(parts.values())
-        self._weight: Tensor | None = torch.empty(outputs, inputs, dtype=kernels.compute_dtype, device=device)
+        self._weight: Tensor | None = torch.empty(outputs, inputs, dtype=kernels.weight_dtype, device=device)
         self._bias = torch.empty(outputs, dtype=kernels.compute_dtype, device=device) if bias else None
         self._run: PreparedLinear | None = None
 

@@ -12,15 +12,18 @@ from torch import Tensor
 from engine import EngineError
 from engine.kernels import AttentionBatch, AttentionGroup, Kernels, select, visibility
 from engine.kernels.cpu import Cpu
+from engine.kernels.native import load_library
 
 BLOCK = 8
-SETS = ["reference", "sdpa", "cpu", *(["triton"] if find_spec("triton") is not None else [])]
+SETS = ["reference", "sdpa", "cpu", "native", *(["triton"] if find_spec("triton") is not None else [])]
 
 
 @pytest.fixture(params=SETS)
 def kernels(request: pytest.FixtureRequest, device: torch.device) -> Kernels:
-    if request.param == "cpu" and device.type != "cpu":
-        pytest.skip("the cpu set runs on CPUs alone")
+    if request.param in ("cpu", "native") and device.type != "cpu":
+        pytest.skip(f"the {request.param} set runs on CPUs alone")
+    if request.param == "native" and load_library() is None:
+        pytest.skip("native kernels are not built for this CPU")
     if request.param == "triton" and device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels are compiled here, not interpreted")
     return select(device, torch.float32, request.param)

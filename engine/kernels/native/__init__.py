@@ -1,0 +1,12 @@
+"""The engine's own CPU kernels: C++ below a plain C ABI, called with pointers, the layers staying in Python.
+
+penstock.cpp is the ABI, of gemm.h (packed weights), attention.h (over the paged cache as it lies) and rows.h (norms,
+rotation and cache writes, gates), all over one vector type (vectors.h) and one pool of threads (pool.h). setup.py
+builds it for each instruction set; library.py loads the best build that the CPU runs, and kernels.py makes of it a
+kernel set, which is chosen by name.
+"""
+
+from engine.kernels.native.kernels import Native
+from engine.kernels.native.library import load_library
+
+__all__ = ["Native", "load_library"]

@@ -1,0 +1,166 @@
+// x [rows, inputs] times a packed weight: panels of kColumns outputs, in each the inputs one after another.
+//
+// fp32: [panel][input][column]. bf16: [panel][pair of inputs][column][2], so that one vector of 32-bit words holds a
+// column's two neighbouring inputs, and either becomes fp32 by a shift or a mask. Each output is one chain of fused
+// multiply-adds over the inputs in order, whatever the number of rows, of threads, and the weight's dtype: a row's
+// result does not depend on the rows beside it.
+#pragma once
+
+#include <algorithm>
+
+#include "pool.h"
+#include "vectors.h"
+
+constexpr int kVectors = 3;
+constexpr int kColumns = kVectors * LANES;
+// Rows of a tile: its sums fill the registers (12 of 16, 24 of 32).
+constexpr int kRows = LANES == 16 ? 8 : 4;
+// Inputs at a time where a bf16 panel is widened for several tiles of rows: 24 KB of fp32.
+constexpr int kDepth = 256;
+// From so many rows on a panel is widened once for all, and not by each tile for itself.
+constexpr int kWidenFrom = 4 * kRows;
+// Rows of a task.
+constexpr int kTaskRows = 32 * kRows;
+
+struct Gemm {
+    const float* x;
+    const void* weight;
+    const float* bias;  // may be null
+    float* out;
+    int64_t rows, inputs, outputs;
+};
+
+INLINE int64_t panels_of(int64_t outputs) { return (outputs + kColumns - 1) / kColumns; }
+INLINE int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
+
+template <int M> struct Tile {
+    F<LANES> sums[M][kVectors];
+
+    INLINE_MEMBER void begin(const float* c, int64_t ldc) {
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < kVectors; j++) sums[i][j] = load<LANES>(c + i * ldc + j * LANES);
+    }
+    INLINE_MEMBER void end(float* c, int64_t ldc) const {
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < kVectors; j++) store<LANES>(c + i * ldc + j * LANES, sums[i][j]);
+    }
+    INLINE_MEMBER void add(const float* x, int64_t ldx, const F<LANES>* w) {
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++) {
+            F<LANES> value = splat<LANES>(x[i * ldx]);
+#pragma GCC unroll 4
+            for (int j = 0; j < kVectors; j++) sums[i][j] += value * w[j];
+        }
+    }
+};
+
+template <int M>
+static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const float* w, int64_t inputs, float* c, int64_t ldc) {
+    Tile<M> t;
+    t.begin(c, ldc);
+    for (int64_t k = 0; k < inputs; k++, w += kColumns) {
+        F<LANES> columns[kVectors];
+        for (int j = 0; j < kVectors; j++) columns[j] = load<LANES>(w + j * LANES);
+        t.add(x + k, ldx, columns);
+    }
+    t.end(c, ldc);
+}
+
+template <int M>
+static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf16* w, int64_t inputs, float* c, int64_t ldc) {
+    Tile<M> t;
+    t.begin(c, ldc);
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * kColumns) {
+        U<LANES> words[kVectors];
+        F<LANES> columns[kVectors];
+        for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
+        __builtin_prefetch((const char*)w + 1024);
+        __builtin_prefetch((const char*)w + 1088);
+        for (int j = 0; j < kVectors; j++) columns[j] = (F<LANES>)(words[j] << 16);
+        t.add(x + k, ldx, columns);
+        if (k + 1 == inputs) break;
+        for (int j = 0; j < kVectors; j++) columns[j] = (F<LANES>)(words[j] & 0xffff0000u);
+        t.add(x + k + 1, ldx, columns);
+    }
+    t.end(c, ldc);
+}
+
+template <int M = kRows, class W>
+INLINE void tiles(const float* x, int64_t ldx, int64_t rows, const W* w, int64_t inputs, float* c, int64_t ldc) {
+    for (; rows >= M; rows -= M, x += M * ldx, c += M * ldc) tile<M>(x, ldx, w, inputs, c, ldc);
+    if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, inputs, c, ldc);
+}
+
+// Pairs of bf16 as columns of fp32.
+INLINE void widen_panel(const bf16* w, int64_t pairs, float* wide) {
+    for (int64_t k = 0; k < pairs; k++, w += 2 * kColumns, wide += 2 * kColumns) {
+        U<LANES> words[kVectors];
+        for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
+        for (int j = 0; j < kVectors; j++) {
+            store<LANES>(wide + j * LANES, (F<LANES>)(words[j] << 16));
+            store<LANES>(wide + kColumns + j * LANES, (F<LANES>)(words[j] & 0xffff0000u));
+        }
+    }
+}
+
+// c [rows, kColumns], which has the bias already, plus x times one panel.
+INLINE void panel(const Gemm& g, const float* x, int64_t rows, const float* w, float* c, int64_t ldc) {
+    for (int64_t k = 0; k < g.inputs; k += kDepth)
+        tiles(x + k, g.inputs, rows, w + k * kColumns, std::min<int64_t>(kDepth, g.inputs - k), c, ldc);
+}
+INLINE void panel(const Gemm& g, const float* x, int64_t rows, const bf16* w, float* c, int64_t ldc) {
+    if (rows < kWidenFrom) return tiles(x, g.inputs, rows, w, g.inputs, c, ldc);
+    alignas(64) float wide[kDepth * kColumns];
+    for (int64_t k = 0; k < g.inputs; k += kDepth) {
+        int64_t depth = std::min<int64_t>(kDepth, g.inputs - k);
+        widen_panel(w + k * kColumns, pairs_of(depth), wide);
+        tiles(x + k, g.inputs, rows, wide, depth, c, ldc);
+    }
+}
+
+template <class W> static void gemm(Pool& pool, const Gemm& g) {
+    int64_t panels = panels_of(g.outputs);
+    int64_t depth = sizeof(W) == 2 ? 2 * pairs_of(g.inputs) : g.inputs;
+    // Few enough for each task to be worth claiming, enough for threads to end together.
+    int64_t share = std::max<int64_t>(1, std::min<int64_t>(panels / (8 * pool.threads()), 16));
+    int64_t across = (panels + share - 1) / share, down = (g.rows + kTaskRows - 1) / kTaskRows;
+    pool.run((int)(across * down), [&](int task, int) {
+        int64_t first = task / across * kTaskRows, rows = std::min<int64_t>(kTaskRows, g.rows - first);
+        int64_t begin = task % across * share, end = std::min(begin + share, panels);
+        const float* x = g.x + first * g.inputs;
+        for (int64_t p = begin; p < end; p++) {
+            const W* w = (const W*)g.weight + p * kColumns * depth;
+            int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
+            alignas(64) float edge[kTaskRows * kColumns];
+            bool whole = columns == kColumns;
+            float* c = whole ? g.out + first * g.outputs + column : edge;
+            int64_t ldc = whole ? g.outputs : kColumns;
+            for (int64_t i = 0; i < rows; i++) {
+                if (g.bias) memcpy(c + i * ldc, g.bias + column, columns * sizeof(float));
+                else memset(c + i * ldc, 0, columns * sizeof(float));
+            }
+            panel(g, x, rows, w, c, ldc);
+            if (!whole)
+                for (int64_t i = 0; i < rows; i++)
+                    memcpy(g.out + (first + i) * g.outputs + column, edge + i * kColumns, columns * sizeof(float));
+        }
+    });
+}
+
+// `weight` [outputs, inputs] into `packed`, which is zero and has room for whole panels.
+static void pack(Pool& pool, const float* weight, float* packed, int64_t inputs, int64_t outputs) {
+    pool.run((int)panels_of(outputs), [&](int p, int) {
+        int64_t first = (int64_t)p * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);
+        float* to = packed + first * inputs;
+        for (int64_t n = 0; n < columns; n++)
+            for (int64_t k = 0; k < inputs; k++) to[k * kColumns + n] = weight[(first + n) * inputs + k];
+    });
+}
+static void pack(Pool& pool, const bf16* weight, bf16* packed, int64_t inputs, int64_t outputs) {
+    pool.run((int)panels_of(outputs), [&](int p, int) {
+        int64_t first = (int64_t)p * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);
+        bf16* to = packed + first * 2 * pairs_of(inputs);
+        for (int64_t n = 0; n < columns; n++)
+            for (int64_t k = 0; k < inputs; k++) to[(k / 2 * kColumns + n) * 2 + k % 2] = weight[(first + n) * inputs + k];
+    });
+}

@@ -1,0 +1,82 @@
+"""The compiled kernels: which builds there are, which of them this CPU runs, and the C functions of the best one."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+#: penstock_version() of the source that this file calls.
+VERSION = 1
+#: Instruction set -> whether the CPU has it; the best one first.
+_BUILDS: dict[str, Callable[[], bool]] = {
+    "avx512": torch.cpu._is_avx512_supported,
+    "avx2": torch.cpu._is_avx2_supported,
+}
+_P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
+_SIGNATURES: dict[str, list[type]] = {
+    "penstock_free": [_P],
+    "penstock_pack": [_P, _P, _P, _I, _L, _L],
+    "penstock_linear": [_P, _P, _P, _P, _P, _I, _L, _L, _L],
+    "penstock_norm": [_P, _P, _P, _P, _P, _L, _L, _F],
+    "penstock_norm_heads": [_P, _P, _P, _P, _L, _L, _L, _L, _F],
+    "penstock_rope_and_write": [_P, _P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _L],
+    "penstock_gate": [_P, _P, _P, _I, _L, _L],
+    "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
+}
+
+
+class Library:
+    """One build's functions, as native/penstock.cpp describes them; pointers and sizes are not checked."""
+
+    def __init__(self, path: Path, isa: str) -> None:
+        """Raises OSError where the file is missing or does not load, or is of another version of the source."""
+        self.isa = isa
+        found = ctypes.CDLL(str(path))
+        try:
+            version = found.penstock_version()
+        except AttributeError as error:
+            raise OSError(f"{path} has no penstock_version") from error
+        if version != VERSION:
+            raise OSError(f"{path} is of version {version}, this is {VERSION}: build it again")
+        self.columns: int = found.penstock_columns()
+        """Outputs of a panel of packed weights."""
+        self.pool = found.penstock_pool
+        self.pool.argtypes, self.pool.restype = [_I, _I], c_void_p
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, None
+        self.free = found.penstock_free
+        self.pack = found.penstock_pack
+        self.linear = found.penstock_linear
+        self.norm = found.penstock_norm
+        self.norm_heads = found.penstock_norm_heads
+        self.rope_and_write = found.penstock_rope_and_write
+        self.gate = found.penstock_gate
+        self.attention = found.penstock_attention
+
+
+@cache
+def load_library() -> Library | None:
+    """The best build for this CPU; None, with a line in the log that says why, where there is none."""
+    reasons = []
+    for isa, runs in _BUILDS.items():
+        if platform.machine().lower() not in ("x86_64", "amd64") or not runs():
+            continue
+        try:
+            return Library(_FOLDER / f"_{isa}.so", isa)
+        except OSError as error:
+            reasons.append(str(error))
+    if not reasons:
+        reasons.append(f"they are for x86-64 with AVX2 or more, and this CPU is {platform.machine()} without")
+    log.warning("native CPU kernels cannot be used: %s", "; ".join(reasons))
+    return None

@@ -1,0 +1,109 @@
+// What is done to each row by itself: norms, rotation with the cache's writes, gates. All in fp32.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "pool.h"
+#include "vectors.h"
+
+// Rows are shared out among threads from so many numbers on: below, waking them takes longer.
+constexpr int64_t kAlone = 16384;
+
+template <class Call> INLINE void each_row(Pool& pool, int64_t rows, int64_t width, Call&& call) {
+    int64_t tasks = std::min<int64_t>({rows, rows * width / kAlone + 1, 4 * (int64_t)pool.threads()});
+    pool.run((int)tasks, [&](int task, int) {
+        for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; row++) call(row);
+    });
+}
+
+// x / sqrt(mean(x^2) + eps) * weight into `out`, which may be x; with `residual`, x is added to that first.
+INLINE void norm_row(const float* x, float* residual, const float* weight, float* out, int64_t width, float eps) {
+    F<LANES> squares{};
+    float rest = 0;
+    int64_t i = 0;
+    const float* from = residual ? residual : x;
+    for (; i + LANES <= width; i += LANES) {
+        F<LANES> value = load<LANES>(x + i);
+        if (residual) {
+            value += load<LANES>(residual + i);
+            store<LANES>(residual + i, value);
+        }
+        squares += value * value;
+    }
+    for (; i < width; i++) {
+        float value = x[i];
+        if (residual) residual[i] = value += residual[i];
+        rest += value * value;
+    }
+    float factor = 1.0f / std::sqrt((sum<LANES>(squares) + rest) / (float)width + eps);
+    for (i = 0; i + LANES <= width; i += LANES)
+        store<LANES>(out + i, load<LANES>(from + i) * factor * load<LANES>(weight + i));
+    for (; i < width; i++) out[i] = from[i] * factor * weight[i];
+}
+
+// out[i] = x[i] * cos[i] + x[i +- half] * sin[i] in place; the first half of `sin` carries the minus.
+INLINE void rotate(float* x, const float* cos, const float* sin, int64_t half) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        F<LANES> a = load<LANES>(x + i), b = load<LANES>(x + half + i);
+        store<LANES>(x + i, a * load<LANES>(cos + i) + b * load<LANES>(sin + i));
+        store<LANES>(x + half + i, b * load<LANES>(cos + half + i) + a * load<LANES>(sin + half + i));
+    }
+    for (; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] + b * sin[i];
+        x[half + i] = b * cos[half + i] + a * sin[half + i];
+    }
+}
+
+template <class T> INLINE void put_row(T* to, const float* from, int64_t width) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store<LANES>(to + i, load<LANES>(from + i));
+    for (; i < width; i++) put(to + i, from[i]);
+}
+
+struct Rotation {
+    float* heads;  // [tokens, heads + 2 * kv_heads, head_dim]
+    const float *cos, *sin;  // [tokens, turning]
+    void *keys, *values;  // [slots, kv_heads, head_dim]
+    const int64_t* slots;  // [tokens]; -1: not written
+    int64_t tokens, all_heads, kv_heads, head_dim, turning;
+};
+
+template <class T> static void rotate_and_write(Pool& pool, const Rotation& r) {
+    int64_t width = r.all_heads * r.head_dim, row_of = r.kv_heads * r.head_dim;
+    each_row(pool, r.tokens, width, [&](int64_t token) {
+        float* heads = r.heads + token * width;
+        const float *cos = r.cos + token * r.turning, *sin = r.sin + token * r.turning;
+        for (int64_t h = 0; h < r.all_heads - r.kv_heads; h++) rotate(heads + h * r.head_dim, cos, sin, r.turning / 2);
+        if (r.slots[token] < 0) return;
+        put_row((T*)r.keys + r.slots[token] * row_of, heads + width - 2 * row_of, row_of);
+        put_row((T*)r.values + r.slots[token] * row_of, heads + width - row_of, row_of);
+    });
+}
+
+// x / (1 + e^-x) * up: SiLU; GELU by its tanh approximation is the same of another inner term.
+template <int W, bool GELU> INLINE F<W> gated(F<W> gate, F<W> up) {
+    F<W> inner = gate;
+    // 0.5 (1 + tanh u) = 1 / (1 + e^-2u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
+    if constexpr (GELU) inner = gate * 1.5957691216f * (1.0f + 0.044715f * gate * gate);
+    return gate / (1.0f + exponential<W>(-inner)) * up;
+}
+
+template <bool GELU> static void gate(Pool& pool, const float* x, float* out, int64_t rows, int64_t width) {
+    each_row(pool, rows, 4 * width, [&](int64_t row) {
+        const float *gates = x + row * 2 * width, *ups = gates + width;
+        float* to = out + row * width;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES)
+            store<LANES>(to + i, gated<LANES, GELU>(load<LANES>(gates + i), load<LANES>(ups + i)));
+        if (i == width) return;
+        // The last few as a vector like all others, so that no row's result depends on where it is cut.
+        float tail[3][LANES] = {};
+        std::copy(gates + i, gates + width, tail[0]);
+        std::copy(ups + i, ups + width, tail[1]);
+        store<LANES>(tail[2], gated<LANES, GELU>(load<LANES>(tail[0]), load<LANES>(tail[1])));
+        std::copy(tail[2], tail[2] + width - i, to + i);
+    });
+}

@@ -1,0 +1,133 @@
+// The one vector type of all kernels: the compilers' own extension, so that the same source is SSE, AVX2 or AVX-512 by the
+// flags it is built with, and also where a vector is wider than the machine's.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifndef LANES
+#error "LANES: floats in a vector, 8 (AVX2) or 16 (AVX-512)"
+#endif
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+
+using bf16 = uint16_t;
+
+template <int W>
+struct Vec {
+    typedef float F __attribute__((vector_size(4 * W)));
+    typedef int32_t I __attribute__((vector_size(4 * W)));
+    typedef uint32_t U __attribute__((vector_size(4 * W)));
+    typedef uint16_t H __attribute__((vector_size(2 * W)));
+};
+template <int W> using F = typename Vec<W>::F;
+template <int W> using I = typename Vec<W>::I;
+template <int W> using U = typename Vec<W>::U;
+template <int W> using H = typename Vec<W>::H;
+
+template <int W> INLINE F<W> splat(float x) { return x - F<W>{}; }
+
+template <int W> INLINE F<W> load(const float* from) {
+    F<W> x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// Exact: a bf16 is the upper half of a float.
+template <int W> INLINE F<W> load(const bf16* from) {
+    H<W> x;
+    memcpy(&x, from, sizeof x);
+    return (F<W>)(__builtin_convertvector(x, U<W>) << 16);
+}
+
+// Pairs of bf16.
+template <int W> INLINE U<W> load_words(const bf16* from) {
+    U<W> x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+template <int W> INLINE void store(float* to, F<W> x) { memcpy(to, &x, sizeof x); }
+
+// Rounded to nearest, ties to even; a NaN stays one.
+template <int W> INLINE H<W> narrow(F<W> x) {
+    U<W> bits = (U<W>)x;
+    U<W> rounded = bits + 0x7fff + (bits >> 16 & 1);
+    U<W> quiet = bits | 0x400000;
+    return __builtin_convertvector((x != x ? quiet : rounded) >> 16, H<W>);
+}
+template <int W> INLINE void store(bf16* to, F<W> x) {
+    H<W> y = narrow<W>(x);
+    memcpy(to, &y, sizeof y);
+}
+
+INLINE float widen(float x) { return x; }
+INLINE float widen(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+INLINE void put(float* to, float x) { *to = x; }
+INLINE void put(bf16* to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    *to = (bf16)((x != x ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <int W> INLINE F<W> larger(F<W> a, F<W> b) { return a > b ? a : b; }
+
+// The lower or upper half.
+template <int W, int UPPER> INLINE F<W / 2> half(F<W> x) {
+    F<W / 2> y;
+    memcpy(&y, (const char*)&x + UPPER * sizeof y, sizeof y);
+    return y;
+}
+
+template <int W> INLINE float sum(F<W> x) {
+    if constexpr (W == 1) return x[0];
+    else return sum<W / 2>(half<W, 0>(x) + half<W, 1>(x));
+}
+template <int W> INLINE float largest(F<W> x) {
+    if constexpr (W == 1) return x[0];
+    else return largest<W / 2>(larger<W / 2>(half<W, 0>(x), half<W, 1>(x)));
+}
+
+// The sums of four vectors, as a vector of four.
+template <int W> INLINE F<4> sums(F<W> a, F<W> b, F<W> c, F<W> d) {
+    if constexpr (W > 4) {
+        return sums<W / 2>(half<W, 0>(a) + half<W, 1>(a), half<W, 0>(b) + half<W, 1>(b), half<W, 0>(c) + half<W, 1>(c),
+                           half<W, 0>(d) + half<W, 1>(d));
+    } else {
+        typedef I<4> P;
+        F<4> ab = __builtin_shuffle(a, b, P{0, 4, 1, 5}) + __builtin_shuffle(a, b, P{2, 6, 3, 7});
+        F<4> cd = __builtin_shuffle(c, d, P{0, 4, 1, 5}) + __builtin_shuffle(c, d, P{2, 6, 3, 7});
+        return __builtin_shuffle(ab, cd, P{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, P{2, 3, 6, 7});
+    }
+}
+
+// e^x within 2 units of the last place; 0 below -87.3, where fp32 has no normal numbers left, and at most e^88.
+// Powers of two exactly, the rest by a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients as in Cephes' expf).
+template <int W> INLINE F<W> exponential(F<W> x) {
+    F<W> low = splat<W>(-87.3f), high = splat<W>(88.0f);
+    F<W> y = x < low ? low : x;
+    y = y > high ? high : y;
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the lowest bits
+    F<W> shifted = y * 1.44269504f + magic;
+    F<W> n = shifted - magic;
+    F<W> r = y - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    F<W> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    F<W> scale = (F<W>)(((I<W>)shifted + 127) << 23);
+    F<W> result = p * scale;
+    return x < low ? F<W>{} : result;
+}

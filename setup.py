@@ -1,0 +1,45 @@
+"""Builds the native CPU kernels (engine/kernels/native); everything else of the package is in pyproject.toml.
+
+One shared library for each instruction set, loaded by ctypes: nothing of Python or torch is compiled in. Without a
+compiler, or on another processor, the package installs all the same, and the engine runs on torch's kernels.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("engine/kernels/native")
+COMMON = ["-std=c++17", "-O3", "-g0", "-pthread", "-fvisibility=hidden", "-Wno-psabi"]
+BUILDS = {
+    "avx2": ["-DLANES=8", "-mavx2", "-mfma"],
+    "avx512": ["-DLANES=16", "-mavx2", "-mfma", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))],
+}
+
+
+class BuildLibraries(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        # No tag of a Python version: it is not Python's to import.
+        return f"{fullname.replace('.', '/')}.so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+
+setup(
+    cmdclass={"build_ext": BuildLibraries},
+    ext_modules=[
+        Extension(
+            f"engine.kernels.native._{isa}",
+            [str(NATIVE / "penstock.cpp")],
+            depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
+            extra_compile_args=[*COMMON, *flags],
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+        for isa, flags in BUILDS.items()
+        if platform.machine().lower() in ("x86_64", "amd64")
+    ],
+)

@@ -1,0 +1,43 @@
+"""The builds that can be tried here: the CPU's own, and that for wider vectors, which any compiler cuts in two."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine.kernels.native
+from engine.kernels.native import Native, load_library
+from engine.kernels.native.library import Library
+
+SOURCE = Path(engine.kernels.native.__file__).parent / "penstock.cpp"
+
+#: (dtype of the weights, threads) -> a kernel set
+Make = Callable[[torch.dtype, int], Native]
+
+
+@pytest.fixture(scope="session")
+def wide_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The build for AVX-512, in AVX2's instructions: all of its logic but for the choice of instructions."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or load_library() is None:
+        pytest.skip("needs a C++ compiler and AVX2")
+    path = tmp_path_factory.mktemp("native") / "wide.so"
+    flags = ["-std=c++17", "-O1", "-mavx2", "-mfma", "-DLANES=16", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True, timeout=110)
+    return Library(path, "wide")
+
+
+@pytest.fixture(params=["own", pytest.param("wide", marks=pytest.mark.slow)])
+def make(request: pytest.FixtureRequest) -> Make:
+    if request.param == "own":
+        built = load_library()
+        if built is None:
+            pytest.skip("native kernels are not built for this CPU")
+    else:
+        built = request.getfixturevalue("wide_library")
+    return lambda dtype, threads: Native(dtype, built, threads)

@@ -1,0 +1,52 @@
+"""Which build is taken, and what there is without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import EngineError
+from engine.kernels import select
+from engine.kernels.native import Native, load_library
+from engine.kernels.native.library import Library
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As installed without a compiler."""
+    monkeypatch.setattr("engine.kernels.native.library._FOLDER", tmp_path)
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_native_kernels_that_are_not_built_are_refused_by_name() -> None:
+    with pytest.raises(EngineError, match="'native' are not built for this CPU"):
+        select(CPU, torch.float32, "native")
+
+
+def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "_avx2.so"
+    path.write_bytes(b"nothing")
+    with pytest.raises(OSError, match=r"_avx2\.so"):
+        Library(path, "avx2")
+
+
+@pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+def test_weights_and_keys_in_bf16_stay_so_and_are_computed_with_in_fp32() -> None:
+    found = select(CPU, torch.bfloat16, "native")
+    assert isinstance(found, Native)
+    assert (found.compute_dtype, found.weight_dtype, found.cache_dtype) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+    assert found.name in ("native-avx2", "native-avx512")
+    assert found.identity.startswith(found.name)
+    assert select(CPU, torch.float16, "native").weight_dtype == torch.float32
