@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from producers import keys
 from producers.message import Message
 from producers.protocol import admit
 from producers.script import run
+from workers.cli.supervisor import GUARD
 
 ROOT = Path(__file__).parent.parent
 #: Name of the tests' own connections, as CLIENT LIST shows it.
@@ -42,6 +44,7 @@ def running_valkey(data_dir: Path | None = None, **config: Any) -> Iterator[Valk
         directory = data_dir or Path(temporary)
         for _ in range(10):
             server = ValkeyServer(port=free_port(), data_dir=directory, config={"loglevel": "warning", **config})
+            server._binary_path = _guarded_server(directory, server._binary_path)
             try:
                 server.start()
             except (OSError, ValkeyServerStartupError):  # somebody took the port meanwhile
@@ -58,6 +61,14 @@ def running_valkey(data_dir: Path | None = None, **config: Any) -> Iterator[Valk
     raise RuntimeError("no port stayed free for long enough to start a server on it")
 
 
+def _guarded_server(folder: Path, binary: Path) -> Path:
+    """A program that runs the server such that it ends with us."""
+    program = folder / "guarded"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(guarded(str(binary)))} "$@"\n')
+    program.chmod(0o700)
+    return program
+
+
 @contextlib.contextmanager
 def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
     """A server of one's own: its URL, and a client that decodes replies."""
@@ -65,6 +76,11 @@ def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
         url = f"redis://127.0.0.1:{server.port}/0"
         with Redis.from_url(url, decode_responses=True, client_name=TESTS) as redis:
             yield url, redis
+
+
+def guarded(*argv: str) -> list[str]:
+    """The command line of a program that is killed when the thread that starts it ends, however that comes."""
+    return [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(int(signal.SIGKILL)), *argv]
 
 
 class Worker:
@@ -81,7 +97,7 @@ class Worker:
         self.log = Path(tempfile.mkstemp(prefix="penstock-worker-", suffix=".log")[1])
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.worker_process", json.dumps(settings)],
+                guarded(sys.executable, "-m", "tests.worker_process", json.dumps(settings)),
                 cwd=ROOT,
                 env={**os.environ, **env},
                 stdout=log,

