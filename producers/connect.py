@@ -97,7 +97,8 @@ def connect_async(url: str) -> redis.asyncio.Redis:
 
 
 def kombu_url(url: str) -> str:
-    """The same broker as kombu names it, which differs for Unix sockets, for TLS and for Sentinels."""
+    """The same broker as kombu names it, which differs for Unix sockets, for TLS and for Sentinels, and knows no
+    options but those of TLS."""
     if sentinel.is_sentinel(url):
         plain, sentinels = sentinel.split(url)
         host, port = sentinels.addresses[0]
@@ -106,9 +107,10 @@ def kombu_url(url: str) -> str:
     if parts.scheme == "unix":
         db = parse_qs(parts.query).get("db", ["0"])[0]
         return f"redis+socket://{parts.netloc}{parts.path}?virtual_host={db}"
+    options = [option for option in parts.query.split("&") if option.startswith("ssl_")]
     if parts.scheme == "rediss" and "ssl_cert_reqs" not in parts.query:
-        return f"{url}{'&' if parts.query else '?'}ssl_cert_reqs=required"
-    return url
+        options.append("ssl_cert_reqs=required")
+    return url.partition("?")[0] + (f"?{'&'.join(options)}" if options else "")
 
 
 def shown(url: str) -> str:

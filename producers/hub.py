@@ -16,6 +16,8 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
 from producers import keys
+from producers.complaints import complain
+from producers.connect import SILENT_S
 from producers.errors import PenstockError
 from producers.steps import FAILURES, backoff
 
@@ -150,14 +152,15 @@ class Hub:
             self._unconfirmed.clear()
             self._replies = 0
             try:
-                await connection.connect()
+                async with asyncio.timeout(SILENT_S):  # it may be taken, and hear no answer
+                    await connection.connect()
                 self._heard = time.monotonic()
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._listen(connection))
                     group.create_task(self._obey(connection))
             except* FAILURES as failures:
                 # Readers go on meanwhile: they read the stream whenever it was silent for some seconds.
-                log.warning("pub/sub connection lost, connecting again: %s", failures.exceptions[0])
+                complain(log, "pub/sub connection lost, connecting again: %r", failures.exceptions[0])
             finally:
                 for channel in self._channels.values():
                     channel.live = False

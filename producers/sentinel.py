@@ -33,6 +33,8 @@ PATIENCE_S: Final = 1.0
 #: How often they are asked whether the primary is still that (s), and how soon after none of them answered.
 ASK_S: Final = 1.0
 ASK_AGAIN_S: Final = 5.0
+#: While none of them answers, whoever connects again and again is told what is known, without asking, for so long (s).
+RETRY_S: Final = 1.0
 #: Whom was asked, and what came of it.
 Failure = tuple[tuple[str, int], Exception]
 FORM: Final = "redis+sentinel://[:PASSWORD@]HOST:PORT,HOST:PORT/NAME/DB"
@@ -50,6 +52,9 @@ class Sentinels:
     current: tuple[str, int] | None = None
     """The primary, as it was when last asked for."""
     _ask_at: float = 0.0
+    _silent_until: float = 0.0
+    _silence: Exception | None = None
+    """What came of it when none of them answered, and until when they are not asked again to connect."""
 
     def due(self) -> bool:
         """Whether to ask again, before something is sent to the primary that was: it may go on for seconds after it was
@@ -62,6 +67,8 @@ class Sentinels:
 
     def primary(self) -> tuple[str, int]:
         """Host and port. Raises redis.ConnectionError where no Sentinel knows."""
+        if time.monotonic() < self._silent_until:
+            return self._as_before()
         failures: list[Failure] = []
         for address in list(self.addresses):
             kind = redis.SSLConnection if self.tls else redis.Connection
@@ -82,10 +89,13 @@ class Sentinels:
                 failures.append((address, error))
             finally:
                 connection.disconnect()
-        return self._as_before(failures)
+        self._none_answered(failures)
+        return self._as_before()
 
     async def aprimary(self) -> tuple[str, int]:
         """`primary` for asyncio."""
+        if time.monotonic() < self._silent_until:
+            return self._as_before()
         failures: list[Failure] = []
         for address in list(self.addresses):
             kind = AsyncSSLConnection if self.tls else AsyncConnection
@@ -107,7 +117,8 @@ class Sentinels:
                 failures.append((address, error))
             finally:
                 await connection.disconnect(nowait=True)
-        return self._as_before(failures)
+        self._none_answered(failures)
+        return self._as_before()
 
     def _question(self) -> tuple[str, str, str]:
         return ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.name)
@@ -118,16 +129,22 @@ class Sentinels:
         self.addresses.sort(key=lambda one: one != address)
         self.current = text(answer[0]), int(answer[1])
         self._ask_at = time.monotonic() + ASK_S
+        self._silent_until = 0.0
         return self.current
 
-    def _as_before(self, failures: list[Failure]) -> tuple[str, int]:
-        """The primary that was, while no Sentinel answers: it may well serve, and is looked at like any other."""
-        self._ask_at = time.monotonic() + ASK_AGAIN_S
-        if self.current is not None:
-            return self.current
+    def _none_answered(self, failures: list[Failure]) -> None:
+        now = time.monotonic()
+        self._ask_at, self._silent_until = now + ASK_AGAIN_S, now + RETRY_S
         said = "; ".join(f"{host}:{port}: {str(error) or type(error).__name__}" for (host, port), error in failures)
         kind = AuthenticationError if all(isinstance(e, AuthenticationError) for _, e in failures) else ConnectionError
-        raise kind(f"no Sentinel says where the primary {self.name!r} is ({said})")
+        self._silence = kind(f"no Sentinel says where the primary {self.name!r} is ({said})")
+
+    def _as_before(self) -> tuple[str, int]:
+        """The primary that was, while no Sentinel answers: it may well serve, and is looked at like any other."""
+        if self.current is not None:
+            return self.current
+        assert self._silence is not None
+        raise type(self._silence)(*self._silence.args)
 
 
 def is_sentinel(url: str) -> bool:

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from celery import states
 from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
+from producers.complaints import complain
 from producers.errors import TaskFailed
 from producers.protocol import release, settle
 from producers.record import Record
@@ -60,7 +62,7 @@ class Finisher(threading.Thread):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(name="penstock-finisher", daemon=True)
         self._runtime = runtime
-        self._redis = connect(runtime.settings.store)
+        self.redis = connect(runtime.settings.store)
         self._queue: queue.SimpleQueue[_Ending | None] = queue.SimpleQueue()
 
     def finish(self, delivery: Delivery, status: str, error: str = "null") -> None:
@@ -92,6 +94,8 @@ class Finisher(threading.Thread):
         return not self.is_alive()
 
     def run(self) -> None:
+        with suppress(*LOST):  # so that handing back, which has little time, does not begin with that
+            self.redis.script_load(release("", "").script.text)
         stopping = False
         while not stopping:
             batch = [self._queue.get()]
@@ -111,7 +115,7 @@ class Finisher(threading.Thread):
             self._tell_celery(end)
             end.traced = True
         except AWAY as exc:
-            logger.warning("Celery's side of task %s has to wait: %r", end.delivery.task_id, exc)
+            complain(logger, "Celery's side of task %s has to wait: %r", end.delivery.task_id, exc)
         except Exception as exc:
             logger.exception("Celery's side of task %s failed", end.delivery.task_id)
             end.failures += 1
@@ -166,8 +170,8 @@ class Finisher(threading.Thread):
         assert delivery.record is not None
         if delivery.job is not None and delivery.job.headers.get("ignore_result") and delivery.plain is None:
             return {"id": delivery.task_id, "status": end.status}
-        record = Record.parse(delivery.task_id, self._redis.hgetall(delivery.record.key))
-        result = collect(record, read_stream(self._redis, delivery.task_id))
+        record = Record.parse(delivery.task_id, self.redis.hgetall(delivery.record.key))
+        result = collect(record, read_stream(self.redis, delivery.task_id))
         return summary(result)
 
     def _failure(self, end: _Ending) -> TaskFailed:
@@ -189,9 +193,9 @@ class Finisher(threading.Thread):
         ]
         while calls and not all(end.delivery.put_down for end in ends):
             try:
-                answers = run_many(self._redis, calls)
+                answers = run_many(self.redis, calls)
             except LOST as exc:
-                logger.warning("Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
+                complain(logger, "Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
                 time.sleep(RETRY_S)
                 continue
             for end, answer in zip(ends, answers, strict=True):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from producers import keys
+from producers.complaints import complain
 from producers.expiry import expire_late
 from producers.protocol import release
 from producers.readers import LapsedReaders
@@ -28,6 +29,7 @@ from producers.tenants import read_weights
 from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
+from workers.serving import announce
 from workers.strays import Strays
 from workers.transport import broker
 from workers.transport.waker import PING_S
@@ -81,29 +83,50 @@ class Housekeeper(threading.Thread):
         life.begun = True
         threading.Thread(target=self._listen, args=(life,), name="penstock-control", daemon=True).start()
 
+    def _announce_again(self) -> None:
+        """A store that has lost the lease may have lost all: then nobody would know this model any more."""
+        runtime = self._runtime
+        if not self._store.hexists(keys.POOLS, runtime.queue):
+            logger.warning("The store has forgotten %s: announcing it again", runtime.model)
+            announce(self._store, runtime.engine, runtime.files)
+
     def end_life(self, life: Incarnation) -> None:
-        """Give the lease up: nobody has to wait for it to lapse. What is still in flight is reaped, not left."""
+        """Give the lease up: nobody has to wait for it to lapse. What is still in flight is reaped, not left.
+
+        In three round trips, as they may be long and the time is short, on connections that have nothing else to do by
+        now: ours may be at work.
+        """
         life.over = True
         try:
             self._let_lapsed_go()
-            self._abandon(life)
-            run(self._broker, broker.reap(life.id))
-            self._unsort_unserved()
+            with self._runtime.finisher.redis.pipeline(transaction=False) as pipe:
+                pipe.delete(keys.lease(life.id))
+                pipe.hgetall(keys.POOLS)
+                _, pools = pipe.execute()
+            with self._runtime.courier.redis.pipeline(transaction=False) as pipe:
+                reap, unsort = broker.reap(life.id), broker.unsort("", UNSORTED)
+                pipe.script_load(reap.script.text)
+                pipe.script_load(unsort.script.text)
+                pipe.delete(keys.lease(life.id))
+                pipe.execute_command(*reap.command)
+                pipe.hvals(keys.INCARNATIONS)
+                *_, served = pipe.execute()
+            self._unsort({text(queue): json.loads(about)["model"] for queue, about in pools.items()}, served)
         except LOST as exc:
             logger.warning("The lease was not given up, it lapses by itself: %s", exc)
 
-    def _unsort_unserved(self) -> None:
+    def _unsort(self, pools: dict[str, str], incarnations: Sequence[Any]) -> None:
         """Where this was the last worker of its queues, their lists hold all that waits again: who looks at nothing but
-        their lengths, as a scaler does, must see it."""
-        served = {text(queue) for queue in self._broker.hvals(keys.INCARNATIONS)}
-        pools = {text(queue): json.loads(about)["model"] for queue, about in self._store.hgetall(keys.POOLS).items()}
+        their lengths, as a scaler does, must see it. `pools`: the model of each; `incarnations`: the queue of each
+        that lives."""
+        served = {text(queue) for queue in incarnations}
         if any(pools.get(queue) == self._runtime.model for queue in served):
             queues = [queue for queue in self._runtime.queues if queue in pools and queue not in served]
         else:
             queues = self._runtime.queues
-        for queue in queues:
-            while run(self._broker, broker.unsort(queue, UNSORTED)) == UNSORTED:
-                pass
+        while queues:
+            counts = run_many(self._runtime.courier.redis, [broker.unsort(queue, UNSORTED) for queue in queues])
+            queues = [queue for queue, count in zip(queues, counts, strict=True) if count == UNSORTED]
 
     def lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
         """One of its leases is gone. What it held is let go before a new life begins, or the worker exits."""
@@ -212,7 +235,7 @@ class Housekeeper(threading.Thread):
                     channel.subscribe(keys.control(life.id))
                     heard = asked = time.monotonic()
                     while not self._deaf(life):
-                        message = channel.get_message(timeout=1.0)
+                        message = channel.get_message(timeout=min(1.0, PING_S / 2))
                         now = time.monotonic()
                         if message and message["type"] == "message":
                             self._heard(text(message["data"]))
@@ -224,7 +247,7 @@ class Housekeeper(threading.Thread):
                             channel.ping()
                             asked = now
             except LOST as exc:
-                logger.warning("Lost the control channel, subscribing again: %s", exc)
+                complain(logger, "Lost the control channel, subscribing again: %s", exc)
                 time.sleep(TICK_S)
 
     def _deaf(self, life: Incarnation) -> bool:
@@ -315,6 +338,7 @@ class Housekeeper(threading.Thread):
         now = time.monotonic()
         if not life.begun or now >= self._renew_at:
             if not life.begun:
+                self._announce_again()
                 self.begin_life(life)
             else:
                 self._renew_at = now + quarter
@@ -338,7 +362,7 @@ class Housekeeper(threading.Thread):
         try:
             action()
         except LOST as exc:
-            logger.warning("Housekeeping: the store or the broker is away, trying again: %s", exc)
+            complain(logger, "Housekeeping: the store or the broker is away, trying again: %s", exc)
             self._renew_at = 0.0
         except Exception:
             logger.exception("Housekeeping failed, going on")

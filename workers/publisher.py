@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.request import Event, TokenLogprobs
+from producers.complaints import complain
 from producers.events import encode_prompt, encode_token, quote
 from producers.protocol import Append, append, finish, prompt, read_append
 from producers.script import run, run_many, text
@@ -181,7 +182,7 @@ class Publisher(threading.Thread):
             try:
                 answers = run_many(self._redis, [prompt(d.task_id, d.uuid, d.prompt) for d in todo])
             except LOST as exc:
-                logger.warning("Cannot publish, trying again: %s", exc)
+                complain(logger, "Cannot publish, trying again: %s", exc)
                 time.sleep(RETRY_S)
                 continue
             for delivery, answer in zip(todo, answers, strict=True):
@@ -211,7 +212,7 @@ class Publisher(threading.Thread):
             try:
                 answers = read_append(run(self._redis, append(part)))
             except LOST as exc:
-                logger.warning("Cannot publish, trying again: %s", exc)
+                complain(logger, "Cannot publish, trying again: %s", exc)
                 time.sleep(RETRY_S)
                 continue
             again: list[Append] = []
@@ -260,7 +261,7 @@ class Publisher(threading.Thread):
             try:
                 answers = run_many(self._redis, [_finish_call(end) for end in todo])
             except LOST as exc:
-                logger.warning("Cannot finish %d tasks, trying again: %s", len(todo), exc)
+                complain(logger, "Cannot finish %d tasks, trying again: %s", len(todo), exc)
                 time.sleep(RETRY_S)
                 continue
             again: list[Append] = []

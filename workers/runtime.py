@@ -41,14 +41,24 @@ logger = logging.getLogger(__name__)
 
 
 class Runtime:
-    """`engine` behaves like `engine.Engine`; `card` is its model's, `queue` the pool's own, `app` the Celery app."""
+    """`engine` behaves like `engine.Engine`; `card` is its model's, `queue` the pool's own, `app` the Celery app,
+    `files` what was announced with the card."""
 
-    def __init__(self, settings: WorkerSettings, engine: Any, app: Any, card: dict[str, Any], queue: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Any,
+        app: Any,
+        card: dict[str, Any],
+        queue: str,
+        files: dict[str, bytes],
+    ) -> None:
         self.settings = settings
         self.engine = engine
         self.app = app
         self.card = card
         self.queue = queue
+        self.files = files
         self.model: str = card["name"]
         self.queues = [queue, keys.model_queue(self.model)]
         self.incarnation = Incarnation(settings.name)

@@ -16,6 +16,7 @@ from celery.exceptions import SecurityWarning
 from celery.worker import state
 
 from producers import keys
+from producers.complaints import complain
 from producers.trouble import trouble
 from workers.app import attach, make_app
 from workers.connect import LOST, check_server, connect
@@ -51,7 +52,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     card, queue = _announced(settings.store, engine, files)
     app = make_app(settings, [queue, keys.model_queue(card["name"])])
-    runtime = Runtime(settings, engine, app, card, queue)
+    runtime = Runtime(settings, engine, app, card, queue, files)
     attach(app, runtime)
     threading.excepthook = partial(_thread_died, runtime)
     stopping.serve(runtime)
@@ -97,7 +98,7 @@ def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str
             except LOST as exc:
                 if trouble(exc) is None:
                     raise
-                logger.warning("The store does not take the model's card, trying again: %s", exc)
+                complain(logger, "The store does not take the model's card, trying again: %s", exc)
                 time.sleep(RETRY_S)
 
 

@@ -6,6 +6,7 @@
     mute     the server hears nothing
     delay    every piece passes so much later
     cut      the next answer breaks off after some bytes, and its connection with it
+    forget   nothing passes any more on the connections that are open, and nobody is ever told; new ones are served
 
 All are served by one thread.
 """
@@ -34,6 +35,8 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
         self._passes = asyncio.Event()
         self._passes.set()
+        self._forgotten = 0
+        """How often all connections were."""
         self._listener: asyncio.Server | None = None
 
     async def listen(self) -> None:
@@ -41,6 +44,9 @@ class Link:
 
     async def make(self, mode: str, amount: float) -> None:
         """`ok` heals it."""
+        if mode == "forget":
+            self._forgotten += 1
+            mode = "ok"
         self.mode, self.amount = mode, amount
         if mode in ("ok", "delay", "cut"):
             self._passes.set()
@@ -87,19 +93,29 @@ class Link:
                 _reset(one)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool) -> None:
+        loop, began = asyncio.get_running_loop(), self._forgotten
+        due = 0.0  # when all that was delayed is on its way
         try:
             while data := await reader.read(1 << 16):
                 while not self._passes.is_set() and self.mode != ("mute" if answers else "deaf"):
                     await self._passes.wait()
+                if self._forgotten != began:
+                    continue
                 if self.mode == "delay":
-                    await asyncio.sleep(self.amount)
-                elif self.mode == "cut" and answers:
+                    due = max(due + 1e-6, loop.time() + self.amount)
+                    loop.call_at(due, writer.write, data)
+                    continue
+                await asyncio.sleep(due - loop.time())
+                if self.mode == "cut" and answers:
                     self.mode = "ok"
                     writer.write(data[: int(self.amount)])
                     await writer.drain()
                     return
                 writer.write(data)
                 await writer.drain()
+            await asyncio.sleep(due - loop.time())
+            if self._forgotten != began and answers:
+                await loop.create_future()  # the server ended it, of which nobody hears
         except OSError:
             pass
 

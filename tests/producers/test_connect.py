@@ -8,7 +8,7 @@ import pytest
 import redis
 import uvloop
 
-from producers.connect import connect_async
+from producers.connect import connect_async, kombu_url
 
 
 def test_a_connection_that_ended_unseen_is_a_lost_one(valkey_url: str) -> None:
@@ -27,3 +27,9 @@ def test_a_connection_that_ended_unseen_is_a_lost_one(valkey_url: str) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(use())
+
+
+def test_kombu_is_told_the_options_that_it_knows() -> None:
+    assert kombu_url("redis://h:1/2?socket_timeout=1") == "redis://h:1/2"
+    tls = "rediss://h:1/2?ssl_ca_certs=/ca.pem&socket_timeout=1"
+    assert kombu_url(tls) == "rediss://h:1/2?ssl_ca_certs=/ca.pem&ssl_cert_reqs=required"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import pytest
 from redis import Redis
 from redis import exceptions as redis
 
 from producers import Client, SubmitFailed
+from producers.complaints import EVERY_S, complain
 from producers.hello import check_hello
 from producers.sentinel import split
+from producers.servers import RIGHTS, ServerRefused, check_server
 from producers.trouble import NotPrimary, Trouble, UnusableServer, trouble
 
 HELLO = {"server": "redis", "version": "7.2.4", "mode": "standalone", "role": "master"}
@@ -73,3 +78,44 @@ def test_a_full_store_takes_no_task_and_says_so(valkey: Redis, valkey_url: str, 
         finally:
             valkey.config_set("maxmemory", "0")
         client.submit(model=model, prompt=[1])
+
+
+def test_a_server_that_evicts_is_refused(valkey: Redis, valkey_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    valkey.config_set("maxmemory", "1gb")
+    try:
+        valkey.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(ServerRefused, match="Set maxmemory-policy to noeviction"):
+            check_server(valkey_url, "broker")
+        valkey.config_set("maxmemory-policy", "volatile-ttl")
+        check_server(valkey_url, "broker")
+        assert "leases and results would go before their time" in caplog.text
+    finally:
+        valkey.config_set("maxmemory-policy", "noeviction")
+        valkey.config_set("maxmemory", "0")
+
+
+def test_what_a_user_may_not_do_is_named(valkey: Redis, valkey_url: str) -> None:
+    ann = "ACL", "SETUSER", "ann", "on", ">pw"
+    valkey.execute_command(*ann, *RIGHTS.split())
+    try:
+        url = valkey_url.replace("//", "//ann:pw@")
+        check_server(url, "broker")
+        valkey.execute_command(*ann, "-publish")
+        with pytest.raises(ServerRefused, match=r"user 'ann'.*publish"):
+            check_server(url, "broker")
+    finally:
+        valkey.execute_command("ACL", "DELUSER", "ann")
+
+
+def test_the_same_complaint_is_made_once_in_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("tests.complaints")
+    for attempt in range(3):
+        complain(log, "try %d: %s", attempt, OSError("away"))
+    complain(log, "try %d: %s", 3, ValueError("another cause"))
+    assert [record.getMessage() for record in caplog.records] == ["try 0: away", "try 3: another cause"]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + EVERY_S)
+    complain(log, "try %d: %s", 4, OSError("away"))
+    assert caplog.records[-1].getMessage() == "try 4: away (and 2 times more since that was last said)"

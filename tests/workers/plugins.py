@@ -16,7 +16,7 @@ from celery.worker import state as celery_state
 from celery.worker.control import control_command, inspect_command
 
 import workers.worker
-from workers import spot, watchdog
+from workers import housekeeper, spot, watchdog
 from workers.pool.claimer import Claimer
 from workers.transport import intake
 
@@ -111,6 +111,12 @@ def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
 def looks_often_for_notices() -> None:
     """That the machine is to go."""
     spot.PERIOD_S = 0.1  # type: ignore[misc]
+
+
+def pings_often() -> None:
+    """On connections that listen, so that one whose peer has vanished is given up soon; and wakes by them alone."""
+    housekeeper.PING_S = 0.4  # type: ignore[misc, attr-defined]
+    never_looks_idly()
 
 
 def short_tempered() -> None:

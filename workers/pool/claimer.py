@@ -19,6 +19,7 @@ from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.request import Request
 from producers import keys
+from producers.complaints import complain
 from producers.errors import InvalidTask
 from producers.events import Token
 from producers.protocol import Claimed, claim, counted, is_last_chance, read_claim, release
@@ -87,7 +88,7 @@ class Claimer(threading.Thread):
             except LOST as exc:
                 if self._stopping:
                     return [Claimed("lost")] * len(deliveries)
-                logger.warning("Cannot claim %d tasks, trying again: %s", len(deliveries), exc)
+                complain(logger, "Cannot claim %d tasks, trying again: %s", len(deliveries), exc)
                 time.sleep(RETRY_S)
 
     def _call(self, delivery: Delivery) -> Call:
@@ -164,7 +165,7 @@ class Claimer(threading.Thread):
             try:
                 run_many(self._redis, [release(delivery.task_id, delivery.uuid) for delivery in deliveries])
             except LOST as exc:
-                logger.warning("Cannot release %d tasks, trying again: %s", len(deliveries), exc)
+                complain(logger, "Cannot release %d tasks, trying again: %s", len(deliveries), exc)
                 time.sleep(RETRY_S)
                 continue
             for delivery in deliveries:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
+from producers.complaints import complain
 from producers.protocol import release
 from producers.script import Call, run_many
 from workers.connect import LOST, connect
@@ -34,7 +36,7 @@ class _Errand:
 class Courier(threading.Thread):
     def __init__(self, url: str, queue: str) -> None:
         super().__init__(name="penstock-courier", daemon=True)
-        self._redis = connect(url)
+        self.redis = connect(url)
         self._queue = queue
         self._errands: deque[_Errand] = deque()
         self._changed = threading.Condition()
@@ -74,6 +76,8 @@ class Courier(threading.Thread):
             self._changed.notify_all()
 
     def run(self) -> None:
+        with suppress(*LOST):  # so that handing back, which has little time, does not begin with that
+            self.redis.script_load(broker.back("", "", "").script.text)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._errands or self._stopping)
@@ -96,17 +100,17 @@ class Courier(threading.Thread):
         live = [errand for errand in batch if not errand.incarnation.over]
         done = {id(errand) for errand in batch if errand.incarnation.over}
         try:
-            answers = run_many(self._redis, [errand.call for errand in live])
+            answers = run_many(self.redis, [errand.call for errand in live])
             unsettled = [errand for errand, answer in zip(live, answers, strict=True) if answer == -1]
-            run_many(self._redis, [call for errand in unsettled for call in errand.instead])
+            run_many(self.redis, [call for errand in unsettled for call in errand.instead])
         except LOST as exc:
-            logger.warning("The broker did not take %d answers, trying again: %s", len(live), exc)
+            complain(logger, "The broker did not take %d answers, trying again: %s", len(live), exc)
             return done
         if unsettled:
             logger.warning("A failover lost the end of %d tasks: they go back to the queue", len(unsettled))
         for errand, answer in zip(live, answers, strict=True):
             if isinstance(answer, Exception):
-                logger.warning("The broker refused an answer, trying again: %s", answer)
+                complain(logger, "The broker refused an answer, trying again: %s", answer)
             else:
                 done.add(id(errand))
         return done

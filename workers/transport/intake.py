@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from producers import keys
+from producers.complaints import complain
 from producers.script import run
 from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
@@ -183,7 +184,7 @@ class Intake(threading.Thread):
             try:
                 fetched = broker.read_fetch(run(self._redis, self._call(life, self.asked)))
             except LOST as exc:
-                logger.warning("Cannot fetch from the broker, trying again: %s", exc)
+                complain(logger, "Cannot fetch from the broker, trying again: %s", exc)
                 self._wake.wait(RECONNECT_S)
                 continue
             if fetched is None:

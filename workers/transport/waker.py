@@ -14,6 +14,7 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from producers.complaints import complain
 from producers.connect import connection_pool
 from producers.trouble import Trouble, trouble
 from workers.connect import LOST
@@ -60,7 +61,7 @@ class Waker(threading.Thread):
                 self._follow()
             except ResponseError as exc:
                 if trouble(exc) is Trouble.AWAY:
-                    logger.warning("The broker takes no wake-up connection, trying again: %s", exc)
+                    complain(logger, "The broker takes no wake-up connection, trying again: %s", exc)
                     self._stopped.wait(RECONNECT_S)
                     continue
                 logger.warning("The broker offers no key tracking (%s): looking every %s s instead", exc, POLL_S)
@@ -69,7 +70,7 @@ class Waker(threading.Thread):
             except (*LOST, ValueError, AttributeError) as exc:
                 # AttributeError, ValueError: stop() closed the connection under our hands
                 if not self._stopped.wait(RECONNECT_S):
-                    logger.warning("Lost the broker's wake-up connection, connecting again: %s", exc)
+                    complain(logger, "Lost the broker's wake-up connection, connecting again: %s", exc)
 
     def _follow(self) -> None:
         connection: Any = self._pool.connection_class(**self._pool.connection_kwargs)
