@@ -364,6 +364,7 @@ class Housekeeper(threading.Thread):
         except LOST as exc:
             complain(logger, "Housekeeping: the store or the broker is away, trying again: %s", exc)
             self._renew_at = 0.0
+            self._reap_at = max(self._reap_at, time.monotonic() + TICK_S)  # what was due is not due again at once
         except Exception:
             logger.exception("Housekeeping failed, going on")
 
