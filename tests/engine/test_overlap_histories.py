@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
@@ -18,6 +17,7 @@ from engine.pipeline import Pipeline
 from engine.plan import Sampled, StepPlan
 from engine.request import UNKNOWN, Sequence
 from engine.scheduler import Scheduler
+from tests.engine.histories import histories
 from tests.engine.test_scheduler_histories import Histories, PagedModel
 
 CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now)
@@ -143,7 +143,6 @@ class Overlapping(Histories):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Device(self.scheduler, type(self))
         self.pipeline = Pipeline(
             self.scheduler,
             self.model,
@@ -152,6 +151,9 @@ class Overlapping(Histories):
             self.overlap,
             release=lambda error: isinstance(error, OutOfMemory),
         )
+
+    def make_model(self) -> PagedModel:
+        return Device(self.scheduler, type(self))
 
     def step(self) -> bool:
         CLOCK.now = self.now
@@ -246,13 +248,4 @@ class OverlappingBeyondASwitch(Overlapping):
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, monkeypatch):
     monkeypatch.setattr("engine.pipeline.time", CLOCK)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=30,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(machine, settings=histories(30))

@@ -7,7 +7,6 @@ from hashlib import blake2b
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -16,6 +15,7 @@ from engine.params import SamplingParams
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Event, Request, Sequence
 from engine.scheduler import Scheduler
+from tests.engine.histories import histories
 
 EOS = 0
 VOCAB = 7
@@ -166,8 +166,11 @@ class Histories(RuleBasedStateMachine):
             vocab_size=VOCAB,
             rope_switch=self.switch,
         )
-        self.model = PagedModel(self.spaces, self.block_size, self.switch, copies_at_once=self.caching)
+        self.model = self.make_model()
         self.seen: dict[str, Seen] = {}
+
+    def make_model(self) -> PagedModel:
+        return PagedModel(self.spaces, self.block_size, self.switch, self.caching)
 
     def live(self) -> list[str]:
         return [name for name, seen in self.seen.items() if not seen.done]
@@ -395,13 +398,4 @@ class HistoriesBeyondASwitch(Histories):
     ],
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine):
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_state_machine_as_test(machine, settings=histories(60))
