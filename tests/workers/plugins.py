@@ -19,6 +19,7 @@ import workers.worker
 from workers import housekeeper, spot, watchdog
 from workers.pool.claimer import Claimer
 from workers.transport import intake
+from workers.transport.redis import QoS
 
 
 def ordinary_tasks() -> None:
@@ -63,6 +64,13 @@ def ordinary_tasks() -> None:
             if not self.request.retries:
                 raise self.retry(countdown=0)
             return "done at the second try"
+
+        @app.task(name="app.kept", bind=True)
+        def kept(self: Any) -> list[str]:
+            """Ids of the messages that kombu and Celery think somebody is at, but for this one's."""
+            queues = (found for found in gc.get_objects() if isinstance(found, QoS))
+            messages = [message.headers["id"] for qos in queues for message in qos._delivered.values()]
+            return [found for found in {*messages, *celery_state.requests} if found != self.request.id]
 
         @app.task(name="app.exits")
         def exits() -> None:

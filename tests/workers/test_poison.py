@@ -105,6 +105,18 @@ def test_what_cannot_be_read_is_dead_lettered(poisoned: Rig, name: str) -> None:
     check_idle(poisoned)
 
 
+TIMELIMIT = {"headers__penstock": None, "headers__timelimit": 7, "body": body([], {"prompt": "x"}, {})}
+
+
+def test_nothing_is_kept_of_what_cannot_be_read(poisoned: Rig) -> None:
+    """Neither by kombu, which holds what it has delivered, nor by Celery, which lists what is reserved."""
+    for raw, _ in UNREADABLE.values():
+        poisoned.redis.lpush(POOL, raw)
+    poisoned.redis.lpush(POOL, json.dumps(envelope(**TIMELIMIT)))
+    check_idle(poisoned)
+    assert poisoned.sender().send_task("app.kept").get(timeout=20) == []
+
+
 HARMLESS = {
     "no record": envelope(),
     "unknown headers": envelope(headers__what={"x": 1}, what=2),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery.worker import state
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport import redis as stock
 from redis.connection import AbstractConnection
@@ -36,6 +37,10 @@ class QoS(stock.QoS):
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
         self.channel.runtime.celery_reject(delivery_tag, requeue)
         virtual.QoS.ack(self, delivery_tag)
+
+    def forget(self, delivery_tag: str) -> None:
+        """It was not taken up, and never will be acknowledged here."""
+        self._delivered.pop(delivery_tag, None)
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: leases and REAP bring back what a dead worker held."""
@@ -113,6 +118,18 @@ class Transport(stock.Transport):
     """`penstock://...`: only inside a worker, which passes its runtime as a transport option."""
 
     Channel = Channel
+
+    def _deliver(self, message: dict[str, Any], queue: str) -> None:
+        try:
+            super()._deliver(message, queue)
+        except Exception:
+            tag = message["properties"]["delivery_tag"]
+            for channel in self.channels:
+                channel.qos.forget(tag)
+            request = state.requests.get(message["headers"]["id"])
+            if request is not None and request.message.delivery_tag == tag:  # it had come as far as Celery's books
+                state.task_ready(request)
+            raise
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         super().register_with_event_loop(connection, loop)
