@@ -178,8 +178,12 @@ class Task(BaseModel):
             given = {k: v for k, v in fields.items() if v is not None or Task.model_fields[k].is_required()}
             try:
                 super().__init__(**given)
+                return
             except ValidationError as error:
-                raise _refusal(error) from None
+                refusal = _refusal(error)
+            # Out here, so that it does not have the ValidationError as its context: that one, which is Rust, holds what
+            # a validator raised, and the garbage collector does not see through it. Neither would ever be freed.
+            raise refusal
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import re
 from typing import Any
@@ -297,3 +298,14 @@ def test_kv_tokens_count_the_prompt_once_and_the_output_for_each_choice() -> Non
 def test_a_number_that_is_too_large_is_told_the_largest(name: str) -> None:
     with pytest.raises(InvalidTask, match=f"^{name} is 2147483648; {name} must be an integer from 0 .*to 2147483647"):
         Task(model="m", prompt="p", **{name: 1 << 31})
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ""}, {"prompt": [-1]}, {"prompt": "x", "min_tokens": 5, "max_tokens": 1}])
+def test_what_was_refused_is_not_kept(fields: dict[str, Any]) -> None:
+    """Pydantic's error holds ours, and the garbage collector cannot see into it."""
+    gc.collect()
+    for _ in range(20):
+        with pytest.raises(InvalidTask):
+            Task(model="m", **fields)
+    gc.collect()
+    assert [kept for kept in gc.get_objects() if isinstance(kept, InvalidTask)] == []
