@@ -12,6 +12,8 @@ from redis import Redis
 from tests.fuzz.messages import Fuzzed
 
 DEAD = "penstock:dead"
+RETURNED = "penstock:returned"
+ID = re.compile(rb'"id":\s*"([^"]+)"')
 #: An ETA that tests do not live to see.
 FAR = re.compile(rb'"eta":\s*"(9999|2199)-')
 #: Seconds that a result is kept, as the record said: none.
@@ -76,6 +78,8 @@ class Ends:
         for name in self._redis.keys("penstock:delayed:*"):
             found += self._redis.zrange(name, 0, -1)  # type: ignore[arg-type]
             self._redis.delete(name)
+        if ids := [named[1] for packed in found if (named := ID.search(packed))]:
+            self._redis.hdel(RETURNED, *ids)  # the numbers that they would have had again
         return found
 
     def _one(self, task_id: str, fuzzed: Fuzzed, letters: list[bytes], waiting: list[bytes]) -> tuple[str, str]:

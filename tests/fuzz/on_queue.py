@@ -46,8 +46,8 @@ VALID = 5
 PATIENCE_S = 60.0
 #: Part of the messages after which what the worker holds is what it usually holds.
 WARM = 0.3
-#: Files and threads that may come and go with a connection.
-LOOSE = 4
+#: Files and threads that may come and go with connections: as many as threads may have one at a time.
+LOOSE = 12
 
 
 @dataclass(slots=True)
