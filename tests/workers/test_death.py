@@ -166,6 +166,25 @@ def test_a_plain_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> N
         result.get(timeout=10)
 
 
+def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> None:
+    """Whatever killed those who held it: one of them had completed it, and its sender must hear that."""
+    sent = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 3}, task_id="done-before")
+    queue = keys.model_queue("stub")
+    (message,) = rig.redis.lrange(queue, 0, -1)
+    first = rig.worker()
+    assert sent.get(timeout=20)["status"] == "completed"
+    rig.until_settled([sent.id])
+    assert first.stop() == 0
+    rig.redis.hdel(keys.task(sent.id), "settled")
+    rig.redis.delete(f"celery-task-meta-{sent.id}")
+    rig.redis.hset(keys.REAPED, sent.id, 2)
+    rig.redis.rpush(queue, message)
+    rig.worker(max_redeliveries=2)
+    rig.until_settled([sent.id])
+    assert rig.sender().AsyncResult(sent.id).get(timeout=10)["status"] == "completed"
+    rig.check_nothing_left()
+
+
 @pytest.mark.slow
 def test_an_ordinary_task_that_kills_its_workers_is_dead_lettered(rig: Rig) -> None:
     rig.sender().send_task("app.deadly")

@@ -124,6 +124,11 @@ class Claimer(threading.Thread):
             runtime.done(delivery, settled=True)
         elif claimed.answer == "busy":
             runtime.give_back(delivery, runtime.settings.retry_after)
+        elif arrival is not None and record is not None and "claims" in record.fields:
+            # Others claimed it and lived: it may be decoded, and comes back as a job, to be run or only to be settled.
+            delivery.begin(record, record.nexts)
+            delivery.owned = False
+            runtime.intake.pass_on(arrival)
         elif claimed.answer == "settle":
             assert record is not None
             delivery.begin(record, record.nexts)
@@ -131,10 +136,7 @@ class Claimer(threading.Thread):
         else:
             assert record is not None
             delivery.begin(record, record.nexts)
-            if arrival is not None:  # others claimed it and lived: it may be decoded, and comes back as a job
-                delivery.owned = False
-                runtime.intake.pass_on(arrival)
-            elif delivery.revoked:
+            if delivery.revoked:
                 runtime.publisher.conclude_revoked(delivery)
             elif delivery.plain and delivery.plain.error:
                 runtime.publisher.conclude(delivery, "failed", delivery.plain.error)
