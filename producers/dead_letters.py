@@ -54,7 +54,7 @@ class Letter:
             said = json.loads(raw)
             message = str(said["message"])
             return cls(raw, str(said["reason"]), str(said["list"]), int(said["at"]), message, _task_id(message))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             return cls(raw, "not an entry of this list", "", 0, raw, None)
 
     @property
