@@ -170,7 +170,7 @@ class Histories(RuleBasedStateMachine):
         self.seen: dict[str, Seen] = {}
 
     def make_model(self) -> PagedModel:
-        return PagedModel(self.spaces, self.block_size, self.switch, self.caching)
+        return PagedModel(self.spaces, self.block_size, self.switch, copies_at_once=self.caching)
 
     def live(self) -> list[str]:
         return [name for name, seen in self.seen.items() if not seen.done]
@@ -336,9 +336,8 @@ class Histories(RuleBasedStateMachine):
                     assert len(table.blocks) <= window_blocks(window, self.block_size) + 1 + -(-9 // self.block_size)
 
     def teardown(self):
-        for _ in range(3000):
-            if not self.step():
-                break
+        steps = 0
+        while self.step() and (steps := steps + 1) < 3000:
             self.whole()
         assert not self.live(), "requests were left over"
         self.scheduler.check_idle()
