@@ -26,7 +26,7 @@ from typing import Any
 from redis import Redis
 
 from tests.fuzz.growth import Growth, judge
-from tests.fuzz.on_http import BOOT_S, ENGINE, MODEL, House
+from tests.fuzz.on_http import BOOT_S, ENGINE, MODEL, SMALL_CACHES, House
 from tests.fuzz.soak_load import SoakLoad
 from tests.fuzz.watch import held, leases, server
 from tests.processes import ROOT, Worker, running_valkey
@@ -132,6 +132,7 @@ class Soak:
                 lease=plan.lease,
                 LOG_LEVEL="ERROR",
                 WORKER_PLUGINS=plugin,
+                **SMALL_CACHES,
             )
             for plugin in plan.plugins[1:]
         ]

@@ -311,4 +311,4 @@ def test_what_was_refused_is_not_kept(fields: dict[str, Any]) -> None:
         with pytest.raises(InvalidTask):
             Task(model="m", **fields)
     gc.collect()
-    assert [kept for kept in gc.get_objects() if isinstance(kept, InvalidTask)] == []
+    assert [kept for kept in gc.get_objects() if type(kept) is InvalidTask] == []
