@@ -51,7 +51,7 @@ class Talk:
     async def follow(self, seen: Seen, manner: Manner) -> None:
         """Read a task that was accepted, to its end."""
         cancelling = None
-        if manner.cancel_after is not None and not any(answer is not None for answer in seen.cancels):
+        if manner.cancel_after is not None and not seen.cancels:
             cancelling = asyncio.create_task(self._cancel(seen, manner.cancel_after))
         if manner.via == "poll":
             await self._poll(seen)
@@ -182,8 +182,6 @@ class Talk:
         """Until somebody answers: a cancel may come twice."""
         await asyncio.sleep(after)
         while True:
-            # Said before it is done: who is killed while it waits for the answer may have cancelled all the same.
-            self.journal.write("cancel", id=seen.id, accepted=None, status=None)
             try:
                 if seen.via == "redis":
                     accepted, status = await self.senders.library.get(str(seen.id)).cancel(), None
@@ -192,13 +190,15 @@ class Talk:
                     accepted, status = told["accepted"], told["status"]
             except TaskNotFound:
                 return
-                self.journal.write("cancel", id=seen.id, accepted=accepted, status=status)
-                return
             except Declined as declined:
                 if declined.status == 404:
                     return
+                accepted, status = None, None
             except (PenstockError, *AWAY):
-                pass
+                accepted, status = None, None
+            self.journal.write("cancel", id=seen.id, accepted=accepted, status=status)
+            if accepted is not None:
+                return
             await asyncio.sleep(AGAIN_S)
 
     async def _wait(self, seen: Seen, manner: Manner) -> None:

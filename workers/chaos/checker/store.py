@@ -144,13 +144,6 @@ def unfinished(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
     return found
 
 
-def awaited(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
-    """Leases of readers; that of a killed gateway goes once it has lapsed."""
-    wanted = None if ids is None else set(ids)
-    members = map(str, store.zrange("penstock:readers", 0, -1))
-    return [f"a reader of {name}" for name in members if wanted is None or name in wanted]
-
-
 def workers_of(broker: Redis) -> list[dict[str, Any]]:
     """What the workers with a lease say of themselves."""
     found = []
@@ -173,7 +166,7 @@ def wait_until_over(
     ids, deadline = None if ids is None else list(ids), time.monotonic() + seconds
     while True:
         try:
-            left = unfinished(store, ids) + awaited(store, ids) + ([] if shared else pending(broker))
+            left = unfinished(store, ids) + ([] if shared else pending(broker))
         except RedisError as error:
             left = [f"no answer: {error}"]
         if not left or time.monotonic() > deadline:
@@ -187,7 +180,7 @@ def _left(broker: Redis, store: Redis, only: set[str] | None) -> list[str]:
     if only is None:
         for index in ("reaped", "returned"):
             found += [f"penstock:{index} {name}" for name in map(str, broker.hkeys(f"penstock:{index}"))]
-    for index in ("submitting", "deadlines", "unsettled", "readers"):
+    for index in ("submitting", "deadlines", "unsettled"):  # a killed gateway's reader leases lapse later
         members = list(map(str, store.zrange(f"penstock:{index}", 0, -1)))
         found += [f"penstock:{index} {name}" for name in members if only is None or name in only]
     return found
