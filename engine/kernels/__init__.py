@@ -17,6 +17,7 @@ import torch
 from engine.errors import EngineError
 from engine.kernels.cpu import Cpu, computes_natively
 from engine.kernels.deterministic import DeterministicCpu
+from engine.kernels.fp8 import CAPABILITY
 from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
 from engine.kernels.native import Native, load_library
 from engine.kernels.ragged import Attended, RaggedBatch
@@ -43,8 +44,6 @@ __all__ = [
 
 #: By the names that EngineConfig has for them.
 _SETS: dict[str, type[Kernels]] = {one.name: one for one in (Reference, Ragged, Sdpa, Cpu)}
-#: The first compute capability with tensor cores for 8-bit floats: Ada.
-_FP8_CAPABILITY = (8, 9)
 
 
 def select(
@@ -117,7 +116,7 @@ def _triton(device: torch.device) -> type[Gpu]:
 def _fp8(device: torch.device, dtype: torch.dtype, name: str) -> Kernels:
     if device.type != "cuda":
         raise EngineError(f"quantization='fp8' needs a CUDA device, and the device is {device.type}; use 'none'")
-    found, least = torch.cuda.get_device_capability(device), _FP8_CAPABILITY
+    found, least = torch.cuda.get_device_capability(device), CAPABILITY
     if found < least:
         raise EngineError(
             f"quantization='fp8' needs a GPU of compute capability {least[0]}.{least[1]} or more (Ada, Hopper), and "

@@ -19,6 +19,8 @@ FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 #: The smallest scale is that of this value: a row of zeros must have one, too.
 LEAST = 1e-12
+#: The first compute capability with tensor cores for 8-bit floats: Ada.
+CAPABILITY = (8, 9)
 #: `torch._scaled_mm` takes inputs and outputs in multiples of it.
 _MULTIPLE = 16
 
@@ -33,10 +35,17 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     # What is beyond the largest would become NaN, and a rounding may bring the product there. A number over a tensor
     # would be rounded twice.
     values = (wide * (torch.full_like(largest, LARGEST) / largest)).clamp(-LARGEST, LARGEST).to(FP8)
-    missing = -x.shape[-1] % _MULTIPLE
-    if missing:
-        values = F.pad(values.view(torch.uint8), (0, missing)).view(FP8)
-    return values, largest / LARGEST
+    return padded(values), largest / LARGEST
+
+
+def padded(values: Tensor) -> Tensor:
+    """e4m3 [rows, width] with zeros up to a width that a product takes."""
+    missing = -values.shape[-1] % _MULTIPLE
+    return F.pad(values.view(torch.uint8), (0, missing)).view(FP8) if missing else values
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def fp8_linear(weight: Tensor, bias: Tensor | None, quantise: QuantiseRows = quantise_rows) -> PreparedLinear:
@@ -44,8 +53,13 @@ def fp8_linear(weight: Tensor, bias: Tensor | None, quantise: QuantiseRows = qua
 
     `quantise` rounds the activations.
     """
-    outputs = len(weight)
-    values, scales = quantise_rows(weight)
+    return fp8_product(len(weight), *quantise_rows(weight), bias, quantise)
+
+
+def fp8_product(
+    outputs: int, values: Tensor, scales: Tensor, bias: Tensor | None, quantise: QuantiseRows = quantise_rows
+) -> PreparedLinear:
+    """As fp8_linear, of a weight that is rounded already: as QuantiseRows gives it."""
     missing = -outputs % _MULTIPLE
     if missing:
         values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(FP8)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from engine.kernels.fp8 import fp8_linear
+from engine.kernels.fp8 import fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import PreparedLinear, Reference
@@ -45,6 +45,11 @@ class Gpu(Reference):
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """As `prepare_linear`, of a weight that is packed already."""
         return int4_linear(weight, bias) if isinstance(weight, Int4Weight) else int8_linear(weight, bias)
+
+    def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
+        if self.compute_dtype != torch.bfloat16 or not multiplies_fp8(values.device):
+            return super().prepare_fp8(values, scales, bias)
+        return fp8_product(len(values), padded(values), scales, bias, quantise_rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps) if x.shape[-1] <= WIDEST else super().rms_norm(x, weight, eps)

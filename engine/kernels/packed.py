@@ -73,18 +73,27 @@ class Int4Weight:
         kept = None if zeros is None else zeros.T.to(torch.uint8).contiguous()
         return cls.pack(q, scales.T.contiguous(), kept, group)
 
-    def dequantise(self) -> Tensor:
-        """fp32 [outputs, inputs]."""
+    def part(self, start: int, stop: int) -> Int4Weight:
+        """Outputs from `start` to `stop`; views."""
+        zeros = None if self.zeros is None else self.zeros[:, start:stop]
+        shape = (stop - start, self.shape[1])
+        return Int4Weight(self.packed[:, start:stop], self.scales[:, start:stop], zeros, self.group, shape)
+
+    def values(self) -> Tensor:
+        """uint8 [outputs, inputs]: q."""
         outputs, inputs = self.shape
         halves = torch.stack((self.packed & 15, self.packed >> 4), 2).transpose(0, 1)
-        q = halves.reshape(outputs, -1)[:, :inputs].float()
+        return halves.reshape(outputs, -1)[:, :inputs]
+
+    def dequantise(self) -> Tensor:
+        """fp32 [outputs, inputs]."""
         zeros = MIDDLE if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
-        return (q - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
+        return (self.values().float() - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """weight[n, k] = q[n, k] * scale, with q from -127 to 127, and scale that of n and of k's group."""
+    """weight[n, k] = q[n, k] * scale, with q from -128 to 127, and scale that of n and of k's group."""
 
     packed: Tensor
     """int8 [tiles, outputs, tile]: [t, n, i] is input t * tile + i. Inputs beyond the last are 0."""
@@ -102,7 +111,7 @@ class Int8Weight:
 
     @classmethod
     def pack(cls, q: Tensor, scales: Tensor, group: int) -> Int8Weight:
-        """From `q`, integers from -127 to 127 [outputs, inputs]. Raises ValueError for a group that cannot be."""
+        """From `q`, integers from -128 to 127 [outputs, inputs]. Raises ValueError for a group that cannot be."""
         outputs, inputs = q.shape
         tile = _within(group, inputs, _TILE)
         padded = F.pad(q.to(torch.int8), (0, -inputs % tile))
@@ -122,11 +131,19 @@ class Int8Weight:
         q = (grouped / scales.float()[..., None]).round().clamp(-127, 127).view(outputs, inputs)
         return cls.pack(q, scales.T.contiguous(), group)
 
+    def part(self, start: int, stop: int) -> Int8Weight:
+        """Outputs from `start` to `stop`; views."""
+        shape = (stop - start, self.shape[1])
+        return Int8Weight(self.packed[:, start:stop], self.scales[:, start:stop], self.group, shape)
+
+    def values(self) -> Tensor:
+        """int8 [outputs, inputs]: q."""
+        outputs, inputs = self.shape
+        return self.packed.transpose(0, 1).reshape(outputs, -1)[:, :inputs]
+
     def dequantise(self) -> Tensor:
         """fp32 [outputs, inputs]."""
-        outputs, inputs = self.shape
-        q = self.packed.transpose(0, 1).reshape(outputs, -1)[:, :inputs].float()
-        return q * self.scales.T.float().repeat_interleave(self.group, 1)
+        return self.values().float() * self.scales.T.float().repeat_interleave(self.group, 1)
 
 
 def _within(group: int, inputs: int, most: int) -> int:

@@ -9,10 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.groups import AttentionBatch
+from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
 
 #: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
 PreparedLinear = Callable[[Tensor], Tensor]
+
+#: Weights that are dequantised at a time: as many as stay in a processor's cache until they are multiplied.
+_DEQUANTISED = 1 << 20
 
 
 class Reference:
@@ -59,6 +63,27 @@ class Reference:
     def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         """As `prepare_linear`, for the matrix that makes logits: sets that quantise the others leave it as it is."""
         return self.prepare_linear(weight, bias)
+
+    def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
+        """As `prepare_linear`, of a weight that is quantised already. It stays so: what a product takes of it is
+        dequantised for that product, some outputs at a time."""
+        outputs, inputs = weight.shape
+        step = max(1, _DEQUANTISED // inputs)
+
+        def linear(x: Tensor) -> Tensor:
+            out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+            for start in range(0, outputs, step):
+                part = slice(start, min(start + step, outputs))
+                dense = weight.part(part.start, part.stop).dequantise().to(x.dtype)
+                out[:, part] = F.linear(x, dense, None if bias is None else bias[part])
+            return out
+
+        return linear
+
+    def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
+        """As `prepare_linear`, of a weight in 8-bit floats, e4m3 [outputs, inputs] times fp32 [outputs, 1]; written out
+        where the device does not multiply such."""
+        return self.prepare_linear((values.float() * scales).to(self.weight_dtype), bias)
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         """Called by every layer when it is packed, with the shape of its attention."""

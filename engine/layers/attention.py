@@ -38,6 +38,9 @@ class Attention:
         self._qkv = Linear(kernels, shape.width, parts, bias=shape.qkv_bias, device=device)
         self._output = Linear(kernels, q, {"o_proj": shape.width}, bias=shape.output_bias, device=device)
 
+    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
+        return [(prefix, self._qkv), (prefix, self._output)]
+
     def weights(self, prefix: str) -> dict[str, Tensor]:
         return self._qkv.weights(prefix) | self._output.weights(prefix)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, PreparedLinear
+from engine.quant.formats import Quantised, Stored, stacked
 
 
 class Linear:
@@ -22,31 +25,82 @@ class Linear:
         head: bool = False,
     ) -> None:
         """`head`: it makes logits."""
+        self.inputs, self.parts, self.device = inputs, parts, device
+        self._kernels = kernels
         self._prepare = kernels.prepare_head if head else kernels.prepare_linear
-        self._parts = parts
-        outputs = sum(parts.values())
-        self._weight: Tensor | None = torch.empty(outputs, inputs, dtype=kernels.weight_dtype, device=device)
-        self._bias = torch.empty(outputs, dtype=kernels.compute_dtype, device=device) if bias else None
+        self._stored: dict[str, Stored] = {}
+        self._biased = frozenset(parts if bias else ())
+        self._weights: dict[str, Tensor] = {}
+        self._biases: dict[str, Tensor] = {}
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
         self._run: PreparedLinear | None = None
 
+    def store(self, stored: dict[str, Stored], biased: Iterable[str]) -> None:
+        """Before `weights`: parts that the checkpoint has quantised, and parts that have a bias there although the
+        architecture has none (quantisers of old wrote zeros)."""
+        self._stored = stored
+        self._biased |= frozenset(biased)
+
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        if self._weight is None:
+        if self._run is not None:
             raise RuntimeError("the weights of a packed Linear cannot be loaded again")
-        places = {}
-        start = 0
-        for name, outputs in self._parts.items():
-            places[f"{prefix}{name}.weight"] = self._weight[start : start + outputs]
-            if self._bias is not None:
-                places[f"{prefix}{name}.bias"] = self._bias[start : start + outputs]
-            start += outputs
+        if self._weight is None:
+            self._allocate()
+        places: dict[str, Tensor] = {}
+        for name in self.parts:
+            if name in self._stored:
+                places |= {f"{prefix}{name}.{end}": place for end, place in self._stored[name].places.items()}
+            else:
+                places[f"{prefix}{name}.weight"] = self._weights[name]
+            if name in self._biased:
+                places[f"{prefix}{name}.bias"] = self._biases[name]
         return places
+
+    def _allocate(self) -> Tensor:
+        kernels, device = self._kernels, self.device
+        dense = {name: outputs for name, outputs in self.parts.items() if name not in self._stored}
+        self._weight = torch.empty(sum(dense.values()), self.inputs, dtype=kernels.weight_dtype, device=device)
+        self._weights = dict(zip(dense, torch.split(self._weight, list(dense.values())), strict=True))
+        if self._biased:
+            # Zeros, for parts that have none.
+            self._bias = torch.zeros(sum(self.parts.values()), dtype=kernels.compute_dtype, device=device)
+            self._biases = dict(zip(self.parts, torch.split(self._bias, list(self.parts.values())), strict=True))
+        return self._weight
 
     def pack(self) -> None:
         """Give the weight to the kernel set, which may keep it in a layout of its own; ours is dropped."""
-        if self._weight is None:
+        if self._run is not None:
             raise RuntimeError("a Linear is packed once")
-        self._run = self._prepare(self._weight, self._bias)
-        self._weight = None
+        weight = self._weight if self._weight is not None else self._allocate()
+        self._run = self._prepare_parts() if self._stored else self._prepare(weight, self._bias)
+        self._weight, self._weights, self._stored = None, {}, {}
+
+    def _prepare_parts(self) -> PreparedLinear:
+        """As one product where the parts are quantised alike, else one for each."""
+        parts = [self._stored[name].read() if name in self._stored else self._weights[name] for name in self.parts]
+        quantised = [part for part in parts if isinstance(part, Quantised)]
+        whole = stacked(quantised) if len(quantised) == len(parts) else None
+        if whole is not None:
+            return whole.prepare(self._kernels, self._bias)
+        biases = [self._biases.get(name) for name in self.parts]
+        runs = [
+            part.prepare(self._kernels, bias) if isinstance(part, Quantised) else self._prepare(part, bias)
+            for part, bias in zip(parts, biases, strict=True)
+        ]
+        return lambda x: torch.cat([run(x) for run in runs], 1)
+
+    def watch(self, see: Callable[[Tensor], None]) -> None:
+        """Have every input [rows, inputs] seen from now on, before it is multiplied."""
+        run = self._run
+        if run is None:
+            raise RuntimeError("a Linear is packed before it is watched")
+
+        def watched(x: Tensor) -> Tensor:
+            see(x)
+            return run(x)
+
+        self._run = watched
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._run is None:

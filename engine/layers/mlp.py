@@ -27,6 +27,9 @@ class GatedMlp:
         self._gate_up = Linear(kernels, width, parts, bias=bias, device=device)
         self._down = Linear(kernels, hidden, {"down_proj": width}, bias=bias, device=device)
 
+    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
+        return [(prefix, self._gate_up), (prefix, self._down)]
+
     def weights(self, prefix: str) -> dict[str, Tensor]:
         return self._gate_up.weights(prefix) | self._down.weights(prefix)
 

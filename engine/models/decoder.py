@@ -57,6 +57,10 @@ class DecoderLayer:
         """By the checkpoint's names."""
         return dict(zip(self.NORMS, (self.input_norm, self.middle_norm), strict=True))
 
+    def linears(self, prefix: str) -> list[tuple[str, Linear]]:
+        """Each with the prefix of its tensors' names."""
+        return self._attention.linears(f"{prefix}self_attn.") + self._mlp.linears(f"{prefix}mlp.")
+
     def weights(self, prefix: str) -> dict[str, Tensor]:
         places = self._attention.weights(f"{prefix}self_attn.") | self._mlp.weights(f"{prefix}mlp.")
         for name, norm in self.norms().items():
@@ -115,6 +119,10 @@ class Decoder(ABC):
     @abstractmethod
     def read(config: Config) -> DecoderSettings:
         """Raises ModelError naming the setting that the family cannot serve."""
+
+    def linears(self) -> list[tuple[str, Linear]]:
+        found = [one for i, layer in enumerate(self._layers) for one in layer.linears(f"model.layers.{i}.")]
+        return found if self._head is None else [*found, ("", self._head)]
 
     def weights(self) -> dict[str, Tensor]:
         places = self._embedding.weights("model.embed_tokens.") | self._norm.weights("model.norm.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ SINGLE = "model.safetensors"
 #: The largest index that is read; those of the largest checkpoints have some 10 MB.
 _LONGEST_INDEX = 64 << 20
 _FLOATS = ("F32", "F16", "BF16")
+#: As what numbers of other kinds are stored: by no other.
+_EXACT = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ def match(
 
     From headers alone, so that what config.json asks for is refused before memory is taken for it. `canonical` gives a
     checkpoint's names as the model spells them, None for what it passes over. Raises ModelError naming the tensor that
-    is missing, misshapen or of another kind than float, or that the model has no use for: ignoring a bias would give
-    other output without a word.
+    is missing, misshapen or of another kind than its place, or that the model has no use for: ignoring a bias would
+    give other output without a word.
     """
     found: dict[str, Found] = {}
     extra = []
@@ -69,15 +71,20 @@ def match(
         shape, asked = list(one.stored.shape), list(places[name].shape)
         if shape != asked:
             raise ModelError(f"{one.path}: {one.name} has shape {shape}; config.json asks for {asked}")
-        if one.stored.dtype not in _FLOATS:
-            raise ModelError(
-                f"{one.path}: {one.name} is stored as {one.stored.dtype}; one of {', '.join(_FLOATS)} is expected"
-            )
+        exact = _EXACT.get(places[name].dtype)
+        if one.stored.dtype not in (_FLOATS if exact is None else (exact,)):
+            expected = f"one of {', '.join(_FLOATS)}" if exact is None else exact
+            raise ModelError(f"{one.path}: {one.name} is stored as {one.stored.dtype}; {expected} is expected")
     return found
 
 
-def load_weights(found: Mapping[str, Found], places: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Fill every tensor of `places` with what `match` found for it.
+def load_weights(
+    found: Mapping[str, Found],
+    places: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    exact: Collection[str] = frozenset(),
+) -> None:
+    """Fill every tensor of `places` with what `match` found for it, those named in `exact` as it is stored.
 
     Files are memory-mapped: each tensor goes from the page cache to its place, rounded to `dtype` on the way, without a
     second copy of the model. Raises ModelError naming a file that is malformed after all.
@@ -90,7 +97,7 @@ def load_weights(found: Mapping[str, Found], places: Mapping[str, Tensor], dtype
             for name in names:
                 tensor = file.get_tensor(found[name].name)
                 # The place may be wider than dtype (a CPU without bf16): the rounding happens all the same.
-                places[name].copy_(tensor if tensor.dtype == dtype else tensor.to(dtype))
+                places[name].copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
 
 
 def locate(folder: Path) -> dict[str, Found]:

@@ -14,8 +14,11 @@ from engine.bounds import shown
 from engine.errors import ModelError
 from engine.kernels import Attended, Kernels, select
 from engine.kv import KvGroup
+from engine.layers import Linear
 from engine.memory import check_weights
 from engine.models.loader import load_weights, locate, match
+from engine.models.quantised import adopt
+from engine.quant.formats import read_scheme
 from engine.text.config import Config, architectures, read_config
 
 #: Architecture as config.json names it -> module and class.
@@ -52,6 +55,9 @@ class Model(Protocol):
 
         Raises ModelError naming what it cannot serve.
         """
+
+    def linears(self) -> list[tuple[str, Linear]]:
+        """What may be quantised, each with the prefix of its tensors' names."""
 
     def weights(self) -> dict[str, Tensor]:
         """Tensor name -> where to copy it."""
@@ -98,22 +104,28 @@ def load_model(
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
+    if read_scheme(config) is not None and quantization != "none":
+        raise ModelError(f"{path}: the checkpoint is quantised already; leave quantization={quantization!r} out")
     kernel_set = (
         select(device, weight_dtype, kernels, quantization, deterministic)
         if isinstance(kernels, str)
         else kernels(weight_dtype)
     )
     located = locate(path)
+    scheme = read_scheme(config)
     layers = config.integer("num_hidden_layers")
     if layers > len(located):
         raise ModelError(f"{path}: config.json asks for {layers} layers; the checkpoint has {len(located)} tensors")
     # First without memory: config.json is checked against the checkpoint before anything is allocated by it.
     shape = make(config, kernel_set, weight_dtype, torch.device("meta"))
+    kept = None if scheme is None else adopt(path, shape, scheme, located)
     places = shape.weights()
-    found = match(path, located, places, shape.canonical)
+    found = match(path, located, places, shape.canonical if kept is None else kept.canonical)
     check_weights(path, sum(place.nbytes for place in places.values()), device)
     model = make(config, kernel_set, weight_dtype, device)
-    load_weights(found, model.weights(), weight_dtype)
+    if scheme is not None:
+        adopt(path, model, scheme, located)
+    load_weights(found, model.weights(), weight_dtype, exact=frozenset() if kept is None else kept.exact)
     model.pack()
     return model
 
@@ -124,6 +136,8 @@ def shape_of(folder: str | Path, dtype: str, kernels: Callable[[torch.dtype], Ke
     Raises ModelError.
     """
     make, config, weight_dtype = _read(Path(folder), dtype)
+    if read_scheme(config) is not None:
+        raise ModelError(f"{folder}: the shapes of a quantised checkpoint are not in its config.json alone")
     model = make(config, kernels(weight_dtype), weight_dtype, torch.device("meta"))
     model.pack()
     return model
@@ -139,8 +153,6 @@ def _read(path: Path, dtype: str) -> tuple[type[Model], Config, torch.dtype]:
             f"{path}: config.json names the architectures {shown(names)}; supported are {', '.join(sorted(FAMILIES))}"
         )
     config = Config.of_model(settings)
-    if "quantization_config" in config:
-        raise ModelError(f"{path}: config.json has a quantization_config; quantised checkpoints are not supported")
     module, name = family.split(":")
     return getattr(import_module(module), name), config, _dtype(path, config, dtype)
 

@@ -13,6 +13,7 @@ from engine.kernels.deterministic.agreement import FixedRows, agreeing_rows
 from engine.kernels.deterministic.attention import ChunkedAttention
 from engine.kernels.deterministic.chunks import CHUNK, ChunkedBatch, chunked
 from engine.kernels.groups import AttentionBatch
+from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended
 from engine.kernels.reference import PreparedLinear, Reference
 
@@ -50,6 +51,10 @@ class DeterministicCpu(Cpu):
             self._sizes[kind], bits = agreeing_rows(run, weight)
             self._bits.update(bits)
         return FixedRows(run, len(weight), self._sizes[kind])
+
+    def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
+        """The weight is written out: products of one shape are tried, and those of parts of it would be of many."""
+        return self.prepare_linear(weight.dequantise().to(self.weight_dtype), bias)
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         if self._attention is None:

@@ -31,6 +31,9 @@ class DeterministicGpu(Gpu):
         """The weight is written out: the kernels of few rows have other tiles than cuBLAS has for many."""
         return fixed_linear(weight.dequantise().to(self.compute_dtype), bias)
 
+    def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
+        return fixed_linear((values.float() * scales).to(self.compute_dtype), bias)
+
     def paged_attention(
         self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
     ) -> Tensor:

@@ -1,0 +1,123 @@
+"""A quantised matrix out of its checkpoint's packing, and how a kernel set gets it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.kernels import Kernels, PreparedLinear
+from engine.kernels.packed import Int4Weight, Int8Weight
+
+
+class Quantised(ABC):
+    """[outputs, inputs], in whatever numbers."""
+
+    @abstractmethod
+    def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
+        """As `Kernels.prepare_linear`."""
+
+    @abstractmethod
+    def dequantise(self) -> Tensor:
+        """fp32 [outputs, inputs], in the order in which inputs come."""
+
+    @abstractmethod
+    def stacked_on(self, others: Sequence[Quantised]) -> Quantised | None:
+        """This one and `others` below it as one matrix; None where they are not alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix(Quantised):
+    """weight[n, order[k]] = (q[n, k] - zeros[k // group, n]) * scales[k // group, n]"""
+
+    bits: int
+    """4 or 8."""
+    q: Tensor
+    """uint8 [outputs, inputs], from 0 to 2 ** bits - 1; inputs of one group beside each other."""
+    scales: Tensor
+    """[groups, outputs], floating."""
+    zeros: Tensor | None
+    """uint8 [groups, outputs]; None where all are 2 ** (bits - 1)."""
+    order: Tensor | None
+    """int64 [inputs]: which input each column is for; None where they are in order."""
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.q.shape[1] // len(self.scales)
+
+    def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
+        if self.bits == 8 and self.zeros is not None:
+            # Seldom enough for no kernel to have it.
+            return kernels.prepare_linear(self.dequantise().to(kernels.weight_dtype), bias)
+        run = kernels.prepare_quantised(self.packed(), bias)
+        order = self.order
+        if order is None:
+            return run
+        return lambda x: run(x.index_select(1, order))
+
+    def packed(self) -> Int4Weight | Int8Weight:
+        """Without the order. Of 8 bits only without zero points."""
+        if self.bits == 4:
+            return Int4Weight.pack(self.q, self.scales, self.zeros, self.group)
+        return Int8Weight.pack((self.q.to(torch.int16) - 128).to(torch.int8), self.scales, self.group)
+
+    def dequantise(self) -> Tensor:
+        grouped = self.q.float().view(len(self.q), -1, self.group)
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.T.float()[..., None]
+        sorted_ = ((grouped - zeros) * self.scales.T.float()[..., None]).flatten(1)
+        if self.order is None:
+            return sorted_
+        return torch.empty_like(sorted_).index_copy_(1, self.order, sorted_)
+
+    def stacked_on(self, others: Sequence[Quantised]) -> Matrix | None:
+        alike = [one for one in others if isinstance(one, Matrix) and self._is_like(one)]
+        if len(alike) < len(others):
+            return None
+        all_ = [self, *alike]
+        zeros = None if self.zeros is None else torch.cat([one.zeros for one in all_ if one.zeros is not None], 1)
+        return Matrix(
+            self.bits,
+            torch.cat([one.q for one in all_]),
+            torch.cat([one.scales for one in all_], 1),
+            zeros,
+            self.order,
+        )
+
+    def _is_like(self, other: Matrix) -> bool:
+        return (
+            (self.bits, self.group, self.zeros is None, self.order is None, self.scales.dtype)
+            == (other.bits, other.group, other.zeros is None, other.order is None, other.scales.dtype)
+        ) and (self.order is None or other.order is None or torch.equal(self.order, other.order))
+
+
+def stacked(parts: Sequence[Quantised]) -> Quantised | None:
+    """One below the other as one matrix; None where they are not alike."""
+    return parts[0].stacked_on(parts[1:])
+
+
+def grouped_order(name: str, index: Tensor, groups: int) -> Tensor | None:
+    """From each input's group, int32 [inputs], the order that has groups one after another; None where they lie so.
+
+    Raises ModelError where a group is out of range, or not all have equally many inputs: no kernel takes such.
+    """
+    inputs = len(index)
+    # One that is malformed may hold anything.
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= groups:
+        raise ModelError(
+            f"{name} names group {low if low < 0 else high} where there are {groups} groups of inputs, counted from 0"
+        )
+    counts = torch.bincount(index.long(), minlength=groups)
+    if bool((counts != inputs // groups).any()):
+        odd = int((counts != inputs // groups).nonzero()[0])
+        raise ModelError(
+            f"{name} gives group {odd} {int(counts[odd])} inputs where each has {inputs // groups}: groups of unequal "
+            "size are not supported"
+        )
+    order = torch.argsort(index, stable=True)
+    return None if torch.equal(order, torch.arange(inputs, device=index.device)) else order

@@ -1,0 +1,155 @@
+"""config.json's quantization_config: which form a checkpoint's matrices have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.errors import ModelError
+from engine.text.config import Config
+
+Form = Literal["gptq", "awq", "packed", "int8", "fp8"]
+
+_WITHIN = "quantization_config's "
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+#: compressed-tensors' name of a form -> ours.
+_COMPRESSED = {"pack-quantized": "packed", "int-quantized": "int8", "float-quantized": "fp8", "naive-quantized": "fp8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What holds of all quantised matrices of a checkpoint."""
+
+    form: Form
+    bits: int
+    group: int | None = None
+    """Inputs that share a scale; None: all."""
+    zeros: bool = False
+    """Whether there are zero points."""
+    one_less: bool = False
+    """Zero points are stored less one (GPTQ's first version)."""
+    shuffled: bool = False
+    """Inputs are in groups in an order of their own."""
+    block: tuple[int, int] | None = None
+    """FP8: (outputs, inputs) that share a scale; None: one for each output, or one for all."""
+
+    def groups(self, inputs: int) -> int:
+        """Raises ModelError where that is no whole number."""
+        if self.group is None:
+            return 1
+        if inputs % self.group:
+            raise ModelError(
+                f"config.json: {_WITHIN}group_size={self.group} does not divide a matrix's {inputs} inputs"
+            )
+        return inputs // self.group
+
+
+def read_scheme(config: Config) -> Scheme | None:
+    """None where the checkpoint is not quantised. Raises ModelError naming the setting that is not supported."""
+    if "quantization_config" not in config:
+        return None
+    given = config.get("quantization_config")
+    if not isinstance(given, dict):
+        raise config.wrong("quantization_config", "must be an object")
+    section = Config(given, _WITHIN)
+    method = section.text("quant_method")
+    if method not in _METHODS:
+        raise section.wrong("quant_method", f"is not supported; {', '.join(_METHODS)} are")
+    return {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8}[method](section)
+
+
+def _gptq(section: Config) -> Scheme:
+    bits = section.integer("bits")
+    if bits not in (4, 8):
+        raise section.wrong("bits", "is not supported; 4 and 8 are")
+    stored = section.text("checkpoint_format", "gptq")
+    if stored not in _GPTQ_FORMATS:
+        raise section.wrong("checkpoint_format", f"is not supported; {' and '.join(_GPTQ_FORMATS)} are")
+    if section.text("pack_dtype", "int32") != "int32":
+        raise section.wrong("pack_dtype", "is not supported; int32 is")
+    if section.get("dynamic"):
+        raise section.wrong("dynamic", "is not supported: all matrices must be quantised alike")
+    return Scheme(
+        "gptq",
+        bits,
+        _group(section, "group_size"),
+        zeros=True,
+        one_less=stored == "gptq",
+        shuffled=section.flag("desc_act"),
+    )
+
+
+def _awq(section: Config) -> Scheme:
+    width = "bits" if "bits" in section else "w_bit"
+    if section.integer(width) != 4:
+        raise section.wrong(width, "is not supported; 4 is")
+    if section.text("version", "gemm").lower() != "gemm":
+        raise section.wrong("version", "is not supported; 'gemm' is")
+    if not section.flag("zero_point", default=True):
+        raise section.wrong("zero_point", "is not supported; true is")
+    return Scheme("awq", 4, _group(section, "group_size" if "group_size" in section else "q_group_size"), zeros=True)
+
+
+def _fp8(section: Config) -> Scheme:
+    if "fmt" in section and section.text("fmt") != "e4m3":
+        raise section.wrong("fmt", "is not supported; 'e4m3' is")
+    return Scheme("fp8", 8, block=_block(section, "weight_block_size"))
+
+
+def _compressed(section: Config) -> Scheme:
+    groups = section.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
+        raise section.wrong("config_groups", "must be an object of at least one group")
+    settings: list[Any] = [one.get("weights") for one in groups.values()]
+    if not isinstance(settings[0], dict) or any(one != settings[0] for one in settings):
+        raise section.wrong("config_groups", "is not supported: all matrices must be quantised alike")
+    stored = section.text("format")
+    if stored not in _COMPRESSED:
+        raise section.wrong("format", f"is not supported; {', '.join(_COMPRESSED)} are")
+    if _COMPRESSED[stored] == "packed" and any(one.get("input_activations") for one in groups.values()):
+        raise section.wrong("config_groups", "is not supported: activations of packed weights are not quantised")
+    weights = Config(settings[0], f"{_WITHIN}weights ")
+    bits, strategy = weights.integer("num_bits"), weights.text("strategy", "tensor")
+    kind = weights.text("type", "int")
+    if (_COMPRESSED[stored], kind, bits) not in (
+        ("packed", "int", 4),
+        ("packed", "int", 8),
+        ("int8", "int", 8),
+        ("fp8", "float", 8),
+    ):
+        raise weights.wrong("num_bits", f"with type {kind!r} is not supported for {stored}")
+    if kind == "float":
+        if strategy not in ("tensor", "channel", "block"):
+            raise weights.wrong("strategy", "is not supported for FP8; tensor, channel and block are")
+        return Scheme("fp8", 8, block=_block(weights, "block_structure") if strategy == "block" else None)
+    if strategy not in ("channel", "group"):
+        raise weights.wrong("strategy", "is not supported; channel and group are")
+    zeros = not weights.flag("symmetric", default=True)
+    if zeros and stored == "int-quantized":
+        raise weights.wrong("symmetric", "is not supported for int-quantized; true is")
+    return Scheme(
+        "packed" if stored == "pack-quantized" else "int8",
+        bits,
+        _group(weights, "group_size") if strategy == "group" else None,
+        zeros=zeros,
+        shuffled=weights.get("actorder") == "group",
+    )
+
+
+def _group(section: Config, name: str) -> int | None:
+    if section.get(name) == -1:
+        return None
+    group = section.integer(name)
+    if group not in (32, 64, 128):
+        raise section.wrong(name, "is not supported; 32, 64, 128 and -1 are")
+    return group
+
+
+def _block(section: Config, name: str) -> tuple[int, int] | None:
+    if name not in section:
+        return None
+    given = section.get(name)
+    if not isinstance(given, list) or len(given) != 2 or not all(type(one) is int and one > 0 for one in given):
+        raise section.wrong(name, "must be two sizes")
+    return given[0], given[1]
