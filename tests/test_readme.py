@@ -56,7 +56,9 @@ def commands() -> list[str]:
     pages = [README, *((ROOT / "docs" / name).read_text("utf-8") for name in ("commands.md", "http.md"))]
     found = [line for page in pages for line in re.findall(r"^    (?:\.venv/bin/)?penstock (.*)$", page, re.MULTILINE)]
     found += [line.partition(": penstock ")[2] for line in (ROOT / "Procfile").read_text("utf-8").splitlines()]
-    return list(dict.fromkeys(re.sub(r"\$\{[^}]*\}+", "1", line) for line in found))
+    # ${NAME:+--option $NAME}: said where NAME is set, as here.
+    found = [re.sub(r"\$\{\w+:\+([^}]*)\}", r"\1", line) for line in found]
+    return list(dict.fromkeys(re.sub(r"\$\{[^}]*\}+|\$[A-Z_]+", "1", line) for line in found))
 
 
 def test_the_families_are_those_of_the_registry() -> None:

@@ -40,12 +40,16 @@ MOST_DEATHS: Final = 8
 Say = Callable[[str, str], None]
 
 
-def programs(gpus: Sequence[Chosen], argv: Sequence[str], env: Mapping[str, str], name: str) -> list[Program]:
-    """Of one worker a GPU: `argv` is the command of one, to which its own name is added."""
-    return [
-        Program(gpu.label, [*argv, "--name", f"{name}.{gpu.label}"], {**env, "CUDA_VISIBLE_DEVICES": gpu.visible})
-        for gpu in gpus
-    ]
+def programs(
+    gpus: Sequence[Chosen], argv: Sequence[str], env: Mapping[str, str], name: str, ports: Sequence[int | None]
+) -> list[Program]:
+    """Of one worker a GPU: `argv` is the command of one, to which its own name and port for probes are added."""
+    found = []
+    for gpu, port in zip(gpus, ports, strict=True):
+        own = [] if port is None else ["--health-port", str(port)]
+        env = {**env, "CUDA_VISIBLE_DEVICES": gpu.visible}
+        found.append(Program(gpu.label, [*argv, *own, "--name", f"{name}.{gpu.label}"], env))
+    return found
 
 
 async def supervise(asked: Sequence[Program], say: Say, drain: float) -> int:

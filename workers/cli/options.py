@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def _seconds(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is no number of seconds")
+    return seconds
+
+
+def _known(notice: str | None) -> str | None:
+    if notice not in (None, "aws"):
+        raise typer.BadParameter(f"{notice!r} is not known; there is aws")
+    return notice
+
 
 Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="Where the gateway is.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest output; unset: as far as the context goes.")]
@@ -42,3 +57,65 @@ Gpus = Annotated[
     typer.Option(help="One process for each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; unset: torch's choice.")]
+StepLimit = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        callback=_seconds,
+        help="Seconds after which a step is taken to hang: tasks go elsewhere, and the worker ends. 0: off.",
+    ),
+]
+MaxDeaths = Annotated[
+    int, typer.Option(min=1, help="Workers that a task may lose, with no new token, before it is given up.")
+]
+SpotNotice = Annotated[
+    str | None,
+    typer.Option(
+        callback=_known, help="aws: drain when the instance is about to be taken away; unset: nobody is asked."
+    ),
+]
+SpotEndpoint = Annotated[str | None, typer.Option(help="Where the instance's metadata are; unset: where AWS has them.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences in one batch.")]
+MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens computed in one step.")]
+KvCacheBytes = Annotated[int | None, typer.Option(help="Memory for keys and values.")]
+MemoryShare = Annotated[
+    float | None,
+    typer.Option(help="Part of a GPU's memory to take where --kv-cache-bytes is not given; unset: 0.85."),
+]
+MaxQueued = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tasks of a pool that may wait; more are refused with 429, lower tiers first."),
+]
+MaxQueuedPerTenant = Annotated[int | None, typer.Option(min=1, help="Tasks of one tenant that may wait in a pool.")]
+
+
+def check_spot(notice: str | None, endpoint: str | None) -> None:
+    """Raises typer.BadParameter for an endpoint that nobody would ask, or that is none."""
+    if endpoint is not None and (notice is None or not endpoint.startswith(("http://", "https://"))):
+        raise typer.BadParameter("it is a URL, http://..., beside --spot-notice", param_hint="--spot-endpoint")
+
+
+def health_ports(first: int | None, workers: int) -> list[int | None]:
+    """One for each of so many workers: the first one's, and those that follow it; 0 is any, for all. Raises
+    typer.BadParameter where there are not as many."""
+    if first is None or first == 0:
+        return [first] * workers
+    if first + workers - 1 > 65535:
+        raise typer.BadParameter(
+            f"{workers} workers need the ports {first} to {first + workers - 1}, and 65535 is the last",
+            param_hint="--health-port",
+        )
+    return list(range(first, first + workers))
+
+
+def said_again(context: typer.Context, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[str]:
+    """What the command line said of its options, to be said to another command; but for what has its place in the
+    environment. `only` these, or all `without` those, by the names of the parameters."""
+    argv: list[str] = []
+    for option in context.command.params:
+        value = context.params.get(str(option.name))
+        if value is None or value == option.default or isinstance(option.envvar, str):
+            continue
+        if (not only or option.name in only) and option.name not in without:
+            argv += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    return argv

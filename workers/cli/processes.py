@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -12,7 +12,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
-from workers.cli.options import Deterministic, Device, DType, Gpus, Quantization, Threads
+from workers.cli.options import (
+    Deterministic,
+    Device,
+    DType,
+    Gpus,
+    KvCacheBytes,
+    MaxBatchedTokens,
+    MaxDeaths,
+    MaxNumSeqs,
+    MaxQueued,
+    MaxQueuedPerTenant,
+    MemoryShare,
+    Quantization,
+    SpotEndpoint,
+    SpotNotice,
+    StepLimit,
+    Threads,
+    check_spot,
+    health_ports,
+    said_again,
+)
 from workers.cli.references import MODEL, complete_model
 
 if TYPE_CHECKING:
@@ -53,31 +73,23 @@ def worker(
     name: Annotated[str | None, typer.Option(help="Of this process, in leases and logs; unset: HOST.PID.")] = None,
     lease: Annotated[float, typer.Option(min=1, help="Seconds of silence after which its tasks go to others.")] = 10.0,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at SIGTERM.")] = 30.0,
-    max_deaths: Annotated[
-        int, typer.Option(min=1, help="Workers that a task may lose, with no new token, before it is given up.")
-    ] = 3,
-    step_limit: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Seconds after which a step is taken to hang: tasks go elsewhere, and this ends. 0: off."
-        ),
-    ] = 180.0,
+    max_deaths: MaxDeaths = 3,
+    step_limit: StepLimit = 180.0,
     health_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port; unset: nowhere.")
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve /livez and /readyz on this port; with --gpus the first worker, each other one on the next. "
+            "0: any that is free; unset: nowhere.",
+        ),
     ] = None,
-    spot_notice: Annotated[
-        str | None, typer.Option(help="aws: drain when the instance is about to be taken away; unset: nobody is asked.")
-    ] = None,
-    spot_endpoint: Annotated[
-        str | None, typer.Option(help="Where the instance's metadata are; unset: where AWS has them.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one batch.")] = None,
-    max_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in one step.")] = None,
-    kv_cache_bytes: Annotated[int | None, typer.Option(help="Memory for keys and values.")] = None,
-    memory_share: Annotated[
-        float | None,
-        typer.Option(help="Part of a GPU's memory to take where --kv-cache-bytes is not given; unset: 0.85."),
-    ] = None,
+    spot_notice: SpotNotice = None,
+    spot_endpoint: SpotEndpoint = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_batched_tokens: MaxBatchedTokens = None,
+    kv_cache_bytes: KvCacheBytes = None,
+    memory_share: MemoryShare = None,
     dtype: DType = None,
     quantization: Quantization = None,
     deterministic: Deterministic = False,
@@ -87,6 +99,7 @@ def worker(
     log_level: LogLevel = "info",
 ) -> None:
     """Serve a model: take tasks from its queue, run them in the engine, publish their tokens."""
+    check_spot(spot_notice, spot_endpoint)
     if gpus is not None:
         raise typer.Exit(_one_for_each(context, gpus, name, drain))
     with needs("worker"):
@@ -106,13 +119,9 @@ def worker(
         "threads": threads,
     }
     engine = {option: value for option, value in asked.items() if value is not None}
-    for option, seconds in (("--lease", lease), ("--drain", drain), ("--step-limit", step_limit)):
+    for option, seconds in (("--lease", lease), ("--drain", drain)):
         if not math.isfinite(seconds):
             raise typer.BadParameter(f"{seconds} is no number of seconds", param_hint=option)
-    if spot_notice not in (None, "aws"):
-        raise typer.BadParameter(f"{spot_notice!r} is not known; there is aws", param_hint="--spot-notice")
-    if spot_endpoint is not None and (spot_notice is None or not spot_endpoint.startswith(("http://", "https://"))):
-        raise typer.BadParameter("it is a URL, http://..., beside --spot-notice", param_hint="--spot-endpoint")
     settings = WorkerSettings(
         broker,
         store or broker,
@@ -148,7 +157,8 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     if context.params["device"] == "cpu":
         raise Failure("--gpus goes with --device cuda, not with cpu")
     gpus = choose(asked, gpus_here())
-    argv, env = _said_again(context, without=("gpus", "name", "device"))
+    ports = health_ports(context.params["health_port"], len(gpus))
+    argv = [*PENSTOCK, str(context.info_name), *said_again(context, without=("gpus", "name", "device", "health_port"))]
     argv += ["--device", "cuda"]
     if context.params["threads"] is None:
         argv += ["--threads", str(max(1, (os.cpu_count() or 1) // len(gpus)))]
@@ -157,22 +167,14 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
         with suppress(OSError):  # nobody reads it any more: no reason to stop serving
             typer.echo(f"{name} | {line}", err=True)
 
-    each = programs(gpus, argv, env, name or f"{socket.gethostname()}.{os.getpid()}")
+    each = programs(gpus, argv, _urls(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
     return asyncio.run(supervise(each, say, drain))
 
 
-def _said_again(context: typer.Context, *, without: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """A command line that says what this one said, and its environment: what may have a password in it goes there."""
-    argv, env = [*PENSTOCK, str(context.info_name)], {}
-    for option in context.command.params:
-        value = context.params.get(str(option.name))
-        if value is None or option.name in without:
-            continue
-        if isinstance(option.envvar, str):
-            env[option.envvar] = str(value)
-        elif value != option.default:
-            argv += [option.opts[0]] if value is True else [option.opts[0], str(value)]
-    return argv, env
+def _urls(context: typer.Context) -> dict[str, str]:
+    """For the environment: they may have passwords in them."""
+    found = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
+    return {name: str(value) for name, value in found.items() if isinstance(name, str) and value is not None}
 
 
 def gateway(
@@ -184,13 +186,8 @@ def gateway(
     reader_lease: Annotated[
         float, typer.Option(min=1, help="Seconds after which a request is cancelled whose gateway died.")
     ] = 15.0,
-    max_queued: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tasks of a pool that may wait; more are refused with 429, lower tiers first."),
-    ] = None,
-    max_queued_per_tenant: Annotated[
-        int | None, typer.Option(min=1, help="Tasks of one tenant that may wait in a pool.")
-    ] = None,
+    max_queued: MaxQueued = None,
+    max_queued_per_tenant: MaxQueuedPerTenant = None,
     log_level: LogLevel = "info",
     fd: Annotated[int | None, typer.Option(hidden=True, help="A socket that listens already.")] = None,
 ) -> None:

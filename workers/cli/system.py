@@ -50,6 +50,9 @@ class Plan:
     drain: float = 30.0
     log_level: str = "warning"
     worker_options: tuple[str, ...] = ()
+    gateway_options: tuple[str, ...] = ()
+    health_ports: tuple[int | None, ...] = ()
+    """One for each worker, in the order of models and their workers; none given: nowhere."""
 
 
 @dataclass(slots=True)
@@ -175,7 +178,7 @@ class System:
         fd = self._listener.fileno()
         argv = [*PENSTOCK, "gateway", "--fd", str(fd), "--log-level", self.plan.log_level]
         # Streams may go on for as long as workers drain; then we end them.
-        argv += ["--drain", str(self.plan.drain + HAND_BACK_S)]
+        argv += ["--drain", str(self.plan.drain + HAND_BACK_S), *self.plan.gateway_options]
         return Program("gateway", argv, self._urls(), pass_fds=(fd,))
 
     def _sweeper_program(self) -> Program:
@@ -184,14 +187,17 @@ class System:
     def _worker_programs(self) -> list[Program]:
         plan, programs = self.plan, []
         total = plan.workers * len(plan.models)
+        # What was said of them comes later on the line, and wins.
         shared = ("--threads", str(max(1, (os.cpu_count() or 1) // total))) if total > 1 else ()
-        gpus = iter(plan.gpus)
+        gpus, ports = iter(plan.gpus), iter(plan.health_ports)
         for model in plan.models:
             for k in range(1, plan.workers + 1):
                 name = "worker" if total == 1 else f"worker.{model.name}.{k}"
                 argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain", str(plan.drain), *shared]
                 argv += [*plan.worker_options, "--log-level", plan.log_level]
                 env = self._urls()
+                if (port := next(ports, None)) is not None:
+                    argv += ["--health-port", str(port)]
                 if plan.gpus:
                     argv += ["--device", "cuda"]
                     env["CUDA_VISIBLE_DEVICES"] = next(gpus).visible

@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from workers.cli.exits import PROCESS_STATUS
-from workers.cli.options import DEFAULT_URL, Deterministic, Gpus, Quantization
+from workers.cli.options import (
+    DEFAULT_URL,
+    Deterministic,
+    DType,
+    Gpus,
+    KvCacheBytes,
+    MaxBatchedTokens,
+    MaxDeaths,
+    MaxNumSeqs,
+    MaxQueued,
+    MaxQueuedPerTenant,
+    MemoryShare,
+    Quantization,
+    SpotEndpoint,
+    SpotNotice,
+    StepLimit,
+    Threads,
+    check_spot,
+    health_ports,
+    said_again,
+)
 from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
     from workers.cli.system import System
+
+
+#: Options that are passed on as they are, with the names and meanings that they have there.
+OF_WORKERS: Final = (
+    *("max_deaths", "step_limit", "spot_notice", "spot_endpoint", "max_num_seqs", "max_batched_tokens"),
+    *("kv_cache_bytes", "memory_share", "dtype", "quantization", "deterministic", "threads"),
+)
+OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -22,6 +50,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def up(
+    context: typer.Context,
     host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     data_dir: Annotated[Path, typer.Option(help="Where the embedded Valkey keeps queues and results.")] = Path(
@@ -38,8 +67,29 @@ def up(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, max=64, help="Processes for each model; unset: 1.")] = None,
     gpus: Gpus = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_batched_tokens: MaxBatchedTokens = None,
+    kv_cache_bytes: KvCacheBytes = None,
+    memory_share: MemoryShare = None,
+    dtype: DType = None,
     quantization: Quantization = None,
     deterministic: Deterministic = False,
+    threads: Threads = None,
+    max_deaths: MaxDeaths = 3,
+    step_limit: StepLimit = 180.0,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Serve /livez and /readyz of the first worker on this port, of each other one on the next: all of the "
+            "first model's workers, then those of the second; unset: nowhere.",
+        ),
+    ] = None,
+    spot_notice: SpotNotice = None,
+    spot_endpoint: SpotEndpoint = None,
+    max_queued: MaxQueued = None,
+    max_queued_per_tenant: MaxQueuedPerTenant = None,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at Ctrl-C.")] = 30.0,
     log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
 ) -> None:
@@ -56,6 +106,7 @@ def up(
 
     if store is not None and broker is None:
         raise Failure("--store goes with --broker; without them both are the embedded Valkey server")
+    check_spot(spot_notice, spot_endpoint)
     level = checked_level(log_level)
 
     def say(name: str, line: str) -> None:
@@ -69,11 +120,27 @@ def up(
     if len(chosen) % len(names):
         raise Failure(f"{len(chosen)} GPUs do not go evenly to {len(names)} models")
     each = len(chosen) // len(names) or workers or 1
+    ports = health_ports(health_port, each * len(names))
+    if port in ports:
+        raise Failure(
+            f"port {port} is the gateway's, and would be that of a worker's /readyz: --health-port {health_port}"
+        )
     models = find_models(names, lambda line: say("up", line))
-    options = [] if quantization is None else ["--quantization", quantization]
-    if deterministic:
-        options.append("--deterministic")
-    plan = Plan(models, data_dir, host, port, broker, store, each, chosen, drain, level, worker_options=tuple(options))
+    plan = Plan(
+        models,
+        data_dir,
+        host,
+        port,
+        broker,
+        store,
+        each,
+        chosen,
+        drain,
+        level,
+        worker_options=tuple(said_again(context, only=OF_WORKERS)),
+        gateway_options=tuple(said_again(context, only=OF_THE_GATEWAY)),
+        health_ports=tuple(ports),
+    )
 
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
     say(
@@ -95,11 +162,13 @@ async def _serve(system: System) -> None:
     models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
     kept = f", kept in {system.plan.data_dir}" if system.plan.broker is None else ""
+    health = " ".join(f"http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
         f"  models  {', '.join(models)}\n"
         f"  broker  {shown(system.broker)}{kept}\n"
-        f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
+        + (f"  workers {health}\n" if health else "")
+        + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
         "Ctrl-C drains and stops it.\n"
     )
     await asyncio.Event().wait()

@@ -22,7 +22,8 @@ sys.exit(run_worker(WorkerSettings(**json.loads(sys.argv[1]), name=sys.argv[3]))
 def fleet(url: str, labels: list[str], drain: float) -> list[Program]:
     settings = {"broker": url, "store": url, "model": "stub", "engine_factory": "tests.stub_engine:load"}
     argv = [sys.executable, "-c", CHILD, json.dumps({**settings, "drain": drain, "lease": 2.0})]
-    return programs([Chosen(label, label.removeprefix("gpu")) for label in labels], argv, {}, "node")
+    gpus = [Chosen(label, label.removeprefix("gpu")) for label in labels]
+    return programs(gpus, argv, {}, "node", [None] * len(gpus))
 
 
 def say(name: str, line: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.producers.gateway.conftest import TINY, until
@@ -112,6 +114,17 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
         if one.process.poll() is None:
             one.process.kill()
             one.process.wait()
+
+
+def two_ports() -> int:
+    """The first of two that follow each other, and are free."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port: int = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("", port + 1))
+                return port
 
 
 def task(**fields: Any) -> dict[str, Any]:
@@ -220,11 +233,24 @@ def test_on_a_broker_of_ones_own_no_server_is_started_and_a_model_comes_from_a_h
     with running_hub(Hub({"penstock/py": Repo(files)})) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         model = "tiny=hf://penstock/py"
-        system = up("--broker", valkey_url, "--workers", "2", "--model", model, data_dir=tmp_path / "never")
+        options = (
+            "--broker",
+            valkey_url,
+            "--workers",
+            "2",
+            "--model",
+            model,
+            "--health-port",
+            str(port := two_ports()),
+        )
+        system = up(*options, data_dir=tmp_path / "never")
         gateway = system.wait_ready()
         assert sorted(hub.fetched()) == sorted(files)  # by neither of the two workers again
     assert sorted(system.children()) == ["gateway", "sweeper", "worker"]  # two workers have the same name here
     assert not (tmp_path / "never").exists()
+    for one in (port, port + 1):
+        until(lambda: httpx.get(f"http://127.0.0.1:{one}/readyz").status_code == 200)  # noqa: B023 - called at once
+        assert f"http://127.0.0.1:{one}/readyz" in system.out
     version = next((tmp_path / "models" / "tiny").glob("[!.]*")).name
     assert [(model["id"], model["version"]) for model in gateway.models()] == [("tiny", version)]
     assert final(gateway, gateway.submit(task(max_tokens=4))["id"])["status"] == "completed"

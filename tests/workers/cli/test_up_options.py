@@ -1,0 +1,150 @@
+"""`penstock up` and `worker --gpus`: what is said on their lines is what each process is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from producers.gateway.settings import GatewaySettings
+from workers.cli import gpu_workers, up
+from workers.cli.app import app
+from workers.cli.gpus import Chosen
+from workers.cli.processes import PENSTOCK
+from workers.cli.supervisor import Program
+from workers.cli.system import System
+from workers.settings import WorkerSettings
+
+URL = "redis://127.0.0.1:1/0"
+Conducted = Callable[..., System]
+
+
+@pytest.fixture
+def conducted(monkeypatch: pytest.MonkeyPatch) -> Conducted:
+    """The system that `penstock up` would start."""
+
+    def run(*options: str) -> System:
+        made: list[System] = []
+
+        async def conduct(system: System, use: object) -> bool:
+            made.append(system)
+            return False
+
+        monkeypatch.setattr("workers.cli.system.conduct", conduct)
+        result = CliRunner().invoke(app, ["up", *options])
+        assert result.exit_code == 0, (result.output, result.exception)
+        made[0].broker = made[0].store = URL
+        return made[0]
+
+    return run
+
+
+def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
+    """The settings that this worker would run with."""
+    given: list[WorkerSettings] = []
+    monkeypatch.setattr("workers.worker.run_worker", lambda settings, level: given.append(settings) or 0)
+    argv = list(program.argv)
+    assert tuple(argv[: len(PENSTOCK)]) == PENSTOCK
+    result = CliRunner().invoke(app, argv[len(PENSTOCK) :], env=dict(program.env))
+    assert result.exit_code == 0, (result.output, result.exception)
+    return given[0]
+
+
+SAID = (
+    *("--max-deaths", "7", "--step-limit", "45", "--spot-notice", "aws", "--spot-endpoint", "http://imds"),
+    *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000", "--memory-share", "0.5"),
+    *("--dtype", "float32", "--quantization", "none", "--deterministic", "--threads", "3", "--drain", "5"),
+)
+
+
+def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = conducted("--model", "tiny", "--model", "two=tiny", "--workers", "2", "--health-port", "9100", *SAID)
+    workers = [told(monkeypatch, program) for program in system._worker_programs()]
+    assert [(one.model.partition("=")[0], one.health_port) for one in workers] == [
+        ("tiny", 9100),
+        ("tiny", 9101),
+        ("two", 9102),
+        ("two", 9103),
+    ]
+    for one in workers:
+        assert (one.max_deaths, one.step_limit, one.drain) == (7, 45.0, 5.0)
+        assert (one.spot_notice, one.spot_endpoint) == ("aws", "http://imds")
+        assert one.engine == {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "kv_cache_bytes": 1_000_000,
+            "memory_share": 0.5,
+            "dtype": "float32",
+            "quantization": "none",
+            "deterministic": True,
+            "threads": 3,
+        }
+
+
+def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = conducted()._worker_programs()
+    settings = told(monkeypatch, program)
+    assert settings == WorkerSettings(URL, URL, settings.model, settings.name, drain=30.0)
+
+
+def test_the_gateway_is_told_how_many_may_wait(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[GatewaySettings] = []
+    monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
+    monkeypatch.setattr("workers.cli.processes._look_at", lambda broker, store: None)
+    system = conducted("--max-queued", "60", "--max-queued-per-tenant", "6")
+    argv = list(system.plan.gateway_options)
+    result = CliRunner().invoke(app, ["gateway", "--broker", URL, "--port", "0", *argv])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert (given[0].max_queued, given[0].max_queued_per_tenant) == (60, 6)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (("--step-limit", "inf"), "is no number of seconds"),
+        (("--spot-notice", "gcp"), "there is aws"),
+        (("--spot-endpoint", "http://imds"), "it is a URL, http://..., beside --spot-notice"),
+        (("--health-port", "65535", "--workers", "2"), "65535 is the last"),
+        (("--max-queued", "0"), "should be greater than or equal to 1"),
+    ],
+)
+def test_what_no_process_would_take_is_refused_before_any_is_started(said: tuple[str, ...], why: str) -> None:
+    result = CliRunner().invoke(app, ["up", *said])
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.replace("│", " ").split())  # as if it stood on one line
+
+
+def test_a_port_of_both_is_refused() -> None:
+    result = CliRunner().invoke(app, ["up", "--port", "8001", "--health-port", "8000", "--workers", "2"])
+    assert "port 8001 is the gateway's" in str(result.exception)
+
+
+def test_what_is_passed_on_is_called_the_same_there() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined] # click's group
+    here = {option.name: (option.opts, option.default) for option in commands["up"].params}
+    for command, names in (("worker", up.OF_WORKERS), ("gateway", up.OF_THE_GATEWAY)):
+        there = {option.name: (option.opts, option.default) for option in commands[command].params}
+        assert {name: here[name] for name in names} == {name: there[name] for name in names}
+
+
+def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Program] = []
+
+    async def supervise(programs: list[Program], say: object, drain: float) -> int:
+        asked.extend(programs)
+        return 0
+
+    monkeypatch.setattr(gpu_workers, "supervise", supervise)
+    monkeypatch.setattr("workers.cli.gpus.gpus_here", list)
+    monkeypatch.setattr("workers.cli.gpus.choose", lambda said, here: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
+    said = ["worker", "--broker", URL, "--model", "tiny", "--gpus", "all", "--name", "node"]
+    for port, each in (("9100", [9100, 9101]), ("0", [0, 0])):
+        asked.clear()
+        result = CliRunner().invoke(app, [*said, "--health-port", port])
+        assert result.exit_code == 0, (result.output, result.exception)
+        workers = [told(monkeypatch, program) for program in asked]
+        assert [(one.name, one.health_port) for one in workers] == [("node.gpu0", each[0]), ("node.gpu1", each[1])]
+        assert [one.broker for one in workers] == [URL, URL]
