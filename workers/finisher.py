@@ -140,7 +140,11 @@ class Finisher(threading.Thread):
             return  # it has announced the revocation itself
         backend = self._runtime.app.backend
         if job is None:  # condemned: nobody may decode the message, but whoever waits for the result must hear
-            if backend.get_state(delivery.task_id) not in states.READY_STATES:  # of a copy, or told by Celery
+            if backend.get_state(delivery.task_id) in states.READY_STATES:  # of a copy, or told by Celery
+                return
+            if end.status == "cancelled":
+                backend.mark_as_revoked(delivery.task_id, "cancelled")
+            else:
                 backend.store_result(delivery.task_id, self._failure(end), states.FAILURE)
             return
         if end.status == "cancelled":

@@ -185,6 +185,23 @@ def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> No
     rig.check_nothing_left()
 
 
+def test_a_condemned_message_of_a_task_cancelled_before_its_claim_is_a_revoked_one(rig: Rig) -> None:
+    """It is not decoded, and nobody gave it up: who waits at Celery's backend hears what its client asked for."""
+    rig.publish_card()
+    (cancelled,) = rig.submit(1)
+    assert rig.cancel(cancelled) == [1, "cancelled"]
+    rig.redis.hset(keys.REAPED, cancelled, 2)
+    rig.worker(max_redeliveries=2)
+    rig.until_settled([cancelled])
+    rig.check([cancelled], "cancelled")
+    assert "claims" not in rig.record(cancelled)
+    result = rig.sender().AsyncResult(cancelled)
+    rig.until(result.ready)
+    assert result.state == "REVOKED"
+    rig.check_nothing_left()
+    assert rig.dead() == []
+
+
 @pytest.mark.slow
 def test_an_ordinary_task_that_kills_its_workers_is_dead_lettered(rig: Rig) -> None:
     rig.sender().send_task("app.deadly")
