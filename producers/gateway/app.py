@@ -69,6 +69,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         redirect_slashes=False,  # what is not there is said in our words, not by a redirect without any
     )
     app.state.streams = streams
+    app.state.metrics = figures
     app.add_middleware(Edge, metrics=figures)
     errors.install(app)
     for router in (*(part.router for part in (tasks, models, health, metrics)), *openai.ROUTERS):

@@ -36,10 +36,12 @@ def cut(scope: Scope) -> None:
 
 
 class Connection(HttpToolsProtocol):
-    """`receive`: seconds that a request may take to come in. `most`: connections that are open at once."""
+    """`receive`: seconds that a request may take to come in. `most`: connections that are open at once. `refused`: told
+    the code of each that was one too many."""
 
     receive: ClassVar[float]
     most: ClassVar[int]
+    refused: ClassVar[Callable[[str], None]]
     _late: asyncio.TimerHandle | None = None
     _open: tuple[RequestResponseCycle, ...] = ()
     """Requests that are not answered, the oldest first: of those that came at once, uvicorn tells the last alone that
@@ -47,8 +49,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         if len(self.connections) >= self.most:
-            transport.write(_raw(_full(self.most)))
+            problem = _full(self.most)
+            transport.write(_raw(problem))
             transport.close()
+            type(self).refused(problem.code)
         super().connection_made(transport)
         self._wait()
 
@@ -111,9 +115,9 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
 
-def limited(receive: float, most: int) -> type[Connection]:
+def limited(receive: float, most: int, refused: Callable[[str], None]) -> type[Connection]:
     """The protocol with these limits, for uvicorn's `http`."""
-    return type("Limited", (Connection,), {"receive": receive, "most": most})
+    return type("Limited", (Connection,), {"receive": receive, "most": most, "refused": staticmethod(refused)})
 
 
 def _full(most: int) -> Problem:

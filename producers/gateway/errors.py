@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from producers.errors import InvalidTask, PenstockError, SubmitFailed, TaskNotFound, UnknownModel
+from producers.gateway.metrics import UNKNOWN
 from producers.task import label
 from producers.trouble import CODES, Trouble, trouble
 
@@ -101,8 +102,11 @@ def problem_of(error: Exception) -> Problem:
             )
 
 
-async def _handle(_: Request, error: Exception) -> JSONResponse:
-    return response_of(problem_of(error))
+async def _handle(request: Request, error: Exception) -> JSONResponse:
+    problem = problem_of(error)
+    if problem.status in (429, 503):
+        request.app.state.metrics.refused(problem.code, getattr(request.state, "tier", UNKNOWN))
+    return response_of(problem)
 
 
 def install(app: FastAPI) -> None:

@@ -53,6 +53,8 @@ GPU_FIGURES: Final = (
     ("ecc_corrected_errors", "Memory errors that were corrected, since the driver was loaded.", "ecc_corrected", True),
     ("ecc_uncorrected_errors", "Memory errors that were not.", "ecc_uncorrected", True),
 )
+#: The tier of what was refused before it was read so far, or has none.
+UNKNOWN: Final = "unknown"
 
 
 class Metrics:
@@ -75,6 +77,12 @@ class Metrics:
         self._submitted = Counter(
             "penstock_gateway_tasks_submitted", "Tasks queued.", ("model", "tier"), registry=self.registry
         )
+        self._refused = Counter(
+            "penstock_gateway_requests_refused",
+            "Requests refused with 429 or 503: no room, or a server that fails. The reason is the error's code.",
+            ("reason", "tier"),
+            registry=self.registry,
+        )
         streams = Gauge(
             "penstock_gateway_open_streams", "Streams being read, and answers being waited for.", registry=self.registry
         )
@@ -88,6 +96,10 @@ class Metrics:
 
     def submitted(self, model: str, tier: str) -> None:
         self._submitted.labels(model, tier).inc()
+
+    def refused(self, reason: str, tier: str = UNKNOWN) -> None:
+        """`reason`: the error's code. By no model: it may be one that only the caller knows of."""
+        self._refused.labels(reason, tier).inc()
 
 
 class _FleetCollector(Collector):

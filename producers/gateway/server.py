@@ -73,7 +73,9 @@ def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited(settings.receive, max(1, min(settings.connections, files - OTHER_FILES))),
+        http=limited(
+            settings.receive, max(1, min(settings.connections, files - OTHER_FILES)), app.state.metrics.refused
+        ),
         ws="none",
         lifespan="on",
         log_config=None,  # what Python's logging is set to holds for all of the process

@@ -40,6 +40,7 @@ async def submit(request: Request, response: Response) -> TaskView:
     """Queue a task. It is durable when this answers."""
     gateway = gateway_of(request)
     task = await read_task(request, gateway.settings.max_body)
+    request.state.tier = task.tier
     card = await gateway.client.card(task.model)
     if isinstance(task.prompt, str):
         task.check(card)

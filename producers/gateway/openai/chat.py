@@ -71,6 +71,7 @@ async def create(request: Request) -> Response:
     gateway = gateway_of(request)
     chat = _read(await read_object(request, gateway.settings.max_body))
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
+    request.state.tier = task.tier
     known = await gateway.client.known(task.model)
     task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))

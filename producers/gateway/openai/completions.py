@@ -42,6 +42,7 @@ async def create(request: Request) -> Response:
     gateway = gateway_of(request)
     wanted = read_completion(await read_object(request, gateway.settings.max_body))
     asked, tasks = wanted.asked, wanted.tasks()
+    request.state.tier = tasks[0].tier
     known = await gateway.client.known(asked.model)
     tasks = await wanted.encoded(gateway, known.card, tasks)
     wanted.check_size(tasks)

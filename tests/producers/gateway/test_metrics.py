@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -140,6 +141,55 @@ def test_requests_are_counted_by_template_and_status(http: httpx.Client, submit:
     assert got["penstock_gateway_tasks_submitted_total", "tiny", "default"] == 1
     assert got["penstock_gateway_tasks_submitted_total", "tiny", "flex"] == 1
     assert got["penstock_gateway_request_seconds_count", "/v1/tasks"] == 3
+
+
+def refused(door: Door) -> dict[tuple[str, ...], float]:
+    """How often, by reason and tier."""
+    with httpx.Client(base_url=door.url) as http:
+        got = figures(http)
+    return {names[1:]: n for names, n in got.items() if names[0] == "penstock_gateway_requests_refused_total"}
+
+
+def test_what_is_refused_is_counted_by_reason_and_tier(
+    open_door: Callable[..., Door], model: str, valkey: Redis
+) -> None:
+    door = open_door(max_queued=2)
+
+    def post(path: str, **fields: Any) -> int:
+        return httpx.post(f"{door.url}/v1/{path}", json={"model": model, **fields}, timeout=20).status_code
+
+    assert [post("tasks", prompt=[1], tier="priority") for _ in range(4)] == [202, 202, 429, 429]
+    assert post("tasks", prompt=[1]) == 429
+    assert post("completions", prompt=[1], service_tier="flex") == 429
+    messages = [{"role": "user", "content": "x"}]
+    assert post("chat/completions", messages=messages, service_tier="priority") == 429
+    # What is wrong with the request itself is no refusal of this kind.
+    assert post("tasks", prompt=[1], tier="first") == 400
+    assert post("tasks", prompt=[1], model="no") == 404
+    assert refused(door) == {("queue_full", "priority"): 3, ("queue_full", "default"): 1, ("queue_full", "flex"): 1}
+
+    door = open_door(max_queued_per_tenant=1)
+    valkey.zadd(keys.turn(QUEUE, "greedy"), {"1": 1})
+    assert post("tasks", prompt=[1], tier="flex", tenant="greedy") == 429
+    valkey.config_set("maxmemory", "1")
+    try:
+        assert post("tasks", prompt=[1], tier="batch") == 503
+    finally:
+        valkey.config_set("maxmemory", "0")
+    assert refused(door) == {("tenant_queue_full", "flex"): 1, ("storage_full", "batch"): 1}
+
+
+def test_who_comes_while_the_store_is_away_or_without_a_connection_is_counted(open_door: Callable[..., Door]) -> None:
+    door = open_door(store=NOWHERE, connections=1)
+    with httpx.Client(base_url=door.url, timeout=20) as http:
+        assert http.post("/v1/tasks", json={"model": "tiny", "prompt": [1], "tier": "batch"}).status_code == 503
+        assert http.get("/v1/models").status_code == 503
+        assert httpx.get(f"{door.url}/livez").status_code == 503
+    assert refused(door) == {
+        ("service_unavailable", "batch"): 1,
+        ("service_unavailable", "unknown"): 1,
+        ("too_many_connections", "unknown"): 1,
+    }
 
 
 def test_open_streams_are_counted(http: httpx.Client, submit: Submit, worker: FakeWorker) -> None:
