@@ -118,7 +118,6 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
             fault(name, "did not read all its tasks to their ends")
         if left := wait_until_over(broker, store, CALM_S):
             fault("tasks and messages", f"were not done with after {CALM_S:g} s: {left[:20]}")
-        watcher.stop()
         say("quiet: the same tasks once more")
         before = History.read(stage.journals)
         variants = sorted({seen.variant for seen in before.tasks.values()})
@@ -129,6 +128,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         if left := wait_until_over(broker, store, CALM_S):
             fault("tasks and messages", f"of the run in quiet were not done with: {left[:20]}")
         _idle(stage)
+        watcher.stop()  # not before: a quiet run that takes longer than a minute is compacted while it goes on
         stores = Stores.read(broker, store, links=LINKS)
         for role in ("worker", "gateway", "sweeper"):
             for name in stage.stop(role, shape.drain + HAND_BACK_S):

@@ -15,7 +15,7 @@ import pytest
 import workers.chaos.checker
 from workers.chaos.checker import Case, History, Report, Stores, judge
 from workers.chaos.checker.history import lines_of
-from workers.chaos.checker.streams import outputs_of
+from workers.chaos.checker.streams import NOTHING, outputs_of
 
 TOKENS = (7, 8, 9)
 
@@ -68,6 +68,8 @@ def good() -> Case:
             lines.append({"t": 5.0, "e": "final", "id": name, "body": {"status": "completed", "choices": [made]}})
         status = stream[-1][1]["end"]
         streams[name], records[name] = stream, _record(status, len(stream) - 1)
+    lines.append({"t": 1.0, "e": "ask", "k": 0, "v": 0, "via": "http", "task": {"model": "m", "n": 1}, "quiet": True})
+    lines.append({"t": 3.0, "e": "cancel", "id": "cancelled", "accepted": None, "status": None})
     lines.append({"t": 3.0, "e": "cancel", "id": "cancelled", "accepted": True, "status": "cancelled"})
     lines.append({"t": 1.0, "e": "ask", "k": 9, "v": 0, "via": "waiting", "task": {"model": "m", "n": 1}})
     lines.append({"t": 6.0, "e": "text", "k": 9, "texts": [" w7 w8 w9"], "whole": True})
@@ -200,6 +202,14 @@ def _answer_other(case: Case) -> None:
     case.history.tasks[False, 9].texts = [" w7 w8 else"], True
 
 
+def _break_quiet_off(case: Case) -> None:
+    case.outputs.clear()  # type: ignore[attr-defined]
+
+
+def _choice_too_many(case: Case) -> None:
+    case.history.tasks[False, 9].texts = [" w7 w8 w9", " w7"], True
+
+
 def _refuse(case: Case) -> None:
     case.history.tasks[False, 0].refused.append({"status": 500, "error": "internal"})
 
@@ -218,6 +228,10 @@ def _other_result(case: Case) -> None:
 
 def _leave_message(case: Case) -> None:
     case.stores.left.append("penstock:inflight:w.1")
+
+
+def _leave_reader(case: Case) -> None:
+    case.stores.readers = {"polled": 31.0}
 
 
 def _dead_letter(case: Case) -> None:
@@ -244,7 +258,12 @@ CORRUPTED = {
         _grow_later,
         _lose_stream,
     ),
-    "outputs_equal_the_quiet_run": (_stream_edit(_other_token), _answer_other),
+    "outputs_equal_the_quiet_run": (
+        _stream_edit(_other_token),
+        _answer_other,
+        _choice_too_many,
+        _break_quiet_off,
+    ),
     "usage_is_the_stream": tuple(map(_stream_edit, (_overcharge, _overcharge_prompt))),
     "readers_are_given_the_stream": (
         *map(_reader, (_misled, _given_twice, _skipped, _cut_short)),
@@ -254,7 +273,7 @@ CORRUPTED = {
     ),
     "refusals_are_declared": (_refuse,),
     "links_ran": (_lose_link, _lose_result, _other_result),
-    "nothing_is_left": (_leave_message, _dead_letter),
+    "nothing_is_left": (_leave_message, _leave_reader, _dead_letter),
     "memory_is_whole": (_leak,),
     "processes_end_as_told": (_crash, _fail_to_drain),
 }
@@ -281,6 +300,23 @@ def test_what_others_do_on_a_shared_system_is_none_of_ours() -> None:
     _dead_letter(case)
     _leak(case)
     assert judge(case) == []
+
+
+def test_a_reader_lease_that_the_clock_ended_is_not_one_that_nobody_takes_away() -> None:
+    case = good()
+    case.stores.readers = {"read": -9.0, "polled": 29.0, "plain": 3600.0}
+    assert [violation.about for violation in judge(case)] == ["penstock:readers plain"]
+    case.history.faults.append({"t": 2.6, "e": "fault", "kind": "clock", "target": "store", "amount": 3600.0})
+    assert judge(case) == []
+
+
+def test_what_was_completed_in_quiet_is_what_the_others_are_compared_with() -> None:
+    history, whole = good().history, _stream("completed", 3)
+    history.tasks[True, 0].id = "twin"
+    assert Case.of(history, Stores(), {"twin": whole}).outputs == {0: outputs_of([entry for _, entry in whole])}
+    assert Case.of(history, Stores(), {"twin": [whole[-1]]}).outputs == {0: {0: NOTHING}}, "it ended at once"
+    assert Case.of(history, Stores(), {"twin": whole[:2]}).outputs == {}
+    assert Case.of(history, Stores(), {}).outputs == {}
 
 
 def test_a_torn_last_line_is_no_line_and_any_other_is_an_error(tmp_path: Path) -> None:

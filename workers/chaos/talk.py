@@ -51,7 +51,7 @@ class Talk:
     async def follow(self, seen: Seen, manner: Manner) -> None:
         """Read a task that was accepted, to its end."""
         cancelling = None
-        if manner.cancel_after is not None and not seen.cancels:
+        if manner.cancel_after is not None and all(answer is None for answer in seen.cancels):
             cancelling = asyncio.create_task(self._cancel(seen, manner.cancel_after))
         if manner.via == "poll":
             await self._poll(seen)
@@ -182,6 +182,8 @@ class Talk:
         """Until somebody answers: a cancel may come twice."""
         await asyncio.sleep(after)
         while True:
+            # Written before it is asked: it may be accepted, and whoever asked killed before the answer comes.
+            self.journal.write("cancel", id=seen.id, accepted=None, status=None)
             try:
                 if seen.via == "redis":
                     accepted, status = await self.senders.library.get(str(seen.id)).cancel(), None
@@ -193,11 +195,10 @@ class Talk:
             except Declined as declined:
                 if declined.status == 404:
                     return
-                accepted, status = None, None
             except (PenstockError, *AWAY):
-                accepted, status = None, None
-            self.journal.write("cancel", id=seen.id, accepted=accepted, status=status)
-            if accepted is not None:
+                pass
+            else:
+                self.journal.write("cancel", id=seen.id, accepted=accepted, status=status)
                 return
             await asyncio.sleep(AGAIN_S)
 

@@ -12,7 +12,7 @@ Each line has `t` (s, the machine's monotonic clock) and `e`, what it is of:
 | `got` | `entries` that a reader of `id` was given: `[position, entry]` each, entries as they stand in a stream |
 | `final` | what a poll of `id` answered: `body` |
 | `text` | what a caller who waits was told: `k`, `texts` a choice, `whole` |
-| `cancel` | the end of `id` was asked for: `accepted` (null: no answer), `status` |
+| `cancel` | the end of `id` is asked for (`accepted` null), or was, and answered: `accepted`, `status` |
 | `fault` | a fault began: `kind`, `target`; for a kill also `process`, `role`, `stopped` (id: entries), `lease_left` |
 | `healed` | it is over |
 | `exit` | a process ended: `target`, `process`, `role`, `code`, `asked`, `served` |

@@ -13,11 +13,13 @@ from typing import Any
 
 from workers.chaos.checker.history import History, Seen
 from workers.chaos.checker.store import FINAL, Stores, Stream
-from workers.chaos.checker.streams import Outputs, outputs_of, tokens_of
+from workers.chaos.checker.streams import NOTHING, Outputs, outputs_of, tokens_of
 
 #: What a gateway may answer instead of taking a task: it is busy, or its servers are away.
 DECLINES = frozenset({429, 503})
 EXPIRED = "expired"
+#: A reader lease that has been over for so long (s) is one that nobody will take away.
+UNREAD_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Case:
     streams: Mapping[str, Stream]
     """Each as it stood when its task had ended."""
     outputs: Mapping[int, Outputs] = field(default_factory=dict)
-    """Of the run in quiet, by variant: what each choice is."""
+    """Of the run in quiet, by variant: what each choice is. Of what was completed there alone."""
     shared: bool = False
     """Others use the system: what the journals do not know is none of ours."""
     meant: frozenset[str] = frozenset()
@@ -52,9 +54,9 @@ class Case:
         """`ended`: streams as each stood when its task had ended, as far as somebody looked."""
         streams = {**stores.streams, **ended}
         outputs = {
-            seen.variant: outputs_of([entry for _, entry in streams.get(str(seen.id), [])])
+            seen.variant: dict.fromkeys(range(seen.task["n"]), NOTHING) | outputs_of([entry for _, entry in stream])
             for seen in history.tasks.values()
-            if seen.quiet
+            if seen.quiet and _is_completed(stream := streams.get(str(seen.id), []))
         }
         return cls(history, stores, streams, outputs, shared)
 
@@ -63,6 +65,11 @@ class Case:
         for task_id, record in self.stores.records.items():
             if stream := self.streams.get(task_id) or self.stores.streams.get(task_id):
                 yield task_id, stream, record
+
+
+def _is_completed(stream: Stream) -> bool:
+    last = stream[-1][1] if stream else None
+    return isinstance(last, dict) and last.get("end") == "completed"
 
 
 Rule = Callable[[Case], Iterator[Violation]]
@@ -206,15 +213,18 @@ def same_entry(stands: Any, given: Any) -> bool:
 
 
 def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
-    """3: token for token; what ended early is the beginning of it."""
+    """3: token for token; what ended early is the beginning of it. Each was completed in quiet."""
+    for variant in sorted({seen.variant for seen in case.history.tasks.values() if seen.quiet} - case.outputs.keys()):
+        what = "was not completed in quiet: there is nothing to compare with"
+        yield Violation("outputs_equal_the_quiet_run", f"variant {variant}", what)
     for task_id, stream, record in case.ended():
         seen = case.history.by_id.get(task_id)
         wanted = case.outputs.get(seen.variant) if seen is not None else None
         if seen is None or wanted is None or seen.quiet:
             continue
         whole, made = record["status"] == "completed", outputs_of([entry for _, entry in stream])
-        for choice, output in wanted.items():
-            tokens = made[choice].tokens if choice in made else ()
+        for choice in sorted(wanted.keys() | made.keys()):
+            output, tokens = wanted.get(choice, NOTHING), made.get(choice, NOTHING).tokens
             if tokens != (output.tokens if whole else output.tokens[: len(tokens)]):
                 at = next((k for k, (a, b) in enumerate(zip(tokens, output.tokens, strict=False)) if a != b), None)
                 place = f"token {at}" if at is not None else f"{len(tokens)} tokens, not {len(output.tokens)}"
@@ -227,7 +237,8 @@ def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
             continue
         texts, whole = seen.texts
         for choice, text in enumerate(texts):
-            if text != wanted[choice].text and (whole or not wanted[choice].text.startswith(text)):
+            true = wanted.get(choice, NOTHING).text
+            if text != true and (whole or not true.startswith(text)):
                 yield Violation(
                     "outputs_equal_the_quiet_run", f"number {seen.number}", f"was answered another text: {text[:80]!r}"
                 )
@@ -274,9 +285,18 @@ def links_ran(case: Case) -> Iterator[Violation]:
 
 
 def nothing_is_left(case: Case) -> Iterator[Violation]:
-    """No message waits or is in flight, no task is looked after, no letter is dead but what was meant."""
+    """No message waits or is in flight, no task is looked after, no letter is dead but what was meant, and no reader
+    lease is over for long. Where the store's clock was set ahead, leases were over from then on."""
     for name in case.stores.left:
         yield Violation("nothing_is_left", name, "was left behind")
+    set_ahead = sum(
+        max(0.0, line["amount"])
+        for line in case.history.faults
+        if line["e"] == "fault" and line["kind"] == "clock" and line["target"] in ("broker", "store")
+    )
+    for task_id, over in case.stores.readers.items():
+        if over > UNREAD_S + set_ahead:
+            yield Violation("nothing_is_left", f"penstock:readers {task_id}", f"its reader was gone for {over:.0f} s")
     for letter in case.stores.dead:
         known = [task_id for task_id in case.history.by_id if task_id in letter.get("message", "")]
         if (known or not case.shared) and not any(task_id in case.meant for task_id in known):

@@ -40,6 +40,8 @@ class Stores:
     dead: list[dict[str, Any]] = field(default_factory=list)
     workers: list[dict[str, Any]] = field(default_factory=list)
     """What live workers say of themselves."""
+    readers: dict[str, float] = field(default_factory=dict)
+    """Of each reader lease, by task: for how long it has been over (s), by the store's own clock."""
 
     @classmethod
     def read(cls, broker: Redis, store: Redis, *, links: str, only: Iterable[str] | None = None) -> Stores:
@@ -64,6 +66,7 @@ class Stores:
         found.dead = [json.loads(raw) for raw in broker.lrange("penstock:dead", 0, -1)]
         found.workers = workers_of(broker)
         found.left = _left(broker, store, None if only is None else set(ids))
+        found.readers = _readers(store, None if only is None else set(ids))
         return found
 
 
@@ -180,10 +183,18 @@ def _left(broker: Redis, store: Redis, only: set[str] | None) -> list[str]:
     if only is None:
         for index in ("reaped", "returned"):
             found += [f"penstock:{index} {name}" for name in map(str, broker.hkeys(f"penstock:{index}"))]
-    for index in ("submitting", "deadlines", "unsettled"):  # a killed gateway's reader leases lapse later
+    for index in ("submitting", "deadlines", "unsettled"):
         members = list(map(str, store.zrange(f"penstock:{index}", 0, -1)))
         found += [f"penstock:{index} {name}" for name in members if only is None or name in only]
     return found
+
+
+def _readers(store: Redis, only: set[str] | None) -> dict[str, float]:
+    """Those of a killed gateway are over after a while, and then taken away."""
+    seconds, micros = store.time()
+    leases: Any = store.zrange("penstock:readers", 0, -1, withscores=True)
+    now = seconds + micros / 1e6
+    return {task_id: now - over / 1000 for task_id, over in leases if only is None or task_id in only}
 
 
 def _linked(raw: str) -> str | None:

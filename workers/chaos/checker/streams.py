@@ -16,6 +16,8 @@ class Output:
     text: str
 
 
+#: A choice that ended before its first token.
+NOTHING = Output((), "")
 Outputs = Mapping[int, Output]
 
 
