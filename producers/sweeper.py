@@ -27,6 +27,7 @@ from producers.compact import AGE_MS, compact
 from producers.expiry import expire_late
 from producers.leader import LEASE_S as LEADER_LEASE_S
 from producers.leader import Leadership
+from producers.orphans import AGE_MS as ORPHAN_MS
 from producers.orphans import Orphans
 from producers.readers import LEASE_S, LapsedReaders
 from producers.retired import RETIRE_AFTER_S, RetiredPools
@@ -63,6 +64,10 @@ class SweeperSettings:
     seldom: float = SELDOM_S
     reader_lease: float = LEASE_S
     """Of the gateways."""
+    unsent_after: float = protocol.SWEEP_AGE_MS / 1000
+    """How long a record may stay `submitting` until its message is sent (again)."""
+    unsettled_after: float = ORPHAN_MS / 1000
+    """How long a final task may stay unsettled until it is looked whether anybody will settle it."""
     compact_after: float = AGE_MS / 1000
     """How long after a task was settled its stream is compacted."""
     letters_kept: float = LETTERS_KEPT_S
@@ -77,12 +82,15 @@ async def run(
     every_s: float = EVERY_S,
     reader_lease_s: float = LEASE_S,
     waiting: Callable[[str], None] = lambda task_id: None,
+    unsent_after_s: float = protocol.SWEEP_AGE_MS / 1000,
+    unsettled_after_s: float = ORPHAN_MS / 1000,
 ) -> None:
-    """Sweep until cancelled. `reader_lease_s`: of the gateways; `waiting`: see `producers.orphans`."""
-    readers, orphans = LapsedReaders(reader_lease_s), Orphans(waiting=waiting)
+    """Sweep until cancelled. `reader_lease_s`: of the gateways; `waiting`: see `producers.orphans`; the last two: see
+    `SweeperSettings`."""
+    readers, orphans = LapsedReaders(reader_lease_s), Orphans(int(unsettled_after_s * 1000), waiting=waiting)
 
     async def submitting() -> Counts:
-        swept = await submits.sweep(client, protocol.SWEEP_AGE_MS)
+        swept = await submits.sweep(client, int(unsent_after_s * 1000))
         return {"sent": swept.sent, "unsent": swept.failed}
 
     async def unread() -> Counts:
@@ -141,7 +149,15 @@ async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
         return {f"removed_{name}": count for name, count in asdict(await stale.sweep()).items()}
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(run(client, settings.every, settings.reader_lease, results.wait))
+        basics = run(
+            client,
+            settings.every,
+            settings.reader_lease,
+            results.wait,
+            settings.unsent_after,
+            settings.unsettled_after,
+        )
+        group.create_task(basics)
         group.create_task(_repeat(client, tell, settings.every))
         group.create_task(_repeat(client, pack, settings.every))
         group.create_task(_repeat(client, prune, settings.seldom))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import struct
 import subprocess
@@ -36,6 +38,17 @@ def _library() -> Path:
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
+def preload() -> dict[str, str]:
+    """The environment of a process that is forked later, and then calls `attend`. Its own clock is as it was."""
+    return {"LD_PRELOAD": str(_library())}
+
+
+def attend() -> None:
+    """From here on this process, which was forked, has the clock that its environment names, if any."""
+    if path := os.environ.get("CHAOS_CLOCK"):
+        ctypes.CDLL(None).attend_clock(path.encode())
+
+
 class Clock:
     """Of processes that are started with `env`."""
 
@@ -43,7 +56,7 @@ class Clock:
         self._path = path
         self._ahead = 0.0
         path.write_bytes(struct.pack("q", 0))
-        self.env = {"LD_PRELOAD": str(_library()), "CHAOS_CLOCK": str(path)}
+        self.env = {**preload(), "CHAOS_CLOCK": str(path)}
 
     def set(self, by: float) -> None:
         """Ahead by so many seconds, or back."""

@@ -8,7 +8,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -31,9 +33,20 @@ def guarded(argv: Sequence[str], env: Mapping[str, str], log: Path | None) -> su
             out.close()
 
 
+class Running(Protocol):
+    """What a slot asks of its process; see subprocess.Popen."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def send_signal(self, sig: int, /) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
 class Slot:
     """A process, and those that take its place after it. `make(generation)` gives its command line, environment and
-    name; `serves(process)` whether it is of use yet."""
+    name; `serves(process)` whether it is of use yet; `start` starts a command line."""
 
     def __init__(
         self,
@@ -43,8 +56,10 @@ class Slot:
         serves: Callable[[str], bool],
         journal: Journal,
         logs: Path,
+        start: Callable[[Sequence[str], Mapping[str, str], Path], Running] = guarded,
     ) -> None:
         self.name, self.role = name, role
+        self._run = start
         self._make, self._serves = make, serves
         self._journal, self._logs = journal, logs
         self._generation = 0
@@ -60,7 +75,7 @@ class Slot:
         self._generation += 1
         argv, env, self.process = self._make(self._generation)
         self._asked = self._served = self._written = self.paused = False
-        self._popen = guarded(argv, env, self._logs / f"{self.name}.{self._generation:04d}.log")
+        self._popen = self._run(argv, env, self._logs / f"{self.name}.{self._generation:04d}.log")
 
     @property
     def ready(self) -> bool:
@@ -115,7 +130,7 @@ class Slot:
             if self._popen.poll() is None:
                 self.paused = True
                 self._popen.send_signal(signal.SIGSTOP)
-                os.waitid(os.P_PID, self._popen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                _wait_until_stopped(self._popen.pid)
 
     def resume(self) -> None:
         """Whoever was killed and replaced meanwhile runs."""
@@ -141,6 +156,13 @@ class Slot:
             self._popen.wait()
             return False
         return True
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """Or ended. Whoever started it may be another process, so that it cannot be waited for."""
+    with suppress(FileNotFoundError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX":
+            time.sleep(0.001)
 
 
 class Keeper(threading.Thread):

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from redis.exceptions import RedisError
 
 from tests.chaos import clock
 from tests.chaos.links import Links
-from tests.chaos.processes import Keeper, Slot, guarded, has_lease, wait_for
+from tests.chaos.processes import Keeper, Running, Slot, guarded, has_lease, wait_for
 from tests.chaos.servers import Server
+from tests.chaos.sweeper_process import HASTY
+from tests.chaos.warm import Forked
 from tests.processes import free_port
 from workers.chaos.client import Settings
 from workers.chaos.injector import Handle, Healing
@@ -90,6 +92,11 @@ class Shape:
     max_deaths: int = 10
     settable_clocks: bool = False
     deterministic: bool = False
+    forked: bool = False
+    """Processes are forked from one that has imported everything, instead of being executed. Not with a real engine:
+    torch does not fork well."""
+    hasty: bool = False
+    """Whoever sweeps has little patience, and readers of a killed gateway are soon gone."""
 
     def load(self, seed: int) -> Load:
         if self.engine == "stub":
@@ -154,8 +161,8 @@ class Stage:
     def run_quietly(self, variants: Sequence[int], seconds: float) -> bool:
         """Each variant once, while nothing is done to anybody. Whether all went to their end."""
         settings = replace(self._client("quiet-1", 0), variants=tuple(variants), step=1, open_tasks=8)
-        process = guarded(_python("workers.chaos.client", settings.text()), {}, self.logs / "quiet.log")
-        return wait_for(lambda: process.poll() is not None, seconds) and process.returncode == 0
+        process = self._start(_python("workers.chaos.client", settings.text()), {}, self.logs / "quiet.log")
+        return wait_for(lambda: process.poll() is not None, seconds) and process.poll() == 0
 
     def stop(self, role: str, seconds: float) -> list[str]:
         """All of a role, for good. Names of those that did not end by themselves."""
@@ -193,7 +200,11 @@ class Stage:
             argv, env = line(name, process, urls)
             return argv, {**env, **preload}, process
 
-        self.slots[name] = Slot(name, role, make, serves, self.journal, self.logs)
+        self.slots[name] = Slot(name, role, make, serves, self.journal, self.logs, self._start)
+
+    @property
+    def _start(self) -> Callable[[Sequence[str], Mapping[str, str], Path], Running]:
+        return Forked if self.shape.forked else guarded
 
     def _link(self, name: str, server: str) -> str:
         one = self.broker if server == "broker" else self.store
@@ -214,6 +225,7 @@ class Stage:
         if shape.engine == "stub":
             settings = {**urls, "model": "stub", "engine_factory": "tests.stub_engine:load", "name": process}
             settings |= {"lease": shape.lease, "drain": shape.drain, "max_deaths": shape.max_deaths}
+            settings |= {"reader_lease": HASTY["reader_lease"]} if shape.hasty else {}
             env = {"STUB_STEP_S": str(shape.step), "STUB_SEQS": str(shape.seqs)}
             return _python("tests.worker_process", json.dumps(settings)), env
         argv = [*PENSTOCK, "worker", "--model", "tiny", "--name", process, "--lease", str(shape.lease)]
@@ -224,9 +236,13 @@ class Stage:
 
     def _gateway(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         port = self.gateways[int(name.rpartition("-")[2]) - 1]
-        return [*PENSTOCK, "gateway", "--port", str(port), "--drain", str(self.shape.drain)], _urls(urls)
+        argv = [*PENSTOCK, "gateway", "--port", str(port), "--drain", str(self.shape.drain)]
+        argv += ["--reader-lease", str(HASTY["reader_lease"])] if self.shape.hasty else []
+        return argv, _urls(urls)
 
     def _sweeper(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        if self.shape.hasty:
+            return _python("tests.chaos.sweeper_process", json.dumps(urls)), {}
         return [*PENSTOCK, "sweeper"], _urls(urls)
 
     def _reader(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

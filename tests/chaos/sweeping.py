@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -21,10 +20,9 @@ from producers.aio import AsyncClient
 from producers.events import encode_token
 from producers.script import run
 from producers.sweeper import SweeperSettings, lead
+from tests.chaos.warm import template
 from workers.transport import broker
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["tests.chaos.sweeping", "redis.asyncio", "hiredis"])
 QUEUE = keys.pool_queue("tiny", "1", "chaos")
 
 
@@ -33,7 +31,7 @@ class Sweeper:
 
     def __init__(self, url: str, name: str, **settings: Any) -> None:
         fields = {"lease": 1.0, "every": 0.05, "seldom": 0.1} | settings
-        self._process: BaseProcess = _forks.Process(target=_sweep, args=(url, name, fields), daemon=True)
+        self._process: BaseProcess = template().Process(target=_sweep, args=(url, name, fields), daemon=True)
         self._process.start()
 
     @property

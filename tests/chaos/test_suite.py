@@ -32,7 +32,7 @@ def test_every_promise_is_kept(form: str) -> None:
     seed, kinds, seconds, shape = FORMS[form]
     if "clock" in kinds and not clock.available():
         pytest.skip("setting a process's clock takes Linux and a C compiler (cc)")
-    shape = replace(shape, variants=24, longest=90)
+    shape = replace(shape, variants=24, longest=90, forked=True, hasty=True)
     outcome = run(
         plan_of(seed, shape, seconds=seconds, kinds=kinds, pause=(0.4, 2.4)),
         command=f"python -m tests.chaos --seed {seed}",

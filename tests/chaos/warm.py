@@ -1,33 +1,96 @@
-"""Worker processes that start in a tenth of a second: forked from a process that has imported everything."""
+"""Processes that start in a tenth of a second: forked from one that has imported everything.
+
+    Forked(argv)   `python -m MODULE ARGUMENT...` without its imports; all else is as if it had been executed
+    WarmWorker     a worker with the stub engine, and with less patience than those that serve
+
+All end when the process that everything is forked from does, which ends with the one that asked for it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-#: What a worker would import when it starts.
+from tests.chaos import clock
+from workers.cli.guard import PR_SET_PDEATHSIG
+
+#: What the processes of a system would import when they start.
 _IMPORTS = """
     billiard.dummy celery.app.control celery.app.events celery.app.log celery.apps.worker celery.backends.redis
     celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer celery.worker.control
     celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
-    tests.chaos.strike tests.stub_engine
+    hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
     workers.consumer workers.pool.engine_pool workers.pool.request workers.worker
+    producers.gateway producers.gateway.app uvicorn uvicorn.protocols.http.httptools_impl uvloop
+    workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes
 """
 
 
 @cache
-def _template() -> ForkServerContext:
+def template() -> ForkServerContext:
+    """Where they are forked from. Their clocks can be set, where that is possible here."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS.split())
+    with _environment(clock.preload() if clock.available() else {}):
+        forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _environment(env: Mapping[str, str]) -> Any:
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Forked:
+    """A `subprocess.Popen` of `argv`, which runs a module (`-m`), as far as it goes. What it prints goes to `log`."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        name, *arguments = argv[argv.index("-m") + 1 :]
+        self._process = template().Process(target=_run, args=(name, arguments, dict(env), str(log)), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Negative: the signal."""
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def send_signal(self, sig: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if (code := self.returncode) is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return code
 
 
 class WarmWorker:
@@ -38,7 +101,7 @@ class WarmWorker:
         os.close(handle)
         self.log = Path(name)
         settings = {"model": "stub", "engine_factory": "tests.stub_engine:load"} | fields
-        self._process = _template().Process(target=_serve, args=(settings, env, name), daemon=True)
+        self._process = template().Process(target=_serve, args=(settings, env, name), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -66,13 +129,27 @@ class WarmWorker:
         self.log.unlink(missing_ok=True)
 
 
-def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
-    """In the new process."""
-    with open(log, "w") as file:
+def _begin(env: dict[str, str], log: str) -> None:
+    """In the new process: as if it had been executed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.pop("LD_PRELOAD", None)
     os.environ.update(env)
+    clock.attend()
+    logging.getLogger().handlers.clear()
+
+
+def _run(module: str, arguments: list[str], env: dict[str, str], log: str) -> None:
+    _begin(env, log)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
+    _begin(env, log)
     import workers.task
     import workers.transport.intake
     from workers.settings import WorkerSettings
@@ -81,5 +158,4 @@ def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
     # A retried task is ready again after these two.
     workers.task.RETRY_COUNTDOWN_S = 0.05
     workers.transport.intake.IDLE_S = 0.2
-    logging.getLogger().handlers.clear()
     sys.exit(run_worker(WorkerSettings(**settings)))

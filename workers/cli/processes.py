@@ -249,10 +249,11 @@ def sweeper(
         settings = replace(settings, name=name)
     with _bad_urls():
         _look_at(broker, store)
-        asyncio.run(_sweep(settings))
+        asyncio.run(sweep(settings))
 
 
-async def _sweep(settings: SweeperSettings) -> None:
+async def sweep(settings: SweeperSettings) -> None:
+    """Lead, or wait to, until SIGTERM or SIGINT."""
     import asyncio
     import signal
     from contextlib import suppress

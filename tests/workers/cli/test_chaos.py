@@ -60,7 +60,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[Stage]:
     """Whoever runs it starts a worker anew under another name."""
-    stage = Stage(Shape(engine="bundled", servers=1), 1, tmp_path / "system")
+    stage = Stage(Shape(engine="bundled", servers=1, hasty=True), 1, tmp_path / "system")
     try:
         stage.up()
         yield stage
