@@ -46,8 +46,9 @@ class EngineConfig:
     """On a GPU, the part of its memory that weights, steps and KV cache may take together where kv_cache_bytes is None.
     What a step takes is found out by running the largest ones; what is left is for what nobody foresees."""
     kernels: KernelSet = "auto"
-    """By what the model is computed: "triton", "sdpa", "cpu", or what they are tested by: "reference" (plain torch) and
-    "ragged" (the same under the runner that CUDA has)."""
+    """By what the model is computed. On CUDA "triton", or "sdpa" where triton is not installed; on a CPU "native" (C++
+    of our own), or "cpu" (oneDNN, torch) where that was not built at install; or what they are tested by: "reference"
+    (plain torch) and "ragged" (the same under the runner that CUDA has)."""
     graphs: bool = True
     """Whether steps in which every sequence decodes are recorded as CUDA graphs, at the first of each size, and
     replayed. Without, the host launches each kernel, which at small batches takes longer than the kernels."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -27,6 +28,8 @@ from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
 from engine.text.words import Spellings
+
+logger = logging.getLogger("penstock.engine")
 
 #: Tokens of a step where the configuration leaves it open: enough for full use of the device, few enough that
 #: those who decode beside a long prompt go on smoothly.
@@ -85,6 +88,14 @@ class Engine:
         #: Tokens of the longest sequence that it holds.
         self.kv_capacity = min(space.tokens_of_one(config.block_size) for space in spaces)
         self.fingerprint = _fingerprint(model)
+        logger.info(
+            "%s computes on %s with kernels %r, weights in %s, %d threads",
+            folder.name,
+            model.device.type,
+            model.kernels.name,
+            _name(model.kernels.weight_dtype),
+            config.threads or torch.get_num_threads(),
+        )
         runner = runner_for(model, config, spaces, batched, self.max_model_len)
         scheduler = Scheduler(
             spaces=spaces,

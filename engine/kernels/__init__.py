@@ -1,10 +1,10 @@
 """The operations that models are made of, one set a device, chosen in one place: `select`.
 
 reference.py is every operation in plain torch and the oracle of the others; gpu.py is CUDA's, of the kernels in
-triton/; native/ is C++ for CPUs, taken where it is asked for by name; sdpa.py replaces attention by padded batches
-(CUDA without triton runs on it), and cpu.py what oneDNN and reused memory make faster. A set also says in which dtype
-it computes. Weights come in through `prepare_linear`, which may repack or quantise them (fp8.py, packed.py); attention
-reads the paged cache by what ragged.py or groups.py say of a step.
+triton/; native/ is the CPU's, in C++. Where these are not at hand, sdpa.py replaces attention by padded batches, and
+cpu.py what oneDNN and reused memory make faster; deterministic/ has sets whose rows depend on nothing but themselves.
+A set also says in which dtype it computes. Weights come in through `prepare_linear`, which may repack or quantise them
+(fp8.py, packed.py); attention reads the paged cache by what ragged.py or groups.py say of a step.
 """
 
 from __future__ import annotations
@@ -63,9 +63,11 @@ def select(
         return _deterministic(device, dtype, select(device, dtype, name, quantization))
     if quantization == "fp8":
         return _fp8(device, dtype, name)
-    if name == "auto":
-        # Not "native": it takes less of the processor everywhere, but at 32 rows it was not seen to take less time.
-        name = "cpu" if device.type == "cpu" else ("triton" if _has_triton() else "sdpa")
+    if name == "auto" and device.type == "cpu":
+        # Products of bf16 instructions beat those of fp32: there oneDNN has them, and native/ has not.
+        name = "cpu" if computes_natively(torch.bfloat16) or load_library() is None else "native"
+    elif name == "auto":
+        name = "triton" if _has_triton() else "sdpa"
     if name in ("cpu", "native") and device.type != "cpu":
         raise EngineError(f"kernels={name!r} are for CPUs, and the device is {device.type}; use 'auto'")
     if name == "native":
@@ -77,7 +79,10 @@ def select(
 
 
 def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) -> Kernels:
-    """The set that stands for the ordinary one."""
+    """The set that stands for the ordinary one: native kernels for themselves, as their rows always depend on nothing
+    else."""
+    if isinstance(ordinary, Native):
+        return _native(dtype, deterministic=True)
     if ordinary.name == "cpu":
         return DeterministicCpu(ordinary.compute_dtype)
     if ordinary.name in ("triton", "triton-fp8"):
@@ -85,18 +90,18 @@ def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) 
 
         return (DeterministicGpu if ordinary.name == "triton" else DeterministicFp8Gpu)(dtype)
     raise EngineError(
-        f"deterministic=True goes with kernels='cpu' on a CPU and kernels='triton' on a CUDA device, and on "
-        f"{device.type} they are {ordinary.name!r}"
+        f"deterministic=True goes with kernels='native' or 'cpu' on a CPU and kernels='triton' on a CUDA device, and "
+        f"on {device.type} they are {ordinary.name!r}"
     )
 
 
-def _native(dtype: torch.dtype) -> Kernels:
+def _native(dtype: torch.dtype, *, deterministic: bool = False) -> Kernels:
     built = load_library()
     if built is None:
         raise EngineError(
             "kernels='native' are not built for this CPU: install penstock where a C++ compiler is, or use 'auto'"
         )
-    return Native(dtype, built)
+    return Native(dtype, built, deterministic=deterministic)
 
 
 def _has_triton() -> bool:

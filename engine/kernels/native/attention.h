@@ -2,7 +2,8 @@
 //
 // A piece is some queries of one sequence and all query heads of one KV head: rows that read the same keys. It walks
 // the keys in tiles (scores, running softmax, sum of values), tiles in chunks of kChunk places; what chunks give is
-// joined in their order. Where there are fewer pieces than the threads can share, each chunk is a task of its own, and
+// joined in their order. Tiles and chunks are counted from a sequence's first token, also where its table begins behind it
+// (a window's): a row's sums are made in the same order whatever has been dropped. Where there are fewer pieces than the threads can share, each chunk is a task of its own, and
 // joining comes after: the arithmetic is the same, so a row's result depends neither on the threads nor on the batch.
 #pragma once
 
@@ -25,6 +26,8 @@ struct Attention {
     const void *keys, *values;  // [blocks, block, kv_heads, head_dim]
     const int32_t* starts;  // [sequences + 1]
     const int32_t* lengths;  // [sequences]
+    // [sequences], less than kChunk: places before a table begins, counted from the last chunk that begins before it.
+    const int32_t* leads;
     const int32_t* tables;  // rows `table_stride` apart
     int64_t table_stride;
     const int32_t* table_rows;  // [sequences]
@@ -109,7 +112,8 @@ template <int W, class T> class Walk {
         rows_ = p.queries * share_;
         dim_ = (int)a.head_dim;
         int first = a.starts[p.sequence];
-        place_ = a.lengths[p.sequence] - (a.starts[p.sequence + 1] - first) + p.query;
+        lead_ = a.leads[p.sequence];
+        place_ = lead_ + a.lengths[p.sequence] - (a.starts[p.sequence + 1] - first) + p.query;
         token_ = first + p.query;
         table_ = a.tables + (int64_t)a.table_rows[p.sequence] * a.table_stride;
         query_ = (const float**)memory;
@@ -146,7 +150,8 @@ template <int W, class T> class Walk {
         const T *keys[kTile + 4], *values[kTile + 4];
         int64_t apart = a_.kv_heads * a_.head_dim;
         for (int t = 0; t < places; t++) {
-            int place = first + t;
+            // What lies before the table is behind the window: hidden, whatever it is.
+            int place = std::max(first + t - lead_, 0);
             int64_t at = ((int64_t)table_[place / a_.block] * a_.block + place % a_.block) * apart + p_.kv_head * dim_;
             keys[t] = (const T*)a_.keys + at;
             values[t] = (const T*)a_.values + at;
@@ -236,7 +241,7 @@ template <int W, class T> class Walk {
 
     const Attention& a_;
     const Piece& p_;
-    int share_, rows_, dim_, place_, token_;
+    int share_, rows_, dim_, lead_, place_, token_;
     const int32_t* table_;
     const float** query_;
     float *score_, *wide_;
@@ -251,7 +256,7 @@ template <int W, class T> static void attend(Pool& pool, const Attention& a) {
         int queries = a.starts[i + 1] - a.starts[i], length = a.lengths[i];
         if (length == 0) continue;
         for (int query = 0; query < queries; query += most) {
-            int count = std::min(most, queries - query), place = length - queries + query;
+            int count = std::min(most, queries - query), place = a.leads[i] + length - queries + query;
             int begin = a.window ? std::max(0, place - (int)a.window + 1) / kChunk : 0;
             int chunks = (place + count - 1) / kChunk + 1 - begin;
             for (int h = 0; h < (int)a.kv_heads; h++, partials += chunks)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import EngineError
 from engine.kernels.groups import AttentionBatch
+from engine.kernels.native.batch import NativeBatch, native_batch
 from engine.kernels.native.library import VERSION, Library
-from engine.kernels.ragged import Attended, RaggedBatch
+from engine.kernels.ragged import Attended
 from engine.kernels.reference import PreparedLinear, Reference
 
 #: How long idle threads look for the next call before they sleep: calls of one step come within tens of microseconds.
@@ -26,18 +27,19 @@ class Native(Reference):
     # One group for all that have as many tokens: nothing is padded.
     padding = (float("inf"), 0)
 
-    def __init__(self, dtype: torch.dtype, library: Library, threads: int | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, library: Library, threads: int | None = None, *, deterministic: bool = False
+    ) -> None:
         """For weights of `dtype`: bfloat16 are held as such, all others in fp32. `threads`: None is as many as torch
-        has."""
+        has. `deterministic`: shapes that torch would have to help with are refused."""
         super().__init__(torch.float32)
         self.name = f"native-{library.isa}"
+        self._deterministic = deterministic
         self._half = dtype == torch.bfloat16
         self.weight_dtype = self.cache_dtype = torch.bfloat16 if self._half else torch.float32
         self._library = library
         self._pool: int = library.pool(threads or torch.get_num_threads(), _SPIN_US)
         weakref.finalize(self, library.free, self._pool)
-        self._batch: AttentionBatch | None = None
-        self._ragged: RaggedBatch | None = None
 
     @property
     def identity(self) -> str:
@@ -46,6 +48,16 @@ class Native(Reference):
     def use_threads(self, threads: int | None) -> None:
         # What is left for torch is small; threads of its own would spin where those of the pool compute.
         torch.set_num_threads(1)
+
+    def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
+        if self._deterministic and head_dim % _HEAD_MULTIPLE:
+            raise EngineError(
+                f"deterministic=True on native kernels goes with heads of a multiple of {_HEAD_MULTIPLE}, and the "
+                f"model has heads of {head_dim}; use kernels='cpu'"
+            )
+
+    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> NativeBatch:
+        return native_batch(batch)
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         outputs, inputs = weight.shape
@@ -151,9 +163,9 @@ class Native(Reference):
             return super().paged_attention(query, cache, batch, scale, softcap)
         if query.stride()[1:] != (head_dim, 1):
             query = query.contiguous()
-        step = batch if isinstance(batch, RaggedBatch) else self._flat(batch)
+        step = native_batch(batch)
         out = torch.empty(tokens, heads, head_dim)
-        own = int(step.query_starts[-1])
+        own = int(step.starts[-1])
         if own < tokens:
             out[own:] = 0
         keys, values = cache[0], cache[1]
@@ -164,12 +176,13 @@ class Native(Reference):
             keys.data_ptr(),
             values.data_ptr(),
             int(cache.dtype == torch.bfloat16),
-            step.query_starts.data_ptr(),
-            step.kv_lens.data_ptr(),
+            step.starts.data_ptr(),
+            step.lengths.data_ptr(),
+            step.leads.data_ptr(),
             step.tables.data_ptr(),
             step.tables.stride(0),
             step.table_rows.data_ptr(),
-            len(step.kv_lens),
+            len(step.lengths),
             heads,
             cache.shape[3],
             head_dim,
@@ -180,31 +193,3 @@ class Native(Reference):
             out.data_ptr(),
         )
         return out
-
-    def _flat(self, batch: AttentionBatch) -> RaggedBatch:
-        """The same step without groups; made once for all layers that share it."""
-        if self._batch is not batch or self._ragged is None:
-            self._batch, self._ragged = batch, _ragged(batch)
-        return self._ragged
-
-
-def _ragged(batch: AttentionBatch) -> RaggedBatch:
-    groups = batch.groups
-    counts = [group.query_len for group in groups for _ in group.kv_lens]
-    lengths = [kv_len for group in groups for kv_len in group.kv_lens]
-    tables = np.zeros((len(lengths), max(group.block_tables.shape[1] for group in groups)), np.int32)
-    first = 0
-    for group in groups:
-        sequences, width = group.block_tables.shape
-        tables[first : first + sequences, :width] = group.block_tables.numpy()
-        first += sequences
-    return RaggedBatch(
-        slots=batch.slots,
-        query_starts=torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32)),
-        kv_lens=torch.tensor(lengths, dtype=torch.int32),
-        tables=torch.from_numpy(tables),
-        table_rows=torch.arange(len(lengths), dtype=torch.int32),
-        most_queries=max(counts),
-        most_places=max(lengths),
-        window=batch.window,
-    )

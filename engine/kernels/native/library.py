@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: penstock_version() of the source that this file calls.
-VERSION = 1
+VERSION = 2
 #: Instruction set -> whether the CPU has it; the best one first.
 _BUILDS: dict[str, Callable[[], bool]] = {
     "avx512": torch.cpu._is_avx512_supported,
@@ -31,7 +31,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_norm_heads": [_P, _P, _P, _P, _L, _L, _L, _L, _F],
     "penstock_rope_and_write": [_P, _P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _L],
     "penstock_gate": [_P, _P, _P, _I, _L, _L],
-    "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
+    "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
 }
 
 
@@ -78,5 +78,5 @@ def load_library() -> Library | None:
             reasons.append(str(error))
     if not reasons:
         reasons.append(f"they are for x86-64 with AVX2 or more, and this CPU is {platform.machine()} without")
-    log.warning("native CPU kernels cannot be used: %s", "; ".join(reasons))
+    logger.warning("native CPU kernels cannot be used, torch's are taken, which are slower: %s", "; ".join(reasons))
     return None

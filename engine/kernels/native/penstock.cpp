@@ -7,7 +7,7 @@
 extern "C" {
 
 // Bumped with every change of what is below.
-int penstock_version() { return 1; }
+int penstock_version() { return 2; }
 int penstock_columns() { return kColumns; }
 
 void* penstock_pool(int threads, int spin_us) { return new Pool(threads, spin_us); }
@@ -57,11 +57,11 @@ void penstock_gate(void* pool, const float* x, float* out, int gelu, int64_t row
 }
 
 void penstock_attention(void* pool, const float* query, int64_t query_stride, const void* keys, const void* values,
-                        int half, const int32_t* starts, const int32_t* lengths, const int32_t* tables,
+                        int half, const int32_t* starts, const int32_t* lengths, const int32_t* leads, const int32_t* tables,
                         int64_t table_stride, const int32_t* table_rows, int64_t sequences, int64_t heads,
                         int64_t kv_heads, int64_t head_dim, int64_t block, int64_t window, float scale, float cap,
                         float* out) {
-    Attention a{query, query_stride, keys, values, starts, lengths, tables, table_stride, table_rows, sequences,
+    Attention a{query, query_stride, keys, values, starts, lengths, leads, tables, table_stride, table_rows, sequences,
                 heads, kv_heads, head_dim, block, window, scale, cap, out};
     Pool& p = *(Pool*)pool;
     // Heads of a multiple of 8 that is none of a wider vector.

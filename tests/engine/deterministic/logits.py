@@ -8,15 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.native import load_library
 from engine.kv import KvSpace, Table
 from engine.models import Model, load_model
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Sequence as Running
 from engine.runner import Runner
 from engine.sampling import SamplingBatch
+from tests.engine.random_models import FAMILIES, VARIANTS
 from tests.engine.sampling.sequences import sequence
 
 BLOCK = 16
@@ -35,8 +38,14 @@ class _Seen(Runner):
         return super()._sample(hidden, how)
 
 
-def deterministic(folder: Path, dtype: str = "float32") -> Model:
-    return load_model(folder, dtype, torch.device("cpu"), deterministic=True)
+NATIVE = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+#: Models by the sets of CPUs that have the mode; "cpu" is what runs where there was no compiler.
+ON_TORCH = [(name, "cpu") for name in ("gqa", "qwen2-window", "phi3-longrope", "gemma3")]
+ON_NATIVE = [pytest.param((name, "native"), marks=NATIVE) for name in sorted(VARIANTS | FAMILIES)]
+
+
+def deterministic(folder: Path, dtype: str = "float32", kernels: str = "auto") -> Model:
+    return load_model(folder, dtype, torch.device("cpu"), kernels, deterministic=True)
 
 
 class Steps:

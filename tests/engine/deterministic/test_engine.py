@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, EngineError, Event, Output, Request, SamplingParams
-from tests.engine.deterministic.logits import Bits, recorded
+from engine.config import KernelSet
+from tests.engine.deterministic.logits import NATIVE, Bits, recorded
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 
 Load = Callable[..., Engine]
@@ -39,30 +40,47 @@ MIXED: list[dict[str, Any]] = [
 PARAMS = [
     SamplingParams(**({"max_tokens": 9, "seed": 7 + i, "ignore_eos": True} | each)) for i, each in enumerate(MIXED)
 ]
-CONFIG = EngineConfig(
+BASE = EngineConfig(
     device="cpu", dtype="float32", threads=1, deterministic=True, overlap=0, max_num_seqs=24, kv_cache_bytes=8 << 20
 )
 
 
-@pytest.fixture(scope="module", params=["gemma2", "gemma3", "phi3-longrope"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "one", seed=3, **(VARIANTS | FAMILIES)[request.param])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("gemma2", "cpu"),
+        *(pytest.param((name, "native"), marks=NATIVE) for name in ("gemma2", "gemma3", "phi3-longrope")),
+    ],
+    ids="-".join,
+)
+def chosen(request: pytest.FixtureRequest) -> tuple[str, KernelSet]:
+    name, kernels = request.param
+    return name, kernels
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Iterator[tuple[list[Output], Bits]]:
+def config(chosen: tuple[str, KernelSet]) -> EngineConfig:
+    return replace(BASE, kernels=chosen[1])
+
+
+@pytest.fixture(scope="module")
+def folder(chosen: tuple[str, KernelSet], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "one", seed=3, **(VARIANTS | FAMILIES)[chosen[0]])
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, config: EngineConfig) -> Iterator[tuple[list[Output], Bits]]:
     """Each by itself, with nothing cached: the outputs, and the logits of each place."""
-    config = replace(CONFIG, enable_prefix_caching=False)
-    with recorded() as bits, Engine.load(folder, config) as engine:
+    with recorded() as bits, Engine.load(folder, replace(config, enable_prefix_caching=False)) as engine:
         yield [engine.generate([p], params)[0] for p, params in zip(PROMPTS, PARAMS, strict=True)], bits
 
 
 @pytest.fixture
-def load(folder: Path) -> Iterator[Load]:
+def load(folder: Path, config: EngineConfig) -> Iterator[Load]:
     engines: list[Engine] = []
 
     def make(**changes: Any) -> Engine:
-        engines.append(Engine.load(folder, replace(CONFIG, **changes)))
+        engines.append(Engine.load(folder, replace(config, **changes)))
         return engines[-1]
 
     yield make
@@ -107,7 +125,7 @@ def test_with_cached_prompts(load: Load, alone: tuple[list[Output], Bits]) -> No
 
 def test_with_too_little_memory_for_all(load: Load, alone: tuple[list[Output], Bits]) -> None:
     tokens = load().kv_tokens_total
-    engine = load(kv_cache_bytes=CONFIG.kv_cache_bytes * 240 // tokens, max_model_len=160, block_size=4)  # type: ignore[operator]  # it is given
+    engine = load(kv_cache_bytes=BASE.kv_cache_bytes * 240 // tokens, max_model_len=160, block_size=4)  # type: ignore[operator]  # it is given
     same(engine.generate(PROMPTS, PARAMS), alone[0])
     assert engine.stats().preemptions > 0
 
@@ -145,8 +163,8 @@ def test_resumed_at_any_token(load: Load, alone: tuple[list[Output], Bits], whic
 
 
 @pytest.fixture(scope="module")
-def busy(folder: Path) -> Iterator[Engine]:
-    with Engine.load(folder, replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=40)) as engine:
+def busy(folder: Path, config: EngineConfig) -> Iterator[Engine]:
+    with Engine.load(folder, replace(config, max_num_seqs=16, max_num_batched_tokens=40)) as engine:
         yield engine
 
 
@@ -159,17 +177,28 @@ def test_any_mixture_of_requests(busy: Engine, alone: tuple[list[Output], Bits],
     same(busy.generate(prompts, params)[: len(chosen)], [alone[0][i] for i in chosen])
 
 
-def test_the_fingerprint_tells_it_from_the_ordinary_mode_and_stays(load: Load) -> None:
-    first, again, ordinary = load(), load(), load(deterministic=False)
+def test_the_fingerprint_of_torchs_kernels_tells_it_from_the_ordinary_mode_and_stays(folder: Path) -> None:
+    engines = [Engine.load(folder, replace(BASE, kernels="cpu", deterministic=mode)) for mode in (True, True, False)]
+    first, again, ordinary = engines
     assert first.fingerprint == again.fingerprint != ordinary.fingerprint
     assert first.stats().kernels == "cpu-deterministic"
+    for engine in engines:
+        engine.close()
+
+
+@NATIVE
+def test_native_kernels_are_the_same_in_either_mode(folder: Path) -> None:
+    engines = [Engine.load(folder, replace(BASE, kernels="native", deterministic=mode)) for mode in (True, False)]
+    assert engines[0].fingerprint == engines[1].fingerprint
+    for engine in engines:
+        engine.close()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"kernels": "reference"}, "deterministic=True .* 'reference'"),
-        ({"block_size": 48}, "block_size that divides 128, and it is 48"),
+        ({"kernels": "cpu", "block_size": 48}, "block_size that divides 128, and it is 48"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused_at_once(load: Load, changes: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.models import load_model
-from tests.engine.deterministic.logits import LONGEST, SLOTS, Steps, deterministic
+from tests.engine.deterministic.logits import LONGEST, NATIVE, ON_NATIVE, ON_TORCH, SLOTS, Steps, deterministic
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 
 LONG = [(7 * i + i * i // 11) % 300 + 5 for i in range(LONGEST)]
@@ -20,9 +20,10 @@ def folder_of(name: str, where: Path, **more: object) -> Path:
     return write_model(where / name, seed=3, **((VARIANTS | FAMILIES)[name] | more))
 
 
-@pytest.fixture(scope="module", params=sorted(VARIANTS | FAMILIES))
+@pytest.fixture(scope="module", params=ON_TORCH + ON_NATIVE, ids="-".join)
 def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return Steps(deterministic(folder_of(request.param, tmp_path_factory.mktemp("models"))))
+    name, kernels = request.param
+    return Steps(deterministic(folder_of(name, tmp_path_factory.mktemp("models")), kernels=kernels))
 
 
 def test_every_cut_of_a_short_prompt(steps: Steps) -> None:
@@ -52,10 +53,20 @@ def test_decoding_beside_any_number_of_others(steps: Steps) -> None:
         assert torch.equal(found[place], alone), count
 
 
-@pytest.fixture(scope="module", params=[("gqa", "bfloat16"), ("gemma2", "float32"), ("mistral-window", "float32")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("gqa", "bfloat16", "cpu"),
+        ("gemma2", "float32", "cpu"),
+        pytest.param(("gqa", "bfloat16", "native"), marks=NATIVE),
+        pytest.param(("gemma2", "float32", "native"), marks=NATIVE),
+        pytest.param(("mistral-window", "bfloat16", "native"), marks=NATIVE),
+    ],
+    ids="-".join,
+)
 def some(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    name, dtype = request.param
-    return Steps(deterministic(folder_of(name, tmp_path_factory.mktemp("models")), dtype))
+    name, dtype, kernels = request.param
+    return Steps(deterministic(folder_of(name, tmp_path_factory.mktemp("models")), dtype, kernels))
 
 
 def test_every_number_of_others(some: Steps) -> None:
@@ -84,14 +95,15 @@ def test_any_cuts_beside_any_others(some: Steps, data: st.DataObject) -> None:
     assert torch.equal(found[place], whole)
 
 
-def test_two_threads_agree_with_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("native", marks=NATIVE)])
+def test_two_threads_agree_with_one(tmp_path: Path, kernels: str) -> None:
     folder = folder_of("gqa", tmp_path)
     prompts = [LONG[i : i + 30 + 5 * i] for i in range(4)]
     found = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            steps = Steps(deterministic(folder))
+            steps = Steps(deterministic(folder, kernels=kernels))
             together = steps.step(*[(steps.begin(i, p), 0, len(p)) for i, p in enumerate(prompts)])
             alone = [steps.by_cuts(20, prompt, (3,)) for prompt in prompts]
             assert all(map(torch.equal, together, alone))
@@ -102,8 +114,8 @@ def test_two_threads_agree_with_one(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_the_ordinary_mode_does_depend_on_neighbours_and_cuts(tmp_path: Path) -> None:
+def test_the_ordinary_mode_of_torchs_kernels_does_depend_on_neighbours_and_cuts(tmp_path: Path) -> None:
     """Else these tests could not fail."""
-    steps = Steps(load_model(folder_of("gqa", tmp_path), "float32", torch.device("cpu")))
+    steps = Steps(load_model(folder_of("gqa", tmp_path), "float32", torch.device("cpu"), "cpu"))
     whole = steps.by_cuts(5, LONG[:100], ())
     assert not all(torch.equal(steps.by_cuts(9, LONG[:100], (cut,)), whole) for cut in (1, 50, 99))

@@ -236,7 +236,7 @@ def test_bfloat16_is_computed_in_float32_where_the_cpu_only_emulates_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    chosen = select(torch.device("cpu"), torch.bfloat16)
+    chosen = select(torch.device("cpu"), torch.bfloat16, "cpu")
     assert (chosen.name, chosen.compute_dtype) == ("cpu", torch.bfloat16 if native else torch.float32)
 
 

@@ -14,6 +14,7 @@ from engine.kernels.native import Native, load_library
 from engine.kernels.native.library import Library
 
 CPU = torch.device("cpu")
+BUILT = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
 
 @pytest.fixture
@@ -23,6 +24,34 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     load_library.cache_clear()
     yield
     load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_without_a_build_torchs_kernels_are_taken_and_a_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    for deterministic, name in ((False, "cpu"), (True, "cpu-deterministic")):
+        assert select(CPU, torch.bfloat16, deterministic=deterministic).name == name
+    assert [record.getMessage() for record in caplog.records if "torch's are taken" in record.getMessage()]
+    assert len(caplog.records) == 1
+
+
+@BUILT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_with_a_build_native_kernels_are_taken(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr("engine.kernels.computes_natively", lambda dtype: False)
+    for deterministic in (False, True):
+        assert isinstance(select(CPU, dtype, deterministic=deterministic), Native)
+
+
+@BUILT
+@pytest.mark.parametrize("head_dim", [8, 12])
+def test_heads_that_torch_has_to_attend_to_are_refused_in_deterministic_mode_alone(head_dim: int) -> None:
+    select(CPU, torch.float32, "native").prepare_attention(4, 2, head_dim, None)
+    strict = select(CPU, torch.float32, "native", deterministic=True)
+    if head_dim % 8 == 0:
+        strict.prepare_attention(4, 2, head_dim, None)
+        return
+    with pytest.raises(EngineError, match="heads of 12"):
+        strict.prepare_attention(4, 2, head_dim, None)
 
 
 @pytest.mark.usefixtures("unbuilt")
@@ -38,7 +67,7 @@ def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
         Library(path, "avx2")
 
 
-@pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
+@BUILT
 def test_weights_and_keys_in_bf16_stay_so_and_are_computed_with_in_fp32() -> None:
     found = select(CPU, torch.bfloat16, "native")
     assert isinstance(found, Native)
