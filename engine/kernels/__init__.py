@@ -19,6 +19,7 @@ from engine.kernels.cpu import Cpu, computes_natively
 from engine.kernels.deterministic import DeterministicCpu
 from engine.kernels.fp8 import CAPABILITY
 from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
+from engine.kernels.layer import LayerParts, PreparedLayers
 from engine.kernels.native import Native, load_library
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import PreparedLinear, Ragged, Reference
@@ -35,6 +36,8 @@ __all__ = [
     "AttentionBatch",
     "AttentionGroup",
     "Kernels",
+    "LayerParts",
+    "PreparedLayers",
     "PreparedLinear",
     "RaggedBatch",
     "select",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.groups import AttentionBatch
+from engine.kernels.layer import LayerParts, PreparedLayers
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
 
-#: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
-PreparedLinear = Callable[[Tensor], Tensor]
-
 #: Weights that are dequantised at a time: as many as stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
+
+
+#: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
+PreparedLinear = Callable[[Tensor], Tensor]
 
 
 class Reference:
@@ -87,6 +89,11 @@ class Reference:
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         """Called by every layer when it is packed, with the shape of its attention."""
+
+    def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
+        """One call for all of a model's layers and the `norm` after them, that does what the operations below do one
+        after the other; None where the set has none for such layers."""
+        return None
 
     def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
         """A step of one KV group as this set wants it in `paged_attention`: made once for all of the group's layers."""

@@ -32,31 +32,36 @@ class AttentionShape:
 class Attention:
     def __init__(self, kernels: Kernels, shape: AttentionShape, *, device: torch.device) -> None:
         self._kernels = kernels
-        self._shape = shape
+        self.shape = shape
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         parts = {"qkv_proj": q + 2 * kv} if shape.fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self._qkv = Linear(kernels, shape.width, parts, bias=shape.qkv_bias, device=device)
-        self._output = Linear(kernels, q, {"o_proj": shape.width}, bias=shape.output_bias, device=device)
+        self.qkv = Linear(kernels, shape.width, parts, bias=shape.qkv_bias, device=device)
+        self.output = Linear(kernels, q, {"o_proj": shape.width}, bias=shape.output_bias, device=device)
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
-        return [(prefix, self._qkv), (prefix, self._output)]
+        return [(prefix, self.qkv), (prefix, self.output)]
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        return self._qkv.weights(prefix) | self._output.weights(prefix)
+        return self.qkv.weights(prefix) | self.output.weights(prefix)
 
     def pack(self) -> None:
-        self._qkv.pack()
-        self._output.pack()
-        shape = self._shape
+        self.qkv.pack()
+        self.output.pack()
+        shape = self.shape
         self._kernels.prepare_attention(shape.heads, shape.kv_heads, shape.head_dim, shape.softcap)
 
     def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
         """`x` [tokens, width]; `rotation` from Rope; `cache` this layer's [2, blocks, block, kv_heads, head_dim]."""
-        shape, kernels = self._shape, self._kernels
-        heads = self._prepared(self._qkv(x).view(len(x), -1, shape.head_dim))
+        shape, kernels = self.shape, self._kernels
+        heads = self._prepared(self.qkv(x).view(len(x), -1, shape.head_dim))
         query = kernels.rope_and_write(heads, *rotation, cache, batch)
         out = kernels.paged_attention(query, cache, batch, shape.scale, shape.softcap)
-        return self._output(out.reshape(len(x), -1))
+        return self.output(out.reshape(len(x), -1))
+
+    @property
+    def head_norms(self) -> tuple[Tensor, Tensor] | None:
+        """Of each query and each key, before they turn."""
+        return None
 
     def _prepared(self, heads: Tensor) -> Tensor:
         """Queries, keys and values, [tokens, heads + 2 * kv_heads, head_dim], as queries and keys are to be turned."""
@@ -86,6 +91,9 @@ class NormedAttention(Attention):
         self._query_norm.pack()
         self._key_norm.pack()
 
+    @property
+    def head_norms(self) -> tuple[Tensor, Tensor]:
+        return self._query_norm.weight, self._key_norm.weight
+
     def _prepared(self, heads: Tensor) -> Tensor:
-        norms, kv_heads = (self._query_norm.weight, self._key_norm.weight), self._shape.kv_heads
-        return self._kernels.norm_heads(heads, *norms, kv_heads, self._eps)
+        return self._kernels.norm_heads(heads, *self.head_norms, self.shape.kv_heads, self._eps)

@@ -102,7 +102,11 @@ class Linear:
 
         self._run = watched
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def prepared(self) -> PreparedLinear:
         if self._run is None:
             raise RuntimeError("a Linear is packed before it is called")
-        return self._run(x)
+        return self._run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.prepared(x)

@@ -22,20 +22,21 @@ class GatedMlp:
         device: torch.device,
     ) -> None:
         """`activation` is "silu" or "gelu_tanh"; `fused`: the checkpoint has one matrix for gate and up."""
+        self.activation = activation
         self._multiply = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}[activation]
         parts = {"gate_up_proj": 2 * hidden} if fused else {"gate_proj": hidden, "up_proj": hidden}
-        self._gate_up = Linear(kernels, width, parts, bias=bias, device=device)
-        self._down = Linear(kernels, hidden, {"down_proj": width}, bias=bias, device=device)
+        self.gate_up = Linear(kernels, width, parts, bias=bias, device=device)
+        self.down = Linear(kernels, hidden, {"down_proj": width}, bias=bias, device=device)
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
-        return [(prefix, self._gate_up), (prefix, self._down)]
+        return [(prefix, self.gate_up), (prefix, self.down)]
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        return self._gate_up.weights(prefix) | self._down.weights(prefix)
+        return self.gate_up.weights(prefix) | self.down.weights(prefix)
 
     def pack(self) -> None:
-        self._gate_up.pack()
-        self._down.pack()
+        self.gate_up.pack()
+        self.down.pack()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._multiply(self._gate_up(x)))
+        return self.down(self._multiply(self.gate_up(x)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels import Attended, Kernels
+from engine.kernels import Attended, Kernels, LayerParts, PreparedLayers
 from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear, NormedAttention, RmsNorm, Rope
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
@@ -46,6 +46,7 @@ class DecoderLayer:
             fused=c.fused,
             device=device,
         )
+        self._eps = c.norm_eps
         self.input_norm = self._norm(c, kernels, device)
         self.middle_norm = self._norm(c, kernels, device)
 
@@ -72,6 +73,32 @@ class DecoderLayer:
         self._mlp.pack()
         for norm in self.norms().values():
             norm.pack()
+
+    def parts(self, group: int, place: int, rope: int) -> LayerParts | None:
+        """What the layer is made of, by its KV group, its place in that group's cache and its rope; for kernel sets
+        that run it in one call. None where it does anything else."""
+        shape, mlp = self._attention.shape, self._mlp
+        return LayerParts(
+            group,
+            place,
+            rope,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.scale,
+            shape.softcap,
+            self._eps,
+            input_norm=self.input_norm.weight,
+            qkv=self._attention.qkv.prepared,
+            head_norms=self._attention.head_norms,
+            output=self._attention.output.prepared,
+            attended_norm=None,
+            middle_norm=self.middle_norm.weight,
+            gate_up=mlp.gate_up.prepared,
+            activation=mlp.activation,
+            down=mlp.down.prepared,
+            fed_norm=None,
+        )
 
     def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
         return self._attention(x, rotation, cache, batch)
@@ -114,6 +141,7 @@ class Decoder(ABC):
             (windows.index(window), c.windows[:i].count(window), min(window is not None, len(c.ropes) - 1))
             for i, window in enumerate(c.windows)
         ]
+        self._together: PreparedLayers | None = None
 
     @staticmethod
     @abstractmethod
@@ -144,6 +172,10 @@ class Decoder(ABC):
         for layer in self._layers:
             layer.pack()
         self._norm.pack()
+        parts = [layer.parts(*home) for layer, home in zip(self._layers, self._homes, strict=True)]
+        known = [one for one in parts if one is not None]
+        if len(known) == len(parts):
+            self._together = self.kernels.prepare_layers(known, self._norm.weight)
         if self._head is not None:
             self._head.pack()
 
@@ -158,6 +190,8 @@ class Decoder(ABC):
     ) -> Tensor:
         rotations = [rope(positions, long) for rope in self._ropes]
         residual = self._embedding(tokens)
+        if self._together is not None:
+            return self._together(residual, rotations, attention, caches)[wanted]
         x = self._layers[0].input_norm(residual)
         for i, layer in enumerate(self._layers):
             group, place, rope = self._homes[i]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.kernels import Attended, Kernels
+from engine.kernels import Attended, Kernels, LayerParts
 from engine.layers import RmsNorm
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.settings import DecoderSettings, read_activation
@@ -30,6 +31,12 @@ class GemmaLayer(DecoderLayer):
             "post_attention_layernorm": self._attended_norm,
             "post_feedforward_layernorm": self._fed_norm,
         }
+
+    def parts(self, group: int, place: int, rope: int) -> LayerParts | None:
+        found = super().parts(group, place, rope)
+        if found is None:
+            return None
+        return replace(found, attended_norm=self._attended_norm.weight, fed_norm=self._fed_norm.weight)
 
     def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
         return self._attended_norm(super().attend(x, rotation, cache, batch))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.groups import AttentionBatch
+from engine.kernels.layer import LayerParts, PreparedLayers
 from engine.kernels.native.batch import NativeBatch, native_batch
-from engine.kernels.native.library import VERSION, Library
+from engine.kernels.native.layers import NativeLayers, PackedProduct, fit
+from engine.kernels.native.library import VERSION, Library, Pool
 from engine.kernels.ragged import Attended
 from engine.kernels.reference import PreparedLinear, Reference
 
-#: How long idle threads look for the next call before they sleep: calls of one step come within tens of microseconds.
-_SPIN_US = 100
 #: Attention takes heads of a multiple of it.
 _HEAD_MULTIPLE = 8
 
@@ -38,8 +38,8 @@ class Native(Reference):
         self._half = dtype == torch.bfloat16
         self.weight_dtype = self.cache_dtype = torch.bfloat16 if self._half else torch.float32
         self._library = library
-        self._pool: int = library.pool(threads or torch.get_num_threads(), _SPIN_US)
-        weakref.finalize(self, library.free, self._pool)
+        self._threads = Pool(library, threads or torch.get_num_threads())
+        self._pool = self._threads.address
 
     @property
     def identity(self) -> str:
@@ -66,26 +66,12 @@ class Native(Reference):
         packed = torch.zeros(panels * self._library.columns, inputs + inputs % 2 * half, dtype=self.weight_dtype)
         weight = weight.to(self.weight_dtype).contiguous()
         self._library.pack(self._pool, weight.data_ptr(), packed.data_ptr(), half, inputs, outputs)
-        run = self._library.linear
+        return PackedProduct(self._library, self._threads, packed, bias, outputs, inputs)
 
-        def linear(x: Tensor) -> Tensor:
-            x = x.contiguous()
-            out = torch.empty(len(x), outputs)
-            added = None if bias is None else bias.data_ptr()
-            run(
-                self._pool,
-                x.data_ptr(),
-                packed.data_ptr(),
-                added,
-                out.data_ptr(),
-                half,
-                len(x),
-                inputs,
-                outputs,
-            )
-            return out
-
-        return linear
+    def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
+        if not fit(layers, _HEAD_MULTIPLE):
+            return None
+        return NativeLayers(self._library, self._threads, layers, norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != self.compute_dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+import weakref
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -16,12 +17,14 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: penstock_version() of the source that this file calls.
-VERSION = 2
+VERSION = 3
 #: Instruction set -> whether the CPU has it; the best one first.
 _BUILDS: dict[str, Callable[[], bool]] = {
     "avx512": torch.cpu._is_avx512_supported,
     "avx2": torch.cpu._is_avx2_supported,
 }
+#: How long idle threads look for the next call before they sleep: calls of one step come within tens of microseconds.
+_SPIN_US = 100
 _P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
 _SIGNATURES: dict[str, list[type]] = {
     "penstock_free": [_P],
@@ -32,6 +35,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_rope_and_write": [_P, _P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _L],
     "penstock_gate": [_P, _P, _P, _I, _L, _L],
     "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
+    "penstock_layers": [_P, _P, _L, _P],
 }
 
 
@@ -63,6 +67,17 @@ class Library:
         self.rope_and_write = found.penstock_rope_and_write
         self.gate = found.penstock_gate
         self.attention = found.penstock_attention
+        self.layers = found.penstock_layers
+
+
+class Pool:
+    """Threads that share each call's work; whoever calls with its address keeps it."""
+
+    def __init__(self, library: Library, threads: int) -> None:
+        """`threads` has the caller's in it."""
+        self.threads = threads
+        self.address: int = library.pool(threads, _SPIN_US)
+        weakref.finalize(self, library.free, self.address)
 
 
 @cache

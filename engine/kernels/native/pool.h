@@ -74,7 +74,8 @@ class Pool {
     }
 
     std::vector<Scratch> own;  // of each thread
-    Scratch shared;
+    Scratch shared;  // of a call
+    Scratch step;  // of a step of several calls
 
   private:
     // A call's number, its tasks and the next one to be claimed in one word: who claims a task sees which call it is of,

@@ -1,0 +1,139 @@
+// All layers of a decoder in one call: what each is made of stands in a table, and the operations are those that the
+// ABI also has one by one, in the same order, so that both ways give the same bits.
+#pragma once
+
+#include "attention.h"
+#include "gemm.h"
+#include "rows.h"
+
+// The structures are spelled again in layers.py: eight bytes each, so that nothing depends on how they are padded.
+struct Product {
+    const void* weight;
+    const float* bias;  // may be null
+    int64_t inputs, outputs, half;
+};
+
+struct Layer {
+    const float* input_norm;  // before attention
+    Product qkv;
+    const float *query_norm, *key_norm;  // of each head; null: none
+    Product output;
+    const float* attended_norm;  // of what attention gives, before it is added; null: none
+    const float* middle_norm;  // before the feed-forward block
+    Product gate_up;
+    int64_t gelu;
+    Product down;
+    const float* fed_norm;  // of what the feed-forward block gives, before it is added; null: none
+    int64_t heads, kv_heads, head_dim;
+    double eps, scale, cap;  // cap 0: none
+    int64_t group, place, rope;  // which group's cache and which of its layers; which rotation
+};
+
+// What the layers of one KV group see of a step.
+struct Group {
+    void* cache;  // [layers, 2, blocks, block, kv_heads, head_dim]
+    int64_t layer_bytes, half_bytes;  // from one layer to the next, from keys to values
+    int64_t half, block;
+    const int64_t* slots;
+    const int32_t *starts, *lengths, *leads, *tables, *table_rows;
+    int64_t table_stride, sequences, window;
+};
+
+struct Turn {
+    const float *cos, *sin;  // [tokens, turning]
+    int64_t turning;
+};
+
+struct Step {
+    float* residual;  // [tokens, width]: embeddings come in, the sum of all layers goes out
+    float* out;  // [tokens, width], normed
+    const float* norm;  // after the last layer
+    const Group* groups;
+    const Turn* turns;
+    int64_t tokens, width;
+};
+
+INLINE void multiply(Pool& pool, const Product& p, const float* x, float* out, int64_t rows) {
+    Gemm g{x, p.weight, p.bias, out, rows, p.inputs, p.outputs};
+    if (p.half) gemm<bf16>(pool, g);
+    else gemm<float>(pool, g);
+}
+
+INLINE void norm(Pool& pool, const float* x, float* residual, const float* weight, float* out, int64_t rows,
+                 int64_t width, float eps) {
+    each_row(pool, rows, width, [&](int64_t row) {
+        norm_row(x + row * width, residual ? residual + row * width : nullptr, weight, out + row * width, width, eps);
+    });
+}
+
+INLINE void norm_heads(Pool& pool, float* heads, const float* query_weight, const float* key_weight, int64_t tokens,
+                       int64_t all_heads, int64_t kv_heads, int64_t head_dim, float eps) {
+    each_row(pool, tokens, all_heads * head_dim, [&](int64_t token) {
+        for (int64_t h = 0; h < all_heads - kv_heads; h++) {
+            float* head = heads + (token * all_heads + h) * head_dim;
+            norm_row(head, nullptr, h < all_heads - 2 * kv_heads ? query_weight : key_weight, head, head_dim, eps);
+        }
+    });
+}
+
+INLINE void turn_and_write(Pool& pool, const Rotation& r, bool half) {
+    if (half) rotate_and_write<bf16>(pool, r);
+    else rotate_and_write<float>(pool, r);
+}
+
+INLINE void attend(Pool& pool, const Attention& a, bool half) {
+    // Heads of a multiple of 8 that is none of a wider vector.
+    if (a.head_dim % LANES) half ? attend<8, bf16>(pool, a) : attend<8, float>(pool, a);
+    else half ? attend<LANES, bf16>(pool, a) : attend<LANES, float>(pool, a);
+}
+
+INLINE void activate(Pool& pool, const float* x, float* out, bool gelu, int64_t rows, int64_t width) {
+    if (gelu) gate<true>(pool, x, out, rows, width);
+    else gate<false>(pool, x, out, rows, width);
+}
+
+// What is between a layer's norms, into `out`.
+static void attention_block(Pool& pool, const Layer& l, const Step& s, float* heads, float* attended, float* out) {
+    const Group& g = s.groups[l.group];
+    const Turn& turn = s.turns[l.rope];
+    int64_t all = l.heads + 2 * l.kv_heads;
+    char* keys = (char*)g.cache + l.place * g.layer_bytes;
+    multiply(pool, l.qkv, s.out, heads, s.tokens);
+    if (l.query_norm)
+        norm_heads(pool, heads, l.query_norm, l.key_norm, s.tokens, all, l.kv_heads, l.head_dim, (float)l.eps);
+    turn_and_write(pool, {heads, turn.cos, turn.sin, keys, keys + g.half_bytes, g.slots, s.tokens, all, l.kv_heads,
+                          l.head_dim, turn.turning}, g.half);
+    attend(pool, {heads, all * l.head_dim, keys, keys + g.half_bytes, g.starts, g.lengths, g.leads, g.tables,
+                  g.table_stride, g.table_rows, g.sequences, l.heads, l.kv_heads, l.head_dim, g.block, g.window,
+                  (float)l.scale, (float)l.cap, attended}, g.half);
+    int64_t own = g.starts[g.sequences], row = l.heads * l.head_dim;
+    std::fill(attended + own * row, attended + s.tokens * row, 0.0f);
+    multiply(pool, l.output, attended, out, s.tokens);
+    if (l.attended_norm) norm(pool, out, nullptr, l.attended_norm, out, s.tokens, s.width, (float)l.eps);
+}
+
+static void feed_forward_block(Pool& pool, const Layer& l, const Step& s, float* both, float* gated, float* out) {
+    multiply(pool, l.gate_up, s.out, both, s.tokens);
+    activate(pool, both, gated, l.gelu, s.tokens, l.down.inputs);
+    multiply(pool, l.down, gated, out, s.tokens);
+    if (l.fed_norm) norm(pool, out, nullptr, l.fed_norm, out, s.tokens, s.width, (float)l.eps);
+}
+
+static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Step& s) {
+    int64_t wide = 0, narrow = 0;
+    for (int64_t i = 0; i < count; i++) {
+        wide = std::max({wide, layers[i].qkv.outputs, layers[i].gate_up.outputs});
+        narrow = std::max({narrow, layers[i].output.inputs, layers[i].down.inputs});
+    }
+    float* memory = pool.step.take(s.tokens * (wide + narrow + s.width));
+    float *a = memory, *b = a + s.tokens * wide, *given = b + s.tokens * narrow;
+    norm(pool, s.residual, nullptr, layers[0].input_norm, s.out, s.tokens, s.width, (float)layers[0].eps);
+    for (int64_t i = 0; i < count; i++) {
+        const Layer& l = layers[i];
+        attention_block(pool, l, s, a, b, given);
+        norm(pool, given, s.residual, l.middle_norm, s.out, s.tokens, s.width, (float)l.eps);
+        feed_forward_block(pool, l, s, a, b, given);
+        const float* after = i + 1 < count ? layers[i + 1].input_norm : s.norm;
+        norm(pool, given, s.residual, after, s.out, s.tokens, s.width, (float)l.eps);
+    }
+}

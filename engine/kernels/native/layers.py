@@ -1,0 +1,218 @@
+"""All layers of a model in one call: the table that layers.h reads, and a step's own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, c_double, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from engine.kernels.layer import LayerParts
+from engine.kernels.native.batch import NativeBatch, native_batch
+from engine.kernels.native.library import Library, Pool
+from engine.kernels.ragged import Attended
+
+
+class PackedProduct:
+    """A PreparedLinear of packed weights."""
+
+    def __init__(self, library: Library, pool: Pool, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int):
+        self.packed, self.bias = packed, bias
+        self._sizes = (inputs, outputs)
+        self._run, self._pool = library.linear, pool
+        # Addresses are asked for once: the tensors stay where they are.
+        self._weight, self._added = packed.data_ptr(), None if bias is None else bias.data_ptr()
+        self._half = int(packed.dtype == torch.bfloat16)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty(len(x), self._sizes[1])
+        self._run(
+            self._pool.address,
+            x.data_ptr(),
+            self._weight,
+            self._added,
+            out.data_ptr(),
+            self._half,
+            len(x),
+            *self._sizes,
+        )
+        return out
+
+    def entry(self) -> _Product:
+        return _Product(self._weight, self._added, *self._sizes, self._half)
+
+
+class NativeLayers:
+    """PreparedLayers: built when a model is packed, called once a step."""
+
+    def __init__(self, library: Library, pool: Pool, layers: Sequence[LayerParts], norm: Tensor) -> None:
+        """For `layers` that are `fit`."""
+        self._run, self._pool = library.layers, pool
+        self._kept = (list(layers), norm)
+        self._table = (_Layer * len(layers))(*map(_entry, layers))
+        self._norm = norm.data_ptr()
+
+    def __call__(
+        self,
+        residual: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        attention: Sequence[Attended],
+        caches: Sequence[Tensor],
+    ) -> Tensor:
+        residual = residual.contiguous()
+        out = torch.empty_like(residual)
+        turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
+        batches = [native_batch(one) for one in attention]
+        groups = (_Group * len(batches))(*map(_group, batches, caches))
+        turns = (_Turn * len(turned))(*(_Turn(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in turned))
+        step = _Step(
+            residual.data_ptr(),
+            out.data_ptr(),
+            self._norm,
+            ctypes.addressof(groups),
+            ctypes.addressof(turns),
+            *residual.shape,
+        )
+        self._run(self._pool.address, self._table, len(self._table), ctypes.byref(step))
+        return out
+
+
+def fit(layers: Sequence[LayerParts], head_multiple: int) -> bool:
+    """Whether the native call takes them all."""
+    return all(
+        all(isinstance(product, PackedProduct) for product in (one.qkv, one.output, one.gate_up, one.down))
+        and one.head_dim % head_multiple == 0
+        and all(norm.dtype == torch.float32 for norm in _norms(one))
+        for one in layers
+    )
+
+
+def _norms(layer: LayerParts) -> list[Tensor]:
+    every = (layer.input_norm, layer.attended_norm, layer.middle_norm, layer.fed_norm, *(layer.head_norms or ()))
+    return [norm for norm in every if norm is not None]
+
+
+def _entry(layer: LayerParts) -> _Layer:
+    query_norm, key_norm = layer.head_norms or (None, None)
+    return _Layer(
+        _address(layer.input_norm),
+        _product(layer.qkv),
+        _address(query_norm),
+        _address(key_norm),
+        _product(layer.output),
+        _address(layer.attended_norm),
+        _address(layer.middle_norm),
+        _product(layer.gate_up),
+        int(layer.activation == "gelu_tanh"),
+        _product(layer.down),
+        _address(layer.fed_norm),
+        layer.heads,
+        layer.kv_heads,
+        layer.head_dim,
+        layer.eps,
+        layer.scale,
+        layer.softcap or 0.0,
+        layer.group,
+        layer.place,
+        layer.rope,
+    )
+
+
+def _product(run: object) -> _Product:
+    if not isinstance(run, PackedProduct):
+        raise TypeError(f"{run!r} is no packed product")
+    return run.entry()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _group(batch: NativeBatch, cache: Tensor) -> _Group:
+    size = cache.element_size()
+    return _Group(
+        cache.data_ptr(),
+        cache.stride(0) * size,
+        cache.stride(1) * size,
+        int(cache.dtype == torch.bfloat16),
+        cache.shape[3],
+        batch.slots.data_ptr(),
+        batch.starts.data_ptr(),
+        batch.lengths.data_ptr(),
+        batch.leads.data_ptr(),
+        batch.tables.data_ptr(),
+        batch.table_rows.data_ptr(),
+        batch.tables.stride(0),
+        len(batch.lengths),
+        batch.window or 0,
+    )
+
+
+# As layers.h has them: eight bytes each.
+
+
+class _Product(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64), ("half", c_int64)]
+
+
+class _Layer(Structure):
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("qkv", _Product),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("output", _Product),
+        ("attended_norm", c_void_p),
+        ("middle_norm", c_void_p),
+        ("gate_up", _Product),
+        ("gelu", c_int64),
+        ("down", _Product),
+        ("fed_norm", c_void_p),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("eps", c_double),
+        ("scale", c_double),
+        ("cap", c_double),
+        ("group", c_int64),
+        ("place", c_int64),
+        ("rope", c_int64),
+    ]
+
+
+class _Group(Structure):
+    _fields_ = [
+        ("cache", c_void_p),
+        ("layer_bytes", c_int64),
+        ("half_bytes", c_int64),
+        ("half", c_int64),
+        ("block", c_int64),
+        ("slots", c_void_p),
+        ("starts", c_void_p),
+        ("lengths", c_void_p),
+        ("leads", c_void_p),
+        ("tables", c_void_p),
+        ("table_rows", c_void_p),
+        ("table_stride", c_int64),
+        ("sequences", c_int64),
+        ("window", c_int64),
+    ]
+
+
+class _Turn(Structure):
+    _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("turning", c_int64)]
+
+
+class _Step(Structure):
+    _fields_ = [
+        ("residual", c_void_p),
+        ("out", c_void_p),
+        ("norm", c_void_p),
+        ("groups", c_void_p),
+        ("turns", c_void_p),
+        ("tokens", c_int64),
+        ("width", c_int64),
+    ]
