@@ -21,6 +21,7 @@ from workers.chaos.checker.store import wait_until_over, workers_of
 from workers.chaos.injector import Injector
 from workers.chaos.load import LINKS
 from workers.chaos.plan import KINDS, Plan, by_role, draw
+from workers.chaos.pulse import Pulse
 
 #: All faults that a stage can suffer on this machine.
 ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())
@@ -110,7 +111,10 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         watcher.start()
         stage.journal.write("phase", name="load")
         stage.start_clients()
-        Injector(stage, stage.journal, stage.broker.url, stage.store.url, lambda: list(watcher.open)).run(plan, say)
+        pulse = Pulse(stage.store.url, stage.journal)
+        pulse.start()
+        urls = stage.broker.url, stage.store.url
+        Injector(stage, stage.journal, *urls, lambda: list(watcher.open), pulse).run(plan, say)
         wait_for(lambda: len(watcher.streams) >= SOME, CALM_S)
         stage.journal.write("phase", name="calm")
         broker, store = stage.redis["broker"], stage.redis["store"]
@@ -118,6 +122,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
             fault(name, "did not read all its tasks to their ends")
         if left := wait_until_over(broker, store, CALM_S):
             fault("tasks and messages", f"were not done with after {CALM_S:g} s: {left[:20]}")
+        pulse.stop()
         say("quiet: the same tasks once more")
         before = History.read(stage.journals)
         variants = sorted({seen.variant for seen in before.tasks.values()})

@@ -83,8 +83,13 @@ class Slot:
         with self._lock:
             if self.paused or self._asked or self._popen.poll() is not None:
                 return False
-            self._served = self._served or self._serves(self.process)
-            return self._served
+            return self._is_of_use()
+
+    def _is_of_use(self) -> bool:
+        if not self._served and self._serves(self.process):
+            self._served = True
+            self._journal.write("serves", target=self.name, process=self.process, role=self.role)
+        return self._served
 
     @property
     def code(self) -> int | None:
@@ -96,7 +101,8 @@ class Slot:
         with self._lock:
             code = self._popen.poll()
             if code is None:
-                self._served = self._served or (not self.paused and self._serves(self.process))
+                if not self.paused:
+                    self._is_of_use()
                 return
             if self._written:
                 return

@@ -74,7 +74,8 @@ def good() -> Case:
     lines.append({"t": 1.0, "e": "ask", "k": 9, "v": 0, "via": "waiting", "task": {"model": "m", "n": 1}})
     lines.append({"t": 6.0, "e": "text", "k": 9, "texts": [" w7 w8 w9"], "whole": True})
     kill = {"t": 2.5, "e": "fault", "kind": "kill", "role": "worker", "target": "w", "process": "w.g1"}
-    lines.append(kill | {"stopped": {"read": 1}, "lease_left": 1.0})
+    lines.append(kill | {"stood": 2.4, "stopped": {"read": 1}, "lease_left": 1.0})
+    lines.append({"t": 2.9, "e": "resumed", "id": "read", "length": 1})
     lines.append({"t": 7.0, "e": "exit", "process": "w.g2", "role": "worker", "code": 0, "asked": True, "served": True})
     history.extend(copy.deepcopy(lines))
     result = {"status": "SUCCESS", "result": {"text": " w7 w8 w9"}}
@@ -87,7 +88,8 @@ def test_a_whole_run_is_found_whole() -> None:
     case = good()
     assert judge(case) == []
     report = Report.of(case, [], command="c", seed=1, lease=1.0)
-    assert report.gaps == [0.5], "the next token came at 3.0, the kill at 2.5"
+    assert report.gaps.served == [0.5], "it stood still at 2.4, and went on at 2.9"
+    assert report.gaps.seen == [pytest.approx(0.6)], "its reader was given that at 3.0"
     assert (report.tasks, report.tokens, report.kills["worker"]) == (4, 11, 1)
 
 

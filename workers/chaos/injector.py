@@ -17,9 +17,12 @@ from redis.exceptions import RedisError
 
 from workers.chaos.journal import Journal
 from workers.chaos.plan import Fault, Plan
+from workers.chaos.pulse import Pulse
 
 #: How long a fault is put off while its target, or what should survive it, is not up (s).
 PATIENCE_S = 60.0
+#: What a process has sent arrives within this time (s) after it was held still.
+UNDER_WAY_S = 0.05
 #: The task ids of deliveries, by a pattern of the keys that hold them.
 _FETCHED = """
 local found = {}
@@ -79,12 +82,19 @@ class Scene(Protocol):
 
 
 class Injector:
-    """`open_tasks()` tells the ids of tasks that have not ended; `broker` and `store` are asked who has them."""
+    """`open_tasks()` tells the ids of tasks that have not ended; `broker` and `store` are asked who has them; `pulse`
+    is told which streams stand still."""
 
     def __init__(
-        self, scene: Scene, journal: Journal, broker: str, store: str, open_tasks: Callable[[], Iterable[str]]
+        self,
+        scene: Scene,
+        journal: Journal,
+        broker: str,
+        store: str,
+        open_tasks: Callable[[], Iterable[str]],
+        pulse: Pulse,
     ) -> None:
-        self._scene, self._journal, self._open_tasks = scene, journal, open_tasks
+        self._scene, self._journal, self._open_tasks, self._pulse = scene, journal, open_tasks, pulse
         self._broker = Redis.from_url(broker, decode_responses=True, socket_timeout=2)
         self._store = Redis.from_url(store, decode_responses=True, socket_timeout=2)
         self._healings: list[tuple[float, int, Fault, Healing]] = []
@@ -134,11 +144,14 @@ class Injector:
             about = {"process": handle.process, "role": handle.role}
         if handle is not None and fault.kind == "kill":
             if handle.role == "worker":
+                about["stood"] = round(time.monotonic(), 4)
                 with suppress(Gone):  # held still first, where that can be, so that what it is at is known for certain
                     handle.pause()
+                time.sleep(UNDER_WAY_S)
                 about |= self._at_work(handle.process)
             self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
             handle.kill()
+            self._pulse.stopped(about.get("stopped", {}))
             self._scene.after(fault)
             return
         self._journal.write(

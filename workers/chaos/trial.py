@@ -25,6 +25,7 @@ from workers.chaos.journal import Journal, journal_path
 from workers.chaos.load import LINKS, Load
 from workers.chaos.operated import Operated
 from workers.chaos.plan import Plan
+from workers.chaos.pulse import Pulse
 
 #: What is open when the load ends may take so long (s), and the run in quiet so long.
 CALM_S: Final = 180.0
@@ -58,6 +59,8 @@ class Trial:
             broker.delete(LINKS)
             watcher = Watcher(self.store, journals)
             watcher.start()
+            pulse = Pulse(self.store, journal)
+            pulse.start()
             settings = Settings(
                 "client", str(journals), self.url, self.broker, self.store, self.load, open_tasks=self.open_tasks
             )
@@ -66,7 +69,8 @@ class Trial:
                 while not journal_path(journals, "client", 1).exists() and client.poll() is None:
                     time.sleep(0.05)  # it would not heed a signal yet
                 journal.write("phase", name="load")
-                Injector(system, journal, self.broker, self.store, lambda: list(watcher.open)).run(self.plan, say)
+                injector = Injector(system, journal, self.broker, self.store, lambda: list(watcher.open), pulse)
+                injector.run(self.plan, say)
                 journal.write("phase", name="calm")
                 say("calm: what is open is read to its end")
                 client.send_signal(signal.SIGTERM)
@@ -83,6 +87,7 @@ class Trial:
             finally:
                 client.kill()
                 watcher.stop()
+                pulse.stop()
                 journal.close()
             stores = Stores.read(broker, store, links=LINKS, only=ids)
             stores.workers = workers_of(broker)

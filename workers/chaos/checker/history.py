@@ -13,8 +13,12 @@ Each line has `t` (s, the machine's monotonic clock) and `e`, what it is of:
 | `final` | what a poll of `id` answered: `body` |
 | `text` | what a caller who waits was told: `k`, `texts` a choice, `whole` |
 | `cancel` | the end of `id` is asked for (`accepted` null), or was, and answered: `accepted`, `status` |
-| `fault` | a fault began: `kind`, `target`; for a kill also `process`, `role`, `stopped` (id: entries), `lease_left` |
+| `fault` | a fault began: `kind`, `target`, `process`, `role`; of a worker's kill also the next three |
+| | `stood`: since when it was held still; `lease_left` (s) then |
+| | `stopped`: the streams that stood still with it, and how many entries each had |
 | `healed` | it is over |
+| `resumed` | the stream of `id`, which stood still with `length` entries, has more |
+| `serves` | a process is of use from here on: `target`, `process`, `role` |
 | `exit` | a process ended: `target`, `process`, `role`, `code`, `asked`, `served` |
 | `phase` | from here on: `name` |
 """
@@ -59,6 +63,9 @@ class History:
     by_id: dict[str, Seen] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
     exits: list[dict[str, Any]] = field(default_factory=list)
+    serves: list[dict[str, Any]] = field(default_factory=list)
+    resumed: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When, by id and how long the stream was."""
     phases: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -97,8 +104,12 @@ class History:
             self._read(self.by_id[line["id"]], line)
         elif kind in ("fault", "healed"):
             self.faults.append(line)
+        elif kind == "resumed":
+            self.resumed[line["id"], line["length"]] = line["t"]
         elif kind == "exit":
             self.exits.append(line)
+        elif kind == "serves":
+            self.serves.append(line)
         elif kind == "phase":
             self.phases[line["name"]] = line["t"]
 

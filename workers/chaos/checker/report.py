@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.chaos.checker.gaps import Gaps
 from workers.chaos.checker.rules import Case, Violation
 from workers.chaos.checker.streams import tokens_of
 
@@ -17,8 +18,7 @@ _LOST = ("accepted_tasks_end", "accepted_cancels_win", "links_ran")
 
 @dataclass(slots=True)
 class Report:
-    """Figures of one run. `gaps`: how long each stream that a killed worker was making stood still, as its reader saw
-    it (s)."""
+    """Figures of one run."""
 
     command: str
     seed: int
@@ -31,9 +31,7 @@ class Report:
     vias: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    gaps: list[float] = field(default_factory=list)
-    struck_again: int = 0
-    """Streams whose next worker was killed before they went on: their time counts from the last kill."""
+    gaps: Gaps = field(default_factory=Gaps)
     compared: int = 0
     """Choices that were compared with the run in quiet."""
 
@@ -58,19 +56,8 @@ class Report:
                 found.faults[line["kind"]] += 1
                 if line["kind"] == "kill":
                     found.kills[line["role"]] += 1
-        found._measure(case)
+        found.gaps = Gaps.of(case)
         return found
-
-    def _measure(self, case: Case) -> None:
-        kills = [line for line in case.history.faults if line["e"] == "fault" and line.get("stopped")]
-        for number, kill in enumerate(kills):
-            for task_id, length in kill["stopped"].items():
-                seen = case.history.by_id.get(task_id)
-                later = [at for at, position, _ in seen.entries if position >= length] if seen else []
-                if any(other["stopped"].get(task_id) == length for other in kills[number + 1 :]):
-                    self.struck_again += 1
-                elif later and later[0] > kill["t"]:
-                    self.gaps.append(later[0] - kill["t"])
 
     @property
     def fine(self) -> bool:
@@ -82,6 +69,7 @@ class Report:
 
     def json(self) -> dict[str, Any]:
         """Everything, as data."""
+        gaps = self.gaps
         return {
             "command": self.command,
             "seed": self.seed,
@@ -98,17 +86,18 @@ class Report:
             "readers_misled": self.count("readers_are_given_the_stream"),
             "choices_compared": self.compared,
             "outputs_different": self.count("outputs_equal_the_quiet_run"),
-            "streams_stopped": len(self.gaps) + self.struck_again,
-            "struck_again": self.struck_again,
-            "gap_s": quantiles(self.gaps),
-            "gaps_over_lease_and_margin": sum(gap > self.lease + MARGIN_S for gap in self.gaps),
+            "streams_stopped": len(gaps.served) + len(gaps.unserved),
+            "struck_again": gaps.struck_again,
+            "gap_s": quantiles(gaps.served),
+            "gaps_over_lease_and_margin": sum(gap > self.lease + MARGIN_S for gap in gaps.served),
+            "without_any_worker": {"streams": len(gaps.unserved), **quantiles(gaps.unserved)},
+            "gap_seen_s": quantiles(gaps.seen),
             "violations": [str(violation) for violation in self.violations],
         }
 
     def markdown(self) -> str:
         """A table, and the command that gives it."""
         said = self.json()
-        gap = said["gap_s"]
         kills = ", ".join(f"{count} {role}" for role, count in sorted(self.kills.items())) or "none"
         others = ", ".join(f"{n} {kind}" for kind, n in sorted(self.faults.items()) if kind != "kill") or "none"
         states = ", ".join(f"{n} {status}" for status, n in self.statuses.most_common())
@@ -123,16 +112,31 @@ class Report:
             ("streams with a hole or a token twice", str(said["holes_or_doubles"])),
             ("readers given anything else than the stream", str(said["readers_misled"])),
             ("outputs that differ from the run in quiet", f"{said['outputs_different']} of {self.compared:,} choices"),
-            ("open streams whose worker was killed", f"{said['streams_stopped']:,}"),
             (
-                "from the kill to the next token (p50, p95, max)",
-                f"{gap['p50']}, {gap['p95']}, {gap['max']} s, of a lease of {self.lease:g} s; "
+                "open streams whose worker was killed",
+                f"{said['streams_stopped']:,}; of {said['struck_again']:,} the next one, too, before it made a token",
+            ),
+            (
+                "from the (last) kill to the next token (p50, p95, max)",
+                f"{_told(said['gap_s'])}, of a lease of {self.lease:g} s; "
                 f"{said['gaps_over_lease_and_margin']} took longer than that and {MARGIN_S:g} s",
+            ),
+            (
+                "the same, where every worker was down at a time after the lease's end",
+                f"{said['without_any_worker']['streams']} streams: {_told(said['without_any_worker'])}",
+            ),
+            (
+                "the same of all, as readers saw it, who and whose gateway were killed as well",
+                _told(said["gap_seen_s"]),
             ),
             ("anything else wrong", str(len(self.violations))),
         ]
         table = "\n".join(f"| {name} | {value} |" for name, value in rows)
         return f"    {self.command}\n\n{table}\n"
+
+
+def _told(gap: dict[str, Any]) -> str:
+    return f"{gap['p50']}, {gap['p95']}, {gap['max']} s" if gap["max"] is not None else "none"
 
 
 def quantiles(values: list[float]) -> dict[str, float | None]:
