@@ -202,10 +202,28 @@ class BrokerMachine(RuleBasedStateMachine):
         self.compare()
 
     def compare(self) -> None:
-        redis, model = self.server.redis, self.model
-        inflight, delayed, placed = self.dump()
-        real = {name: redis.lrange(name, 0, -1) for name in LISTS}
-        assert real == {name: [m.raw for m in waiting] for name, waiting in model.lists.items()}
+        model = self.model
+        expected: dict[str, list[tuple[bytes, float]]] = {}
+        for name, turns in model.turns.items():
+            for key, served in ((keys.turns(name), turns.served), (keys.rested(name), turns.rested)):
+                expected[key] = [(tenant.encode(), n) for tenant, n in served.items()]
+            for tenant, waiting in turns.queues.items():
+                expected[keys.turn(name, tenant)] = [(b"%d" % number, number) for number in waiting]
+        with self.server.redis.pipeline(transaction=False) as pipe:  # one round trip: this is most of a step's time
+            self.dump(pipe)
+            for name in LISTS:
+                pipe.lrange(name, 0, -1)
+            for key in expected:
+                pipe.zrange(key, 0, -1, withscores=True)
+            pipe.keys(keys.turn("", "")[:-1] + "*")
+            for key in (keys.RETURNED, keys.REAPED, keys.UNSERVED):
+                pipe.hgetall(key)
+            pipe.lrange(keys.DEAD, 0, -1)
+            pipe.time()
+            (inflight, delayed, placed), *rest = pipe.execute()
+        lists, rest = rest[: len(LISTS)], rest[len(LISTS) :]
+        found, (left, returned, reaped, unserved, letters, time) = rest[:-6], rest[-6:]
+        assert lists == [[m.raw for m in model.lists[name]] for name in LISTS]
         assert sorted(map(tuple, inflight)) == sorted(
             (
                 *(inc.encode(), d.uuid.encode(), d.order, d.list.encode(), d.message.raw, d.rank, d.seqs, d.tokens),
@@ -222,32 +240,19 @@ class BrokerMachine(RuleBasedStateMachine):
             for name, turns in model.turns.items()
             for number, sent in turns.messages().items()
         )
-        expected: dict[str, list[tuple[bytes, float]]] = {}
-        for name, turns in model.turns.items():
-            for key, served in ((keys.turns(name), turns.served), (keys.rested(name), turns.rested)):
-                expected[key] = [(tenant.encode(), n) for tenant, n in served.items()]
-            for tenant, waiting in turns.queues.items():
-                expected[keys.turn(name, tenant)] = [(b"%d" % number, number) for number in waiting]
-        with redis.pipeline(transaction=False) as pipe:
-            for key in expected:
-                pipe.zrange(key, 0, -1, withscores=True)
-            pipe.keys(keys.turn("", "")[:-1] + "*")
-            *found, left = pipe.execute()
         assert [sorted(one) for one in found] == [sorted(one) for one in expected.values()]
         assert {name.decode() for name in left} <= expected.keys(), "an empty one is left"
-        assert redis.hgetall(keys.RETURNED) == {t.encode(): b"%d" % n for t, n in model.returned.items()}
-        letters: list[Any] = redis.lrange(keys.DEAD, 0, -1)
+        assert returned == {t.encode(): b"%d" % n for t, n in model.returned.items()}
         dead = [json.loads(letter.decode("utf-8", "surrogateescape")) for letter in letters]
         assert [(d["reason"], d["list"], d["message"].encode("utf-8", "surrogateescape")) for d in dead] == model.dead
-        assert redis.hgetall(keys.REAPED) == {t.encode(): b"%d" % n for t, n in model.reaped.items()}
-        now = self.server.now()
-        unserved: dict[Any, Any] = redis.hgetall(keys.UNSERVED)
+        assert reaped == {t.encode(): b"%d" % n for t, n in model.reaped.items()}
+        now = time[0] * 1000 + time[1] // 1000
         ages = {name.decode(): (now - int(since)) // AGEING_MS for name, since in unserved.items()}
         assert ages == model.ages
 
-    def dump(self) -> Any:
+    def dump(self, redis: Redis) -> Any:
         names = [keys.inflight(""), keys.delayed(QUEUES[0]), *map(keys.sorted_of, LISTS)]
-        return self.server.redis.eval(DUMP, len(names), *names, *INCS)
+        return redis.eval(DUMP, len(names), *names, *INCS)
 
     # ---- the scripts -----------------------------------------------------------------------------------------
 
@@ -409,7 +414,7 @@ class BrokerMachine(RuleBasedStateMachine):
         late = waiting[pick % len(waiting)]
         self.names += 1
         late.due = self.names
-        _, delayed, _ = self.dump()
+        _, delayed, _ = self.dump(self.server.redis)
         packed = next(e[3] for e in delayed if e[0] == late.uuid.encode())
         self.server.redis.zadd(keys.delayed(QUEUES[0]), {packed: late.due})
 
