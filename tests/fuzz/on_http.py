@@ -54,7 +54,7 @@ SILENCE_S = 0.05
 #: Part of the requests after which what processes hold is what they usually hold.
 WARM = 0.3
 #: Files and threads that come and go with connections to the store.
-LOOSE = 8
+LOOSE = 16
 
 
 _TRACE = re.compile(r"Traceback.*?^\w[^\n]*$", re.DOTALL | re.MULTILINE)

@@ -45,9 +45,8 @@ class Rig:
 
     def begin_worker(self, **fields: Any) -> Worker:
         """A worker that may not be up yet."""
-        worker = Worker(
-            self.url, store=self.store_url, eyes=self.redis, **{"lease": LEASE, "LOG_LEVEL": "INFO", **fields}
-        )
+        fields = {"lease": LEASE, "LOG_LEVEL": "INFO", "warm": True, **fields}
+        worker = Worker(self.url, store=self.store_url, eyes=self.redis, **fields)
         self.workers.append(worker)
         return worker
 
