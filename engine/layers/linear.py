@@ -90,17 +90,13 @@ class Linear:
         ]
         return lambda x: torch.cat([run(x) for run in runs], 1)
 
-    def watch(self, see: Callable[[Tensor], None]) -> None:
-        """Have every input [rows, inputs] seen from now on, before it is multiplied."""
+    def replace(self, make: Callable[[PreparedLinear], PreparedLinear]) -> PreparedLinear:
+        """Have another product computed, made of the one that is; that one is returned."""
         run = self._run
         if run is None:
-            raise RuntimeError("a Linear is packed before it is watched")
-
-        def watched(x: Tensor) -> Tensor:
-            see(x)
-            return run(x)
-
-        self._run = watched
+            raise RuntimeError("a Linear is packed before it is replaced")
+        self._run = make(run)
+        return run
 
     @property
     def prepared(self) -> PreparedLinear:

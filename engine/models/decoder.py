@@ -188,20 +188,45 @@ class Decoder(ABC):
         caches: Sequence[Tensor],
         wanted: Tensor,
     ) -> Tensor:
-        rotations = [rope(positions, long) for rope in self._ropes]
-        residual = self._embedding(tokens)
+        rotations = self.rotations(positions, long)
         if self._together is not None:
-            return self._together(residual, rotations, attention, caches)[wanted]
-        x = self._layers[0].input_norm(residual)
-        for i, layer in enumerate(self._layers):
-            group, place, rope = self._homes[i]
-            x = layer.attend(x, rotations[rope], caches[group][place], attention[group])
-            x, residual = layer.middle_norm.add(x, residual)
-            x = layer.feed(x)
-            # The sum and the next layer's norm are one operation, so the norm is reached for across the border.
-            after = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
-            x, residual = after.add(x, residual)
+            return self._together(self._embedding(tokens), rotations, attention, caches)[wanted]
+        x, residual = self.enter(tokens)
+        for i in range(len(self._layers)):
+            x, residual = self.layer(i, x, residual, rotations, attention, caches)
         return x[wanted]
+
+    @property
+    def depth(self) -> int:
+        """Layers."""
+        return len(self._layers)
+
+    def rotations(self, positions: Tensor, long: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        return [rope(positions, long) for rope in self._ropes]
+
+    def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, residual) that the first layer takes."""
+        residual = self._embedding(tokens)
+        return self._layers[0].input_norm(residual), residual
+
+    def layer(
+        self,
+        i: int,
+        x: Tensor,
+        residual: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        attention: Sequence[Attended],
+        caches: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual) that the layer after `i` takes; after the last, x are the last hidden states."""
+        layer = self._layers[i]
+        group, place, rope = self._homes[i]
+        x = layer.attend(x, rotations[rope], caches[group][place], attention[group])
+        x, residual = layer.middle_norm.add(x, residual)
+        x = layer.feed(x)
+        # The sum and the next layer's norm are one operation, so the norm is reached for across the border.
+        after = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
+        return after.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self._head or self._embedding.head

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeGuard
 
 from engine.errors import ModelError
+from engine.text.config import packed_bits, read_config
 from engine.text.folder import file_in
 
 #: Files up to this size count into a version with all of their bytes.
@@ -30,6 +31,17 @@ _WIDTHS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
 }
+
+
+#: Ends of the names of what quantised matrices have besides their numbers.
+_NO_PARAMETERS = frozenset(
+    {
+        *("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"),
+        *("weight_shape", "input_scale", "input_zero_point"),
+    }
+)
+#: Ends of the names of what holds several numbers in a word.
+_PACKED = frozenset({"qweight", "weight_packed"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +76,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def count_parameters(folder: str | Path) -> int:
-    """Numbers in all tensors of the *.safetensors files of a folder, from their headers alone."""
+    """Numbers in all tensors of the *.safetensors files of a folder, from their headers alone; of quantised matrices
+    those that they stand for, without scales."""
     root = Path(folder)
     names = sorted(path.name for path in root.glob("*.safetensors"))
     # Links to nowhere are no files.
     paths = [path for name in names if (path := file_in(root, name)) is not None]
     if not paths:
         raise ModelError(f"{folder} has no *.safetensors file")
-    return sum(math.prod(tensor.shape) for path in paths for tensor in read_header(path).values())
+    found = [(name.rpartition(".")[2], tensor) for path in paths for name, tensor in read_header(path).items()]
+    counts = {True: 0, False: 0}
+    for end, tensor in found:
+        if end not in _NO_PARAMETERS:
+            counts[end in _PACKED] += math.prod(tensor.shape)
+    return counts[False] + (counts[True] * (32 // packed_bits(read_config(root))) if counts[True] else 0)
 
 
 def model_version(folder: str | Path) -> str:

@@ -237,5 +237,17 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return values
 
 
+def packed_bits(values: Mapping[str, Any]) -> int:
+    """Of a weight in the 32-bit words of a quantised checkpoint; 32 where config.json does not say."""
+    section = values.get("quantization_config")
+    given = section if isinstance(section, dict) else {}
+    bits = given.get("bits") or given.get("w_bit")
+    groups = given.get("config_groups")
+    if isinstance(groups, dict):
+        weights = [one["weights"] for one in groups.values() if isinstance(one, dict) and "weights" in one]
+        bits = weights[0].get("num_bits") if weights and isinstance(weights[0], dict) else bits
+    return bits if bits in (4, 8) else 32
+
+
 def _is_number(value: object, low: float = 0.0, high: float = _LARGEST) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and low < value <= high

@@ -18,6 +18,7 @@ from workers.cli import (
     drain,
     models,
     processes,
+    quantize,
     run,
     tasks,
     tenants,
@@ -34,7 +35,23 @@ app = typer.Typer(
     help="Event-driven, serverless LLM inference on a queue.",
     epilog="Begin with: penstock up -- then, elsewhere: penstock submit tiny 'def fibonacci(n):' --stream",
 )
-for group in (up, demo, run, chat, models, bench, warm, tasks, processes, drain, dlq, tenants, chaos, completion):
+for group in (
+    up,
+    demo,
+    run,
+    chat,
+    models,
+    quantize,
+    bench,
+    warm,
+    tasks,
+    processes,
+    drain,
+    dlq,
+    tenants,
+    chaos,
+    completion,
+):
     group.add_to(app)
 
 

@@ -80,14 +80,19 @@ def _shown(path: Path) -> bool:
 def show(model: Model, as_json: Json = False) -> None:
     """Show a model's shape, size, context, chat template and files. One on a hub is pulled first."""
     folder, found = _card(model)
-    from engine.text.config import Config, read_config
+    from engine.text.config import Config, packed_bits, read_config
 
     config = Config.of_model(read_config(folder))
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if _shown(path)}
     shape = {name: config.get(name) for name in SHAPE if name in config}
     stored = config.get("dtype") or config.get("torch_dtype")
+    section = config.get("quantization_config")
+    bits = packed_bits({"quantization_config": section})
+    quantised = None
+    if isinstance(section, dict):
+        quantised = f"{section.get('quant_method')}, {f'{bits} bits' if bits < 32 else '8-bit floats'}"
     if as_json:
-        about = {"folder": str(folder), "dtype": stored, "shape": shape, "files": files}
+        about = {"folder": str(folder), "dtype": stored, "quantization": section, "shape": shape, "files": files}
         typer.echo(json.dumps({**json.loads(found.to_json()), **about, "tokenizer_files": found.files}))
         return
     lines = {
@@ -97,6 +102,7 @@ def show(model: Model, as_json: Json = False) -> None:
         "architecture": found.architecture,
         "parameters": f"{found.parameters:,}",
         "stored as": stored,
+        "quantised": quantised,
         "context": f"{found.context_length:,} tokens",
         **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in shape.items()},
         "chat template": "yes" if "chat" in found.capabilities else "none: it continues texts, it does not chat",

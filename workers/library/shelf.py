@@ -105,11 +105,9 @@ class Shelf:
 
     def finish(self, folder: Path, digests: Mapping[str, str], source: Source | None) -> Pulled:
         """Make a version of a workplace, by its files' SHA-256 in hex. One that is there becomes the last pulled."""
-        files = {file: {"size": (folder / file).stat().st_size, "sha256": digests[file]} for file in sorted(digests)}
-        content = (json.dumps({"v": 1, "files": files}, indent=1) + "\n").encode()
         if source is not None:
             (folder / SOURCE).write_text(json.dumps(asdict(source)) + "\n")
-        (folder / MANIFEST).write_bytes(content)
+        content = write_manifest(folder, digests)
         version = folder.with_name(sha256(content).hexdigest()[:12])
         try:
             folder.rename(version)
@@ -151,6 +149,17 @@ class Shelf:
             finally:
                 shutil.rmtree(place, ignore_errors=True)
                 place.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> bytes:
+    """Write the manifest of a folder and return its content. `digests`: SHA-256 in hex of the files that it is to list;
+    None: of all there are."""
+    if digests is None:
+        digests = {path.name: sha256_of(path) for path in folder.iterdir() if path.name != MANIFEST}
+    files = {file: {"size": (folder / file).stat().st_size, "sha256": digests[file]} for file in sorted(digests)}
+    content = (json.dumps({"v": 1, "files": files}, indent=1) + "\n").encode()
+    (folder / MANIFEST).write_bytes(content)
+    return content
 
 
 def _check_weights(folder: Path, files: Iterable[str]) -> None:

@@ -1,0 +1,92 @@
+"""A folder with the "pack-quantized" form of compressed-tensors (formats/compressed.py reads it)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.models.loader import INDEX, SINGLE
+from engine.quant.formats import Matrix
+
+#: Bytes of tensors after which a file is full.
+_FULL = 4 << 30
+
+
+class Writer:
+    """Tensors as they come, in as many files as it takes; nothing is complete before `finish`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Tensor] = {}
+        self._weight_map: dict[str, str] = {}
+        self._bytes = self._total = 0
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        if self._bytes and self._bytes + tensor.nbytes > _FULL:
+            self._flush()
+        self._held[name] = tensor.contiguous().cpu()
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def finish(self, config: dict[str, Any]) -> None:
+        """Write what is left, and config.json."""
+        self._flush()
+        if len(set(self._weight_map.values())) == 1:
+            (self._folder / _shard(1)).rename(self._folder / SINGLE)
+        else:
+            index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        name = _shard(len(set(self._weight_map.values())) + 1)
+        save_file(self._held, self._folder / name, metadata={"format": "pt"})
+        self._weight_map |= dict.fromkeys(self._held, name)
+        self._held, self._bytes = {}, 0
+
+
+def _shard(number: int) -> str:
+    return f"model-{number:05d}.safetensors"
+
+
+def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
+    """By the ends of their names."""
+    each = 32 // matrix.bits
+    outputs, inputs = matrix.q.shape
+    padded = torch.nn.functional.pad(matrix.q, (0, -inputs % each)).view(outputs, -1, each)
+    words = torch.zeros(padded.shape[:2], dtype=torch.int64, device=matrix.q.device)
+    for place in range(each):
+        words |= padded[..., place].long() << (matrix.bits * place)
+    return {
+        "weight_packed": torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32),
+        "weight_scale": matrix.scales.T,
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }
+
+
+def quantization_config(bits: int, group: int | None, ignored: list[str]) -> dict[str, Any]:
+    """As compressed-tensors writes it. `ignored`: matrices that are not quantised."""
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    every = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": every},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }

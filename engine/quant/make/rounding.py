@@ -1,0 +1,112 @@
+"""A matrix rounded to 4 or 8 bits, symmetric, with one scale for each output or for each group of inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.quant.formats import Matrix
+
+#: By what part of the scale that holds the largest number scales are tried: cutting off a few large ones can be better
+#: than rounding all of the others more coarsely.
+_SHRINKS = tuple(1 - step / 50 for step in range(21))
+#: Of the mean of the Hessian's diagonal, what is added to it, so that it can be inverted (arXiv 2210.17323).
+_DAMPING = 0.01
+#: Columns between two updates of all that follow.
+_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    bits: int
+    group: int | None
+    """Inputs that share a scale; None: all."""
+    dtype: torch.dtype
+    """Of scales."""
+
+
+def nearest(weight: Tensor, grid: Grid) -> Matrix:
+    """`weight` [outputs, inputs] with each number rounded by itself."""
+    return _rounded(weight.float(), _scales(weight.float(), torch.ones(weight.shape[1]).to(weight.device), grid), grid)
+
+
+def compensated(weight: Tensor, hessian: Tensor, grid: Grid) -> Matrix:
+    """`weight` rounded so that its product with the inputs of `hessian` changes least: GPTQ (arXiv 2210.17323).
+
+    `hessian` [inputs, inputs] is the sum of x x^T over these inputs. Columns are rounded one after another, those that
+    matter most first, and what each was changed by is made up for by all that follow. Scales are chosen before, for the
+    groups as they lie: the order in which columns are rounded is nobody's to know later.
+    """
+    weight, hessian = weight.float().clone(), hessian.float()
+    importance = hessian.diagonal().clone()
+    scales = _scales(weight, importance.clamp(min=importance.mean() * 1e-3 + 1e-12), grid)
+    order = importance.argsort(descending=True, stable=True)
+    weight = weight[:, order]
+    upper = _inverse_root(hessian[order][:, order])
+    inputs = weight.shape[1]
+    columns = scales.repeat_interleave(inputs // scales.shape[1], 1)[:, order].float()
+    middle = 2 ** (grid.bits - 1)
+    q = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    for start in range(0, inputs, _BLOCK):
+        stop = min(start + _BLOCK, inputs)
+        errors = torch.empty(len(weight), stop - start, device=weight.device)
+        block, root = weight[:, start:stop], upper[start:stop, start:stop]
+        for k in range(stop - start):
+            column, scale = block[:, k], columns[:, start + k]
+            rounded = (column / scale).round().clamp(-middle, middle - 1)
+            q[:, start + k] = (rounded + middle).to(torch.uint8)
+            errors[:, k] = (column - rounded * scale) / root[k, k]
+            block[:, k + 1 :] -= errors[:, k, None] * root[k, k + 1 :]
+        weight[:, stop:] -= errors @ upper[start:stop, stop:]
+    straight = torch.empty_like(q).index_copy_(1, order, q)
+    return Matrix(grid.bits, straight, scales.T.contiguous(), None, None)
+
+
+def _scales(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
+    """[outputs, groups] in the grid's dtype: those by which the squared errors, each times its input's importance, are
+    least."""
+    outputs, inputs = weight.shape
+    group = inputs if grid.group is None else grid.group
+    grouped = weight.view(outputs, -1, group)
+    weights = importance.view(1, -1, group)
+    middle = 2 ** (grid.bits - 1)
+    # Whichever of -middle and middle - 1 binds.
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    widest = torch.maximum(-low / middle, high / (middle - 1))
+    best = torch.full_like(widest, math.inf)
+    found = torch.ones_like(widest)
+    for shrink in _SHRINKS:
+        scale = (widest * shrink).to(grid.dtype).float()
+        scale = torch.where(scale > 0, scale, 1.0)
+        rounded = (grouped / scale[..., None]).round_().clamp_(-middle, middle - 1).mul_(scale[..., None])
+        error = (rounded.sub_(grouped).square_() * weights).sum(-1)
+        better = error < best
+        best, found = torch.where(better, error, best), torch.where(better, scale, found)
+    return found.to(grid.dtype)
+
+
+def _rounded(weight: Tensor, scales: Tensor, grid: Grid) -> Matrix:
+    middle = 2 ** (grid.bits - 1)
+    grouped = weight.view(len(weight), scales.shape[1], -1) / scales.float()[..., None]
+    q = grouped.round().clamp(-middle, middle - 1).flatten(1) + middle
+    return Matrix(grid.bits, q.to(torch.uint8), scales.T.contiguous(), None, None)
+
+
+def _inverse_root(hessian: Tensor) -> Tensor:
+    """The upper triangular U of U^T U = hessian^-1. Damped until there is one: inputs that were always alike, or 0,
+    leave the matrix without an inverse."""
+    diagonal = hessian.diagonal()
+    damping = _DAMPING * float(diagonal.mean()) or 1.0
+    while True:
+        damped = hessian.double()
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            root, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed):
+                inverse_root: Tensor = root.float()
+                return inverse_root
+        damping *= 10

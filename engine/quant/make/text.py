@@ -1,0 +1,31 @@
+"""Texts as windows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.text import Tokenizer
+
+#: Tokens of the longest window.
+LONGEST = 1024
+#: Shorter ends of texts are left out: there is little before their tokens to tell them by.
+_SHORTEST = 16
+
+
+def windows(tokenizer: Tokenizer, texts: Iterable[str], tokens: int, context: int) -> list[list[int]]:
+    """Up to `tokens` tokens of `texts`, cut at the length of the context. Each window begins as a prompt does, with
+    the tokenizer's first token where it has one."""
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    length = min(LONGEST, context) - len(first)
+    found: list[list[int]] = []
+    left = tokens
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for start in range(0, len(ids), length):
+            part = ids[start : start + min(length, left)]
+            if len(part) >= min(_SHORTEST, length):
+                found.append(first + part)
+                left -= len(part)
+            if left < _SHORTEST:
+                return found
+    return found

@@ -1,0 +1,43 @@
+"""A model's ordinary pass over one sequence, for what is checked by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels import AttentionBatch, AttentionGroup, visibility
+from engine.models import Model
+
+
+def in_chunks(model: Model, tokens: list[int], chunk: int, block: int = 4) -> Tensor:
+    """The last hidden states of all tokens, `chunk` of them at a time over a cache of several blocks."""
+    blocks = -(-len(tokens) // block)
+    caches = [
+        torch.zeros(group.layers, 2, blocks, block, group.kv_heads, group.head_dim, dtype=model.kernels.cache_dtype)
+        for group in model.kv_groups
+    ]
+    table = torch.arange(blocks)[None]
+    states = []
+    with torch.inference_mode():
+        for start in range(0, len(tokens), chunk):
+            stop = min(start + chunk, len(tokens))
+            places, count = torch.arange(start, stop), stop - start
+            attention = [
+                AttentionBatch(
+                    places,
+                    (
+                        AttentionGroup(
+                            0,
+                            count,
+                            (stop,),
+                            table,
+                            visibility(torch.tensor([stop]), count, blocks * block, group.window),
+                        ),
+                    ),
+                    group.window,
+                )
+                for group in model.kv_groups
+            ]
+            ids = torch.tensor(tokens[start:stop])
+            states.append(model.forward(ids, places, None, attention, caches, torch.arange(count)))
+    return torch.cat(states)

@@ -1,0 +1,100 @@
+"""Whole models, quantised and compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ModelError
+from engine.models import load_model
+from engine.quant.make import Recipe, compare, quantise, windows
+from engine.quant.make.model import plain
+from engine.quant.make.walk import hidden
+from engine.text import ModelCard, Tokenizer
+from tests.engine.quant.forward import in_chunks
+from tests.engine.random_models import FAMILIES, write_model
+from workers.library.reference import bundled
+from workers.models_train.corpus import standard_library
+
+CPU = torch.device("cpu")
+DRAWN = torch.Generator().manual_seed(1)
+WINDOWS = [torch.randint(0, 320, (length,), generator=DRAWN).tolist() for length in (40, 17, 33)]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3-longrope", "qwen2-window"])
+def test_every_family_is_made_and_read_again(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path / "model", tokenizer=False, **FAMILIES[name])
+    (tmp_path / "out").mkdir()
+    assert quantise(folder, tmp_path / "out", Recipe(8), WINDOWS, CPU) == Recipe(8)
+    found = compare(plain(folder, CPU), plain(tmp_path / "out", CPU), WINDOWS)
+    assert found.tokens == sum(map(len, WINDOWS)) - 3
+    assert 0 < found.divergence < 0.01
+    assert found.agreement > 0.9
+
+
+def test_the_group_is_the_largest_that_fits_and_others_are_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", tokenizer=False)
+    (tmp_path / "out").mkdir()
+    assert quantise(folder, tmp_path / "out", Recipe(4, "nearest"), [], CPU) == Recipe(4, "nearest", 32)
+    with pytest.raises(ModelError, match="a group of 64 does not divide a matrix's 96 inputs"):
+        quantise(folder, tmp_path / "out", Recipe(4, "nearest", 64), [], CPU)
+    with pytest.raises(ModelError, match="is quantised already"):
+        quantise(tmp_path / "out", tmp_path / "out", Recipe(8, "nearest"), [], CPU)
+
+
+def test_what_is_not_a_matrix_stays_as_it_is(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", tokenizer=False, tie_word_embeddings=False, attention_bias=True)
+    (tmp_path / "out").mkdir()
+    quantise(folder, tmp_path / "out", Recipe(4, "nearest"), [], CPU)
+    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "out"))
+    kept = [name for name in before if not name.endswith("_proj.weight")]
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    assert "lm_head.weight" in kept
+    matrices = [name for name in before if name.endswith("_proj.weight")]
+    assert len(after) == len(kept) + 3 * len(matrices)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["quantization_config"]["ignore"] == ["lm_head"]
+    del said["quantization_config"]
+    assert said == json.loads((folder / "config.json").read_text())
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", tokenizer=False)
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(held, folder / "model.safetensors")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj\.weight has numbers that are not finite"):
+        quantise(folder, tmp_path / "out", Recipe(4, "nearest"), [], CPU)
+
+
+def test_a_model_is_like_itself(tmp_path: Path) -> None:
+    model = plain(write_model(tmp_path, tokenizer=False), CPU)
+    found = compare(model, model, WINDOWS)
+    assert (found.divergence, found.agreement, found.increase) == (0, 1, 0)
+
+
+def test_a_walk_ends_where_a_forward_pass_does(tmp_path: Path) -> None:
+    """Against the cache of an ordinary pass, in two chunks."""
+    folder = write_model(tmp_path, tokenizer=False, **FAMILIES["gemma2"])
+    model = plain(folder, CPU)
+    (walked,) = hidden(model, WINDOWS[:1])
+    torch.testing.assert_close(walked, in_chunks(load_model(folder, "float32", CPU, "reference"), WINDOWS[0], 15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "limit"), [(Recipe(8), 0.005), (Recipe(4), 0.02)])
+def test_the_bundled_model_keeps_its_perplexity(tmp_path: Path, recipe: Recipe, limit: float) -> None:
+    folder = bundled()["tiny-v2"]
+    tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))
+    files = standard_library()
+    learnt = windows(tokenizer, (file.text[:4000] for file in files if not file.held_out), 4096, 1024)
+    judged = windows(tokenizer, (file.text[:4000] for file in files if file.held_out), 2048, 1024)
+    quantise(folder, tmp_path, recipe, learnt, CPU)
+    found = compare(plain(folder, CPU), plain(tmp_path, CPU), judged)
+    assert found.perplexity_before < 16
+    assert found.increase < limit

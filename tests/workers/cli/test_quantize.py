@@ -1,0 +1,91 @@
+"""`penstock quantize`, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.text import ModelCard
+from tests.engine.random_models import write_model
+from workers.cli.app import app
+from workers.cli.exits import Failure
+from workers.errors import Refused
+from workers.library import verify
+
+TEXT = Path(__file__).read_text(encoding="utf-8") * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = write_model(tmp_path_factory.mktemp("models") / "small")
+    (made.parent / "text.py").write_text(TEXT, encoding="utf-8")
+    return made
+
+
+def quantize(*arguments: str | Path) -> str:
+    """What it prints. Raises Failure."""
+    result = CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+    if isinstance(result.exception, Failure):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_a_folder_is_made_that_is_whole_and_says_what_changed(folder: Path, tmp_path: Path, bits: str) -> None:
+    out = tmp_path / "new" / "out"
+    said = quantize(folder, out, "--bits", bits, "--calibration", folder.parent / "text.py", "--threads", "1", "--json")
+    report = json.loads(said)
+    assert report["bits"] == int(bits)
+    assert report["group_size"] == (None if bits == "8" else 32)
+    assert report["bytes"] < report["of"]["bytes"]
+    assert 0 < report["divergence"] < (0.01 if bits == "8" else 0.5)
+    assert abs(report["perplexity"] / report["perplexity_before"] - 1 - report["perplexity_increase"]) < 1e-9
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert json.loads((out / "quantization_report.json").read_text()).items() <= report.items()
+    verify(out)
+    (out / "tokenizer.json").write_bytes(b"{}")
+    with pytest.raises(Refused, match="damaged"):
+        verify(out)
+
+
+def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_path: Path) -> None:
+    quantize(folder, tmp_path / "out", "--bits", "4", "--method", "nearest", "--calibration", folder.parent / "text.py")
+    assert ModelCard.from_folder(tmp_path / "out").parameters == ModelCard.from_folder(folder).parameters
+    shown = CliRunner().invoke(app, ["models", "show", str(tmp_path / "out")])
+    assert "4 bits" in shown.stdout
+    answer = CliRunner().invoke(app, ["run", str(tmp_path / "out"), "def f", "--max-tokens", "4", "--threads", "1"])
+    assert answer.exit_code == 0, answer.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--bits", "3"), "--bits is 3; it must be 8 or 4"),
+        (("--method", "awq"), "--method is 'awq'; it must be one of gptq, nearest"),
+        (("--group-size", "48"), "--group-size is 48; it must be one of 128, 64, 32"),
+        (("--bits", "4", "--group-size", "128"), "a group of 128 does not divide"),
+        (("--calibration", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--calibration", "EMPTY"), "is too short"),
+        (("--device", "tpu"), "device='tpu' must be one of"),
+    ],
+)
+def test_bad_input_is_refused_and_leaves_nothing(
+    folder: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    given = [str(tmp_path / "empty.txt") if one == "EMPTY" else one for one in arguments]
+    text = [] if "--calibration" in given else ["--calibration", str(folder.parent / "text.py")]
+    with pytest.raises(Failure, match=message):
+        quantize(folder, tmp_path / "out", *given, *text)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_what_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(Failure, match="is there already"):
+        quantize(folder, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
