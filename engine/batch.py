@@ -29,8 +29,8 @@ class StepBatch:
     attention: tuple[AttentionBatch, ...]
     """One for each KV group."""
     wanted: Tensor
-    """int64: token rows whose logits are wanted: of the sampling rows, in the plan's order; then of the prompts that
-    are scored, in the plan's order."""
+    """int64: token rows whose logits are wanted: of the sampling rows, in the plan's order, the last token and each of
+    the draft; then of the prompts that are scored, in the plan's order."""
     entered: tuple[Tensor | None, ...]
     """int64, for each KV group: blocks that this step begins to fill but does not fill up, to be zeroed before the
     forward pass.
@@ -63,7 +63,7 @@ class BatchBuilder:
         rows = [plan.rows[i] for i in order]
         tokens: list[int] = []
         for row in rows:
-            tokens += row.seq.tokens[row.start : row.start + row.count]
+            tokens += row.computed()
         counts = np.fromiter((row.count for row in rows), np.int64, len(rows))
         starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
         slots = np.fromiter((row.seq.slot for row in rows), np.int64, len(rows))
@@ -112,7 +112,12 @@ class BatchBuilder:
 
     @staticmethod
     def _wanted(plan: StepPlan, last_row: Ints) -> Ints:
-        wanted: Ints = last_row[[i for i, row in enumerate(plan.rows) if row.samples]]
+        sampling = [i for i, row in enumerate(plan.rows) if row.samples]
+        wanted: Ints = last_row[sampling]
+        if any(row.draft for row in plan.rows):
+            drafted = np.fromiter((len(plan.rows[i].draft) for i in sampling), np.int64, len(sampling))
+            ends: Ints = (drafted + 1).cumsum()
+            wanted = np.arange(ends[-1]) + (wanted + 1 - ends).repeat(drafted + 1)
         spans = [
             np.arange(span.start, span.stop) + (last_row[i] + 1 - row.count - row.start)
             for i, row in enumerate(plan.rows)

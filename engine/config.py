@@ -11,6 +11,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 KernelSet = Literal["auto", "reference", "ragged", "sdpa", "cpu", "native", "triton"]
 Quantization = Literal["none", "fp8"]
+Speculate = Literal["none", "lookup", "draft"]
 
 #: As good as never.
 _MAX_AGEING_S = 1e9
@@ -18,6 +19,9 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu", "native", "triton")
 _QUANTIZATIONS = ("none", "fp8")
+_SPECULATE = ("none", "lookup", "draft")
+#: Tokens of a draft at most.
+MAX_SPECULATE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,16 @@ class EngineConfig:
     """Steps that are planned and launched before the results of the one that runs are known, 0 or 1. None is 1 on
     CUDA, where it keeps the device busy, and 0 on a CPU, which plans and computes with the same cores. The output is
     the same; a sequence whose end could not be foreseen is computed for one step more."""
+    speculate: Speculate = "none"
+    """Who guesses tokens, which are then computed several in one step: "lookup" finds what followed the same words
+    before, "draft" asks `draft_model`. The output is the same (to the bit where it is deterministic)."""
+    draft_model: str | None = None
+    """Folder of a smaller model with the same vocabulary, for speculate="draft"."""
+    speculate_tokens: int = 5
+    """Tokens guessed at a time, at most."""
+    speculate_adaptive: bool = True
+    """Whether fewer are guessed, or none, where that is faster: by how often they are right, and by how long steps of
+    each size are seen to take. Without, always as many as may be."""
     seed: int | None = None
     """Source of the seeds of requests that bring none; None is different at every start."""
 
@@ -73,6 +87,13 @@ class EngineConfig:
         _one_of("device", self.device, _DEVICES)
         _one_of("kernels", self.kernels, _KERNELS)
         _one_of("quantization", self.quantization, _QUANTIZATIONS)
+        _one_of("speculate", self.speculate, _SPECULATE)
+        if (self.speculate == "draft") != (self.draft_model is not None):
+            raise EngineError(
+                f"speculate={self.speculate!r} with draft_model={self.draft_model!r}: a draft model's folder goes with "
+                f"speculate='draft', and with nothing else"
+            )
+        _integer("speculate_tokens", self.speculate_tokens, 1, MAX_SPECULATE_TOKENS)
         _integer("max_num_seqs", self.max_num_seqs, 1, 4096)
         _integer("block_size", self.block_size, 1, 1024)
         if self.max_num_batched_tokens is not None:
@@ -96,6 +117,7 @@ class EngineConfig:
         _flag("enable_prefix_caching", self.enable_prefix_caching)
         _flag("graphs", self.graphs)
         _flag("deterministic", self.deterministic)
+        _flag("speculate_adaptive", self.speculate_adaptive)
         if isinstance(self.memory_share, bool) or not isinstance(self.memory_share, (int, float)):
             raise EngineError(f"memory_share={self.memory_share!r} must be a number")
         if not 0 < self.memory_share <= 1:

@@ -21,7 +21,7 @@ from engine.loop import StepLoop
 from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
-from engine.placement import place, runner_for
+from engine.placement import place, runner_for, speculation_for
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.scheduler import Scheduler
 from engine.text import ModelCard, Tokenizer
@@ -57,6 +57,10 @@ class EngineStats:
     """Times that steps were made smaller for it."""
     not_finite: int
     """Sequences that ended because the model's logits were NaN or infinite."""
+    drafted: int
+    """Tokens that were guessed, and computed with the model's own."""
+    draft_accepted: int
+    """Of these, how many were what the model chose."""
     last_step_ms: float
     dtype: str
     """Of the weights."""
@@ -69,7 +73,10 @@ class EngineStats:
 class Engine:
     """Thread-safe. Made by `Engine.load`; also a context manager that closes itself."""
 
-    def __init__(self, model: Model, config: EngineConfig, *, folder: Path, version: str) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, *, folder: Path, version: str, draft: Model | None = None
+    ) -> None:
+        """`draft`: the loaded model of `config.draft_model`."""
         self.card: ModelCard | None = None
         self.tokenizer: Tokenizer | None = None
         # A folder without a tokenizer still serves token ids.
@@ -82,7 +89,9 @@ class Engine:
         batched = config.max_num_batched_tokens
         if batched is None:
             batched = max(_BATCHED_TOKENS[model.device.type], config.max_num_seqs)
-        spaces = place(model, config, batched, self.max_model_len)
+        if draft is not None:
+            check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
+        spaces = place(model, config, batched, self.max_model_len, draft)
         #: Tokens of whole sequences that the KV cache has room for at one time.
         self.kv_tokens_total = min(space.tokens_of_all(config.block_size, self.max_model_len) for space in spaces)
         #: Tokens of the longest sequence that it holds.
@@ -97,6 +106,7 @@ class Engine:
             config.threads or torch.get_num_threads(),
         )
         runner = runner_for(model, config, spaces, batched, self.max_model_len)
+        speculation = speculation_for(model, draft, config, spaces, runner, batched, self.max_model_len)
         scheduler = Scheduler(
             spaces=spaces,
             block_size=config.block_size,
@@ -114,6 +124,7 @@ class Engine:
             vocab_size=model.vocab_size,
             rope_switch=model.rope_switch,
             seed=config.seed,
+            speculation=speculation,
         )
         self._ids = itertools.count()
         overlap = config.overlap
@@ -127,6 +138,7 @@ class Engine:
             overlap=overlap,
             release=release,
             check=lambda: check_alive(model.device),
+            speculation=speculation,
         )
 
     @classmethod
@@ -143,7 +155,11 @@ class Engine:
             config.quantization,
             config.deterministic,
         )
-        return cls(model, config, folder=folder, version=model_version(folder.resolve()))
+        draft = None
+        if config.draft_model is not None:
+            # What it guesses is checked by the other: it need not be as exact.
+            draft = load_model(config.draft_model, config.dtype, model.device, config.kernels)
+        return cls(model, config, folder=folder, version=model_version(folder.resolve()), draft=draft)
 
     # ---- requests
 
@@ -225,6 +241,8 @@ class Engine:
             out_of_memory=found.out_of_memory,
             shrinks=found.shrinks,
             not_finite=found.not_finite,
+            drafted=found.drafted,
+            draft_accepted=found.draft_accepted,
             last_step_ms=self._loop.last_step_s * 1e3,
             dtype=_name(self._model.dtype),
             compute_dtype=_name(self._model.kernels.compute_dtype),
@@ -318,6 +336,22 @@ def _model_len(asked: int | None, context: int) -> int:
     if asked is not None and asked > context:
         raise EngineError(f"max_model_len={asked} is more than the model's context of {context} tokens")
     return context if asked is None else asked
+
+
+def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, draft: Model) -> None:
+    """Raise EngineError where the draft model in `folder` has other tokens than the model: its guesses would be others'
+    names for others' words."""
+    theirs = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    if draft.vocab_size != model.vocab_size:
+        raise EngineError(
+            f"draft_model={str(folder)!r} has a vocabulary of {draft.vocab_size} tokens, and the model one of "
+            f"{model.vocab_size}; a draft model must have the model's own"
+        )
+    if tokenizer is not None and theirs is not None and not tokenizer.same_tokens(theirs):
+        raise EngineError(
+            f"draft_model={str(folder)!r} has another tokenizer: the same token ids stand for other tokens; "
+            f"a draft model must have the model's own"
+        )
 
 
 def _use_threads(threads: int | None) -> None:

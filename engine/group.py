@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.best_of import Candidates
-from engine.plan import Sampled
+from engine.plan import Sampled, ScheduledSeq
 from engine.prompt_scores import PromptScores
 from engine.request import Event, FinishReason, Request, Sequence, Status
 
@@ -56,31 +57,41 @@ class Group:
                 return seq
         return None
 
-    def prompt_event(self, seq: Sequence, scores: PromptScores) -> Event:
-        """The log probabilities of the prompt, all in one."""
-        event = self.event(seq, None)
+    def score(self, row: ScheduledSeq) -> list[Event]:
+        """Enter what a step found out about the prompt; tell it, once, when all is known."""
+        scores = self.scores
+        if scores is None:
+            return []
+        if row.scored is not None:
+            scores.take(row.scored)
+        if scores.told or not scores.done:
+            return []
+        scores.told = True
+        event = self.event(row.seq, None)
         event.index = 0
         event.prompt_logprobs = scores.found
-        return event
+        return [event]
 
     def event(
         self,
         seq: Sequence,
         reason: FinishReason | None,
         match: str | int | None = None,
-        sampled: Sampled | None = None,
-        text: str = "",
+        sampled: Seq[Sampled] = (),
+        texts: Seq[str] = (),
         error: str | None = None,
     ) -> Event:
-        """The news of a choice, to be told after it was entered that it has ended. `sampled` is its last token."""
-        token_ids = [] if sampled is None else [sampled.token_id]
+        """The news of a choice, to be told after it was entered that it has ended. `sampled`: its last tokens, with the
+        piece of text that each adds."""
+        token_ids = [one.token_id for one in sampled]
+        logprobs = [one.logprobs for one in sampled if one.logprobs is not None]
         return Event(
             request_id=self.request.id,
             choice=seq.choice,
             index=len(seq.tokens) - seq.prompt_len - len(token_ids),
             token_ids=token_ids,
-            texts=[] if sampled is None else [text],
-            logprobs=None if sampled is None or sampled.logprobs is None else [sampled.logprobs],
+            texts=list(texts),
+            logprobs=logprobs or None,
             finish_reason=reason,
             stop_match=match,
             done=self.unfinished == 0,

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.pipeline import Executor, Pipeline
 from engine.request import Event, Request
-from engine.scheduler import Scheduler, SchedulerStats
+from engine.scheduler import Scheduler
+from engine.speculate import Speculation
+from engine.stats import SchedulerStats
 
 logger = logging.getLogger("penstock.engine")
 
@@ -42,9 +44,10 @@ class StepLoop:
         overlap: int = 0,
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1.
-        `release`: see Shrink. `check`: see Pipeline."""
+        `release`: see Shrink. `check`: see Pipeline. `speculation`: the scheduler's."""
         self._scheduler = scheduler
         self._on_start = on_start
         #: Called on the loop's thread when all events of a step have been delivered.
@@ -62,7 +65,9 @@ class StepLoop:
         self._state = threading.Lock()
         # Of the loop's thread alone: the tickets that the scheduler knows.
         self._known: dict[str, _Ticket] = {}
-        self._pipeline = Pipeline(scheduler, executor, self._state, self._end_step, overlap, release, check)
+        self._pipeline = Pipeline(
+            scheduler, executor, self._state, self._end_step, overlap, release, check, speculation
+        )
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 

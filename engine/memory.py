@@ -32,9 +32,11 @@ def kv_spaces(
     length: int,
     step_tokens: int,
     free: int,
+    beside: Sequence[int] | None = None,
 ) -> tuple[KvSpace, ...]:
     """Blocks of each group: together what `asked_bytes` holds, or, where that is None, the `free` bytes.
 
+    `beside`: of each group, bytes that each of its blocks takes in a draft model's cache, too.
     Never more than `sequences` of `length` tokens could fill, of which `step_tokens` are computed in one step. Raises
     EngineError when a group would not have the blocks that a single sequence takes to begin.
     """
@@ -47,7 +49,8 @@ def kv_spaces(
 
     windows = [group.window for group in groups if group.window is not None]
     typical = min(length, _TYPICAL_WINDOWS * max(windows, default=length))
-    sizes = [block_bytes(group, block_size, element_bytes) for group in groups]
+    drafts = beside or [0] * len(groups)
+    sizes = [block_bytes(group, block_size, element_bytes) + one for group, one in zip(groups, drafts, strict=True)]
     shares = [of_one(group, typical) for group in groups]
     least = [1 if group.window is None else of_one(group, length) for group in groups]
     # Behind a window a step's tokens come on top: at most so many whole blocks, and one begun by each sequence.

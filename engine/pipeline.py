@@ -43,6 +43,7 @@ from engine.plan import Sampled, StepPlan
 from engine.request import Event, Sequence, Status
 from engine.scheduler import Scheduler
 from engine.shrink import Shrink
+from engine.speculate import Speculation
 
 logger = logging.getLogger("penstock.engine")
 
@@ -76,6 +77,8 @@ class _Flight:
     launched: Any = None
     error: Exception | None = None
     """With which it failed."""
+    guessing: float = 0.0
+    """Seconds in which its drafts were made."""
 
 
 class Pipeline:
@@ -90,6 +93,7 @@ class Pipeline:
         overlap: int,
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`state` is held while the scheduler changes, not while a step computes. `entered` is called with the events
         of each step. `release`: see Shrink. `check` is called after every failure, and raises DeviceLostError where no
@@ -100,6 +104,7 @@ class Pipeline:
         self._entered = entered
         self._overlap = overlap
         self._check = check
+        self._speculation = speculation
         # Launched and not collected: at most one between steps, two within.
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
@@ -128,6 +133,8 @@ class Pipeline:
                 self._scheduler.foresee(under.plan, self._executor.needs_token)
             plan = self._scheduler.schedule(began)
         over = None if plan is None else _Flight(plan, began)
+        if over is not None and self._speculation is not None:
+            over.guessing = self._speculation.propose(over.plan)
         self._under_way = tuple(flight.plan for flight in (under, over) if flight is not None)
         if over is None and under is None:
             if self._scheduler.has_work:
@@ -197,6 +204,8 @@ class Pipeline:
         now = time.monotonic()
         self.last_step_s = now - max(flight.began, self._last)
         self._last = now
+        if self._speculation is not None and flight.error is None:
+            self._speculation.took(flight.plan, self.last_step_s - flight.guessing)
         self._entered(failures + events)
 
     def _take_back(self, plans: list[StepPlan]) -> None:

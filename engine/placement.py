@@ -8,16 +8,21 @@ from engine.config import EngineConfig
 from engine.device import DeviceRunner, step_bytes
 from engine.errors import EngineError
 from engine.kv import KvSpace
-from engine.memory import GIB, free_bytes, kv_spaces, release
+from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release
 from engine.models import Model
 from engine.runner import Runner
+from engine.speculate import Lookup, Proposer, Speculation
+from engine.speculate.draft import DraftModel
 
 #: What a step may take on a GPU where nobody measures it.
 _UNMEASURED = 1 * GIB
 
 
-def place(model: Model, config: EngineConfig, step_tokens: int, length: int) -> tuple[KvSpace, ...]:
-    """The blocks of each of the model's KV groups, for steps of up to `step_tokens` and sequences of up to `length`.
+def place(
+    model: Model, config: EngineConfig, step_tokens: int, length: int, draft: Model | None = None
+) -> tuple[KvSpace, ...]:
+    """The blocks of each of the model's KV groups, for steps of up to `step_tokens` and sequences of up to `length`,
+    beside those of a `draft` model.
 
     Raises EngineError where the memory does not hold a single sequence.
     """
@@ -25,7 +30,10 @@ def place(model: Model, config: EngineConfig, step_tokens: int, length: int) -> 
     if config.kv_cache_bytes is None:
         step = 0
         if model.device.type == "cuda":
-            step = _measured(model, config, step_tokens, length) if model.kernels.ragged else _UNMEASURED
+            # One after the other: what the larger takes is enough for both, but for what their recordings keep.
+            for one in (model, draft):
+                if one is not None:
+                    step += _measured(one, config, step_tokens, length) if one.kernels.ragged else _UNMEASURED
         free = free_bytes(model.device, config.memory_share, step)
     return kv_spaces(
         config.kv_cache_bytes,
@@ -36,6 +44,63 @@ def place(model: Model, config: EngineConfig, step_tokens: int, length: int) -> 
         length=length,
         step_tokens=step_tokens,
         free=free,
+        beside=None if draft is None else _beside(model, draft, config.block_size),
+    )
+
+
+def _beside(model: Model, draft: Model, block_size: int) -> list[int]:
+    """Of each KV group, bytes that a block takes in the draft model's cache."""
+    size = sum(block_bytes(group, block_size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
+    whole = whole_group(model)
+    return [size * (i == whole) for i in range(len(model.kv_groups))]
+
+
+def whole_group(model: Model) -> int:
+    """The KV group whose blocks say where a draft model's are: one that has all of a sequence. Raises EngineError where
+    there is none."""
+    found = next((i for i, group in enumerate(model.kv_groups) if group.window is None), None)
+    if found is None:
+        windows = ", ".join(str(group.window) for group in model.kv_groups)
+        raise EngineError(
+            f"speculate='draft' needs a model of which some layers see all of a sequence, and all of this one's see "
+            f"{windows} tokens back; use 'lookup' or 'none'"
+        )
+    return found
+
+
+def speculation_for(
+    model: Model,
+    draft: Model | None,
+    config: EngineConfig,
+    spaces: Sequence[KvSpace],
+    runner: Runner | DeviceRunner,
+    step_tokens: int,
+    length: int,
+) -> Speculation | None:
+    """Who guesses tokens for `runner`, as `config` says. Raises EngineError as `runner_for` does."""
+    if config.speculate == "none":
+        return None
+    proposer: Proposer
+    if draft is None:
+        proposer = Lookup(config.max_num_seqs, model.vocab_size)
+    else:
+        whole = whole_group(model)
+        places = [KvSpace(spaces[whole].num_blocks, group.window) for group in draft.kv_groups]
+        proposer = DraftModel(
+            runner_for(draft, config, places, step_tokens, length),
+            slots=config.max_num_seqs,
+            groups=len(draft.kv_groups),
+            table=whole,
+            block_size=config.block_size,
+            step_tokens=step_tokens,
+            context_length=draft.context_length,
+        )
+    return Speculation(
+        proposer,
+        most=config.speculate_tokens,
+        adaptive=config.speculate_adaptive,
+        rope_switch=model.rope_switch,
+        barred=runner.needs_token,
     )
 
 

@@ -10,7 +10,11 @@ from engine.request import Sequence, TokenLogprobs
 
 @dataclass(slots=True)
 class ScheduledSeq:
-    """One sequence's part of a step: compute tokens[start : start + count] on top of the start tokens in cache."""
+    """One sequence's part of a step: compute tokens[start : start + count] on top of the start tokens in cache.
+
+    Behind its last token may come a draft: tokens that are guessed to follow. Those are computed too, and count in
+    `count`; after each of them, as after the last token, the next is chosen.
+    """
 
     seq: Sequence
     start: int
@@ -19,6 +23,19 @@ class ScheduledSeq:
     """True where the last of these tokens is the last there is: its logits choose the next."""
     scored: ScoredPart | None = None
     """Set by the runner where the log probabilities of the prompt are wanted."""
+    room: int = 0
+    """For how many draft tokens the sequence has places."""
+    draft: tuple[int, ...] = ()
+
+    @property
+    def known(self) -> int:
+        """The end of the tokens that are certain: what is computed after them may prove wrong."""
+        return self.start + self.count - len(self.draft)
+
+    def computed(self) -> list[int]:
+        """The tokens that are computed, the draft's included."""
+        tokens = self.seq.tokens[self.start : self.start + self.count]
+        return [*tokens, *self.draft] if self.draft else tokens
 
     @property
     def pending(self) -> bool:
@@ -41,6 +58,13 @@ class StepPlan:
     same. A source may be written by a row of the same plan, and be the destination of a later copy: once written, the
     plan's copies cannot be made again."""
     num_tokens: int = 0
+    """Computed by all rows, those of drafts included."""
+
+    def guess(self, row: ScheduledSeq, draft: tuple[int, ...]) -> None:
+        """Have a row compute a draft, at most as long as its `room`."""
+        row.draft = draft
+        row.count += len(draft)
+        self.num_tokens += len(draft)
 
 
 @dataclass(slots=True)
@@ -53,3 +77,19 @@ class Sampled:
     """Set when this row alone failed, for instance on logits that are not finite; token_id is then ignored."""
     refused: bool = False
     """It failed for what its request asked for: trying again would not help."""
+    then: tuple[Sampled, ...] = ()
+    """What is chosen after it, one for each token of the row's draft that was accepted."""
+
+
+def accepted(draft: tuple[int, ...], chosen: list[Sampled]) -> Sampled:
+    """The result of a row from what was chosen after its last token and after each of its `draft`.
+
+    A draft token is accepted if and only if it is what was chosen in its place: all that comes after it was then
+    computed, and chosen, on the very tokens that it would have been without a draft.
+    """
+    right = 0
+    while right < len(draft) and chosen[right].error is None and chosen[right].token_id == draft[right]:
+        right += 1
+    if right:
+        chosen[0].then = tuple(chosen[1 : right + 1])
+    return chosen[0]

@@ -18,6 +18,7 @@ from engine.kv import BlockTables, Claim
 from engine.plan import ScheduledSeq, StepPlan
 from engine.policy import TIERS, WaitingQueue, running_key
 from engine.request import UNKNOWN, Sequence, Status
+from engine.speculate import Speculation
 
 
 @dataclass(slots=True)
@@ -32,14 +33,16 @@ class _Step:
     entered: set[int] = field(default_factory=set)
     """Serials of the sequences admitted in it: their blocks hold nothing yet."""
 
-    def put(self, seq: Sequence, count: int) -> None:
+    def put(self, seq: Sequence, count: int, room: int = 0) -> None:
+        """`room`: for so many draft tokens, of which the budget is kept."""
         end = seq.computed + count
         if end > seq.paid and seq.account is not None:  # a token that was generated
             seq.account.served += (end - seq.paid) / seq.request.weight
             seq.paid = end
-        self.budget -= count
+        self.budget -= count + room
         self.plan.num_tokens += count
-        self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, seq.computed + count == len(seq.tokens)))
+        samples = seq.computed + count == len(seq.tokens)
+        self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, samples, room=room))
 
 
 class Planner:
@@ -53,8 +56,10 @@ class Planner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         ageing_s: float,
+        speculation: Speculation | None = None,
     ) -> None:
         """`groups` are the unfinished requests by id, which the scheduler keeps."""
+        self._speculation = speculation
         self._tables = tables
         self._groups = groups
         self.max_num_seqs = max_num_seqs
@@ -71,8 +76,10 @@ class Planner:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
         running = self.running
-        decodes = sum(len(seq.tokens) - seq.computed == 1 for seq in running)
-        step = _Step(now, self.max_num_batched_tokens, decodes)
+        decoding = [seq for seq in running if len(seq.tokens) - seq.computed == 1]
+        if self._speculation is not None:
+            self._speculation.begin(decoding)
+        step = _Step(now, self.max_num_batched_tokens, len(decoding))
         place = 0
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only in the place of others
@@ -110,9 +117,17 @@ class Planner:
             if count == 0:
                 self._preempt_last(step)
                 return False
-            step.put(seq, count)
+            step.put(seq, count, self._guesses(seq, step.budget - reserved - 1, reserved) if decodes else 0)
         step.reserved = reserved
         return True
+
+    def _guesses(self, seq: Sequence, left: int, spare: int) -> int:
+        """For how many draft tokens a sequence that decodes gets places: of the budget that is `left` it takes half,
+        for there may be prompts, and of the blocks none that the `spare` decodes to come may want."""
+        if self._speculation is None:
+            return 0
+        wanted = min(self._speculation.wanted(seq), left // 2)
+        return self._tables.reach(seq, wanted, spare) if wanted > 0 else 0
 
     def _admit(self, seq: Sequence, tier: int, step: _Step, freely: bool) -> bool:
         """Let a waiting sequence in, if need be in the place of running ones, of which none is in the plan yet:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.output import OutputState
     from engine.prompt_scores import PromptScores
     from engine.shares import Account
+    from engine.speculate.guessed import Guessed
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -173,6 +174,8 @@ class Sequence:
     """Where the log probabilities of the prompt are wanted."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The tokens of each way to write one of them."""
+    guessed: Guessed | None = None
+    """How well its tokens were guessed, where they are."""
 
     @property
     def reusable(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
+from itertools import islice
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from engine.batch import BatchBuilder
 from engine.kv import KvSpace
 from engine.models import Model
-from engine.plan import Sampled, StepPlan
+from engine.plan import Sampled, StepPlan, accepted
 from engine.request import UNKNOWN, Sequence
 from engine.sampling import SamplingBatch, SamplingRows, sample, score_prompts
 from engine.upload import upload
@@ -71,24 +72,33 @@ class Runner:
         again. Its copies may not, for a row may have written where they read.
         """
         self.copy_blocks(plan.copies)
-        sampling = [row.seq for row in plan.rows if row.samples]
-        for sequence in sampling:
+        sampling = [row for row in plan.rows if row.samples]
+        for sequence in (row.seq for row in sampling):
             if self._owners[sequence.slot] is not sequence:
                 self._sampling.admit(sequence)
                 self._owners[sequence.slot] = sequence
         batch = self._builder.build(plan)
-        how = self._sampling.gather(sampling) if sampling else None
+        # One for the last token of each row, and one for each of its draft.
+        chosen = [row.seq for row in sampling for _ in range(1 + len(row.draft))]
+        before = [row.draft[:i] for row in sampling for i in range(1 + len(row.draft))]
+        how = self._sampling.gather(chosen, before if len(chosen) > len(sampling) else None) if sampling else None
         for cache, entered in zip(self._caches, batch.entered, strict=True):
             if entered is not None:
                 cache.index_fill_(2, entered, 0)
         hidden = self._model.forward(
             batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.wanted
         )
-        if len(hidden) > len(sampling):
+        if len(hidden) > len(chosen):
             scored = [(row, span) for row in plan.rows if (span := row.wanted())]
-            score_prompts(scored, hidden[len(sampling) :], self._model.logits, self._model.vocab_size)
-            hidden = hidden[: len(sampling)]
-        return [] if how is None else self._sample(hidden, how)
+            score_prompts(scored, hidden[len(chosen) :], self._model.logits, self._model.vocab_size)
+            hidden = hidden[: len(chosen)]
+        if how is None:
+            return []
+        found = self._sample(hidden, how)
+        if len(chosen) == len(sampling):
+            return found
+        each = iter(found)
+        return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]
 
     def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
         return sample(self._model.logits(hidden), how)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from engine.best_of import Candidates
@@ -20,31 +20,10 @@ from engine.output import OutputState
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.planner import Planner
 from engine.prompt_scores import PromptScores
-from engine.request import UNKNOWN, Event, Request, Sequence, Status
+from engine.request import UNKNOWN, Event, FinishReason, Request, Sequence, Status
+from engine.speculate import Speculation
+from engine.stats import SchedulerStats
 from engine.text.detokenizer import Detokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges of this moment and counters since the start."""
-
-    running: int
-    waiting: int
-    kv_blocks_total: int
-    kv_blocks_used: int
-    """Blocks that a sequence holds; cached blocks that nobody holds count as free."""
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    preemptions: int
-    aborted: int
-    out_of_memory: int
-    """Steps for which the device had no memory."""
-    shrinks: int
-    """Times that steps were made smaller for it."""
-    not_finite: int
-    """Sequences that ended because the model's logits were NaN or infinite."""
 
 
 class Scheduler:
@@ -67,11 +46,12 @@ class Scheduler:
         vocab_size: int | None = None,
         rope_switch: int | None = None,
         seed: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`spaces` is the memory of each KV group. `version` is the model's, which keeps the cached blocks of different
         models apart. A sequence of more than `rope_switch` tokens has other keys than a shorter one: past that it is
-        computed anew. `seed` is the source of seeds for requests that bring none. Raises EngineError where a step could
-        not hold one token of each sequence.
+        computed anew. `seed` is the source of seeds for requests that bring none. `speculation` is what guesses tokens.
+        Raises EngineError where a step could not hold one token of each sequence.
         """
         if max_num_batched_tokens < max_num_seqs:
             raise EngineError(
@@ -92,7 +72,9 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             ageing_s=ageing_s,
+            speculation=speculation,
         )
+        self._speculation = speculation
         # Seeds for sampling, not secrets.
         self._seeds = random.Random(seed)  # noqa: S311
         self._serial = 0
@@ -206,17 +188,19 @@ class Scheduler:
 
         A sequence that samples in it ends in a token that is UNKNOWN from then on, and may compute that. Where the
         token will end it for certain, or takes it across the rope switch, or where the executor `needs_token` itself,
-        the sequence has nothing to compute before `update`. The tokens that the plan computes are all known: the blocks
-        they fill are offered to the prefix cache. To be followed by `schedule` and then by `update` or `take_back` of
-        this plan, with nothing else between.
+        or where it has a draft or is to have one next, the sequence has nothing to compute before `update`. All tokens
+        but those of drafts are known: the blocks they fill are offered to the prefix cache. To be followed by
+        `schedule` and then by `update` or `take_back` of this plan, with nothing else between.
         """
         self._planner.in_flight = {row.seq.serial for row in plan.rows}
         for row in plan.rows:
             seq = row.seq
             if seq.status is not Status.RUNNING:
                 continue
-            seq.computed = row.start + row.count
+            seq.computed = row.known
             self._tables.register(seq)
+            if row.draft or (self._speculation is not None and self._speculation.waits(seq)):
+                continue
             if not row.samples or seq.output.count + 1 >= seq.output.limit or len(seq.tokens) == self._rope_switch:
                 continue
             if not needs_token(seq):
@@ -265,49 +249,64 @@ class Scheduler:
                 continue
             group = self._groups[seq.request.id]
             if result is not None and result.error is not None:
-                self._not_finite += not result.refused
-                events += self.fail(seq, result.error, refused=result.refused)
+                events += self._spoilt(seq, result)
                 continue
             if row.scored is not None and row.scored.error is not None:
                 self._not_finite += 1
                 events += self.fail(seq.request.id, row.scored.error)
                 continue
             if seq.status is Status.RUNNING:
-                seq.computed = row.start + row.count
+                seq.computed = row.known
                 self._tables.register(seq)
                 if group.led and seq.computed >= seq.prompt_len:
                     self._release_led(group, seq)
-            if group.scores is not None:
-                events += self._score(group, group.scores, row)
+            events += group.score(row)
             if result is not None:
-                event = self._append(group, seq, result, now)
-                if group.candidates is None:
-                    events.append(event)
-                else:
-                    events += group.candidates.take(event)
+                events += self._extend(group, row, result, now)
         return events
 
-    @staticmethod
-    def _score(group: Group, scores: PromptScores, row: ScheduledSeq) -> list[Event]:
-        """Enter what a step found out about the prompt; tell it, once, when all is known."""
-        if row.scored is not None:
-            scores.take(row.scored)
-        if scores.told or not scores.done:
-            return []
-        scores.told = True
-        return [group.prompt_event(row.seq, scores)]
-
-    def _append(self, group: Group, seq: Sequence, result: Sampled, now: float) -> Event:
+    def _extend(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
+        """Enter what a row sampled: one token, and one more for each of its draft that was accepted, each as if it had
+        come alone; so the first that ends the sequence is its last."""
+        seq = row.seq
+        if self._speculation is not None and row.room:
+            self._speculation.entered(row, len(result.then))
         if seq.output.limit == 0:  # it was computed for its prompt alone
             self._end(group, seq)
-            return group.event(seq, "length")
+            event = group.event(seq, "length")
+            return [event] if group.candidates is None else group.candidates.take(event)
+        reason: FinishReason | None = None
+        match: str | int | None = None
+        entered: list[Sampled] = []
+        texts: list[str] = []
+        one = result
+        for one in (result, *result.then):
+            if one.error is not None:
+                break
+            if entered and seq.status is Status.RUNNING:
+                # The token before was guessed: its K/V are there.
+                seq.computed += 1
+                self._tables.register(seq)
+            text, reason, match = self._append(group, seq, one.token_id, now)
+            entered.append(one)
+            texts.append(text)
+            if reason is not None:
+                break
+        event = group.event(seq, reason, match, entered, texts)
+        events = [event] if group.candidates is None else group.candidates.take(event)
+        return events if one.error is None else events + self._spoilt(seq, one)
+
+    def _append(
+        self, group: Group, seq: Sequence, token_id: int, now: float
+    ) -> tuple[str, FinishReason | None, str | int | None]:
+        """See OutputState.push."""
         if seq.pending:
-            seq.tokens[-1] = result.token_id
+            seq.tokens[-1] = token_id
             seq.pending = False
         else:
-            seq.tokens.append(result.token_id)
+            seq.tokens.append(token_id)
         self._generated_tokens += 1
-        text, reason, match = seq.output.push(result.token_id)
+        text, reason, match = seq.output.push(token_id)
         if reason is not None:
             self._end(group, seq)
         elif self._rope_switch is not None and len(seq.tokens) == self._rope_switch + 1:
@@ -315,7 +314,11 @@ class Scheduler:
             seq.hashes = []
             if seq.status is Status.RUNNING:
                 self._planner.preempt(seq, now)
-        return group.event(seq, reason, match, result, text)
+        return text, reason, match
+
+    def _spoilt(self, seq: Sequence, result: Sampled) -> list[Event]:
+        self._not_finite += not result.refused
+        return self.fail(seq, result.error or "", refused=result.refused)
 
     def _release_led(self, group: Group, leader: Sequence) -> None:
         """Let the choices that waited for the prompt to be computed queue up."""
@@ -362,6 +365,8 @@ class Scheduler:
             out_of_memory=self._planner.out_of_memory,
             shrinks=self._planner.shrinks,
             not_finite=self._not_finite,
+            drafted=0 if self._speculation is None else self._speculation.drafted,
+            draft_accepted=0 if self._speculation is None else self._speculation.accepted,
         )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:

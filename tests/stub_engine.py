@@ -170,6 +170,8 @@ class StubEngine:
             preemptions=0,
             out_of_memory=0,
             not_finite=0,
+            drafted=0,
+            draft_accepted=0,
             device="cpu",
         )
 

@@ -324,6 +324,8 @@ class Runtime:
                 "preemptions": stats.preemptions,
                 "out_of_memory": stats.out_of_memory,
                 "not_finite": stats.not_finite,
+                "drafted": stats.drafted,
+                "draft_accepted": stats.draft_accepted,
                 **({} if gpu is None else {"gpu": gpu}),
             }
         )

@@ -163,7 +163,7 @@ class InputMaker:
         computed: list[int] = []
         host[queries] = 0
         for i, row in enumerate(plan, start=queries + 1):
-            computed += row.seq.tokens[row.start : row.start + row.count]
+            computed += row.computed()
             host[i] = len(computed)
         host[tokens : tokens + len(computed)] = computed
 

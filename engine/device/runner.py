@@ -14,9 +14,10 @@ from engine.device.inputs import InputMaker, Shape, shape_of
 from engine.device.ring import PinnedRing
 from engine.device.rows import DeviceRows
 from engine.device.sampler import DeviceSampler, Drawn, needs_host_token
+from engine.kernels.sampling_state import Features
 from engine.kv import KvSpace
 from engine.models import Model
-from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
 from engine.request import Sequence
 from engine.sampling import score_prompts
 from engine.upload import upload
@@ -29,8 +30,9 @@ _COPIED = 64 << 20
 class Launched:
     """A step on its way."""
 
-    drawn: Drawn | None
-    """None where no row samples."""
+    drawn: list[Drawn]
+    """Of the last tokens of the rows that sample; then of those with a draft of one token or more, those with two..."""
+    sampling: list[ScheduledSeq]
     scored: list[tuple[ScheduledSeq, range]]
     """Prompts to be scored, and at which positions."""
     hidden: Tensor | None
@@ -42,8 +44,9 @@ class _Ended:
     """What a step's forward pass gave, on the device."""
 
     hidden: Tensor
-    """Last hidden states [rows, width] of the sequences that sample, then of the positions that are scored. Where the
-    step was replayed it is memory that the next one's are written to."""
+    """Last hidden states [rows, width] of the sequences that sample, then of the tokens of their drafts, sequence after
+    sequence, then of the positions that are scored. Where the step was replayed it is memory that the next one's are
+    written to."""
     slots: Tensor
     """Integers [sequences that sample]."""
     positions: Tensor
@@ -134,18 +137,47 @@ class DeviceRunner:
 
     def _launch(self, plan: StepPlan) -> Launched:
         self.copy_blocks(plan.copies)
-        sampling = [row.seq for row in plan.rows if row.samples]
+        sampling = [row for row in plan.rows if row.samples]
         scored = [(row, span) for row in plan.rows if (span := row.wanted())]
         shape = shape_of(plan, self._rows.windows, self._block_size)
         padded = None if self.graphs is None or scored else self.graphs.padded(shape)
-        features = self._sampler.admit(sampling) if sampling else None
+        features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
         ended = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
-        rest = ended.hidden[len(sampling) :] if scored else None
-        if features is None:
-            return Launched(None, scored, rest)
+        chosen = sum(1 + len(row.draft) for row in sampling)
+        rest = ended.hidden[chosen:] if scored else None
+        drawn = [] if features is None else self._draw(ended, sampling, features)
+        return Launched(drawn, sampling, scored, rest)
+
+    def _draw(self, ended: _Ended, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
+        """Choose what follows the last token of each row; then, of those whose draft begins with that, what follows the
+        draft's first token, and so on: one pass for each token of the longest draft, of which none waits for the host.
+        A row that has fallen out chooses nothing more, so that its slot counts, and ends in, what was chosen for it.
+        """
         logits = self._model.logits(ended.hidden[: len(sampling)])
-        self._sampler.launch(logits, ended.slots, ended.positions, features)
-        return Launched(self._sampler.fetch(logits, sampling), scored, rest)
+        chosen = self._sampler.launch(logits, ended.slots, ended.positions, features)
+        drawn = [self._sampler.fetch(logits, [row.seq for row in sampling])]
+        longest = max(len(row.draft) for row in sampling)
+        slots, positions, before, first = ended.slots.long(), ended.positions, sampling, len(sampling)
+        for depth in range(longest):
+            rows = [row for row in before if len(row.draft) > depth]
+            kept = [i for i, row in enumerate(before) if len(row.draft) > depth]
+            places = np.cumsum([len(row.draft) for row in sampling]) - [len(row.draft) for row in sampling]
+            own = [
+                int(place) + first + depth
+                for place, row in zip(places, sampling, strict=True)
+                if len(row.draft) > depth
+            ]
+            guessed = [row.draft[depth] for row in rows]
+            which, hidden, tokens = upload(
+                [np.array(one, np.int64) for one in (kept, own, guessed)], self._model.device
+            )
+            right = (chosen[0][which] == tokens) & (chosen[1][which] == 0)
+            slots = torch.where(right, slots[which], -1)
+            positions, before = positions[which] + 1, rows
+            logits = self._model.logits(ended.hidden[hidden])
+            chosen = self._sampler.launch(logits, slots, positions, features)
+            drawn.append(self._sampler.fetch(logits, [row.seq for row in rows]))
+        return drawn
 
     def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> _Ended:
         wanted: list[int] = []
@@ -155,8 +187,10 @@ class DeviceRunner:
             begins[id(row)] = end - row.start
             end += row.count
             if row.samples:
-                wanted.append(end - 1)
+                wanted.append(end - 1 - len(row.draft))
         sampling = len(wanted)
+        for row in plan.rows:
+            wanted += [begins[id(row)] + row.known + i for i in range(len(row.draft))]
         for row, span in scored:
             wanted += [begins[id(row)] + place for place in span]
         sent = self._inputs.send(plan.rows, shape, [*wanted, *(row.seq.slot for row in plan.rows if row.samples)])
@@ -197,7 +231,24 @@ class DeviceRunner:
         """Wait for a launched step: one result for each row that samples, in the plan's order."""
         if launched.hidden is not None:
             score_prompts(launched.scored, launched.hidden, self._model.logits, self._model.vocab_size)
-        return [] if launched.drawn is None else self._sampler.collect(launched.drawn)
+        if not launched.drawn:
+            return []
+        passes = [self._sampler.collect(drawn) for drawn in launched.drawn]
+        if len(passes) == 1:
+            return passes[0]
+        return self._put_together(launched.sampling, passes)
+
+    def _put_together(self, sampling: list[ScheduledSeq], passes: list[list[Sampled]]) -> list[Sampled]:
+        """One result for each row, of what each pass chose for those that were in it."""
+        each: list[list[Sampled]] = [[] for _ in sampling]
+        for depth, found in enumerate(passes):
+            into = [one for one, row in zip(each, sampling, strict=True) if len(row.draft) >= depth]
+            for one, result in zip(into, found, strict=True):
+                one.append(result)
+        results = [accepted(row.draft, chosen) for row, chosen in zip(sampling, each, strict=True)]
+        for row, result in zip(sampling, results, strict=True):
+            self._sampler.counted(row.seq, len(result.then))
+        return results
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:

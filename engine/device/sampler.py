@@ -128,6 +128,10 @@ class DeviceSampler:
             for row, (token, fault) in enumerate(zip(tokens, faults, strict=True))
         ]
 
+    def counted(self, sequence: Sequence, more: int) -> None:
+        """A step has launched, for a sequence that it admitted, so many more choices that hold."""
+        self._rows.counted(sequence, more)
+
     def forget(self) -> None:
         """After a step that failed: what the device has of the rows may be anything, and will be sent again."""
         self._rows.forget()

@@ -84,6 +84,11 @@ class DeviceSamplingRows:
         slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
         return Features(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
 
+    def counted(self, sequence: Sequence, more: int) -> None:
+        """The device has counted so many tokens of the sequence's latest step beside the first."""
+        if self._owners[sequence.slot] is sequence and self._counted[sequence.slot] >= 0:
+            self._counted[sequence.slot] += more
+
     def forget(self) -> None:
         """What the device has may be anything, after a step that failed: each row will be sent again."""
         self._owners = [None] * len(self._owners)

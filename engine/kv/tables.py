@@ -133,6 +133,21 @@ class BlockTables:
         seq.room = self._room(seq)
         return count
 
+    def reach(self, seq: Sequence, count: int, spare: int) -> int:
+        """Make room for up to `count` tokens after all that a running sequence has; the answer is for how many of them
+        there is room. No block is taken for them of which fewer than `spare` would be left.
+        """
+        end = len(seq.tokens) + count
+        if end > seq.room:
+            wanted = [-(-end // self.block_size) - table.first - len(table.blocks) for table in seq.tables]
+            if any(lack + spare > group.pool.available for group, lack in zip(self.groups, wanted, strict=True)):
+                return min(count, seq.room - len(seq.tokens))
+            for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
+                if lack > 0:
+                    table.blocks += group.pool.allocate(lack)
+            seq.room = self._room(seq)
+        return count
+
     def _room(self, seq: Sequence) -> int:
         return min(table.first + len(table.blocks) for table in seq.tables) * self.block_size
 

@@ -18,6 +18,8 @@ from engine.upload import upload
 _PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _WORDS = (1 << bit for bit in range(6))
 _EMPTY: Ids = np.zeros(0, np.int64)
 
+#: Of each row of a step's logits, the tokens that are taken to follow those of its sequence.
+Drafts = list[tuple[int, ...]]
 #: (rows, ids) of pairs.
 Pairs = tuple[Ids, Ids]
 #: The tokens before the last of a bad word, and that last one; by the token before the last.
@@ -70,8 +72,9 @@ class EditRows:
             | (len(self._words[slot]) > 0) * _WORDS
         )
 
-    def gather(self, sequences: list[Sequence], slots: Ids) -> Edits | None:
-        """Those of a step, whose logits have a row for each of the sequences. None where nobody asks for any."""
+    def gather(self, sequences: list[Sequence], slots: Ids, drafts: Drafts | None = None) -> Edits | None:
+        """Those of a step, whose logits have a row for each of the sequences. None where nobody asks for any.
+        `drafts`: see SamplingRows.gather."""
         flags = self._flags[slots]
         asked = int(np.bitwise_or.reduce(flags, initial=0))
         if not asked:
@@ -82,12 +85,12 @@ class EditRows:
 
         biased, only = rows(_BIAS), rows(_ALLOWED)
         arrays: list[NDArray[Any]] = [
-            *self._penalised(sequences, slots, rows(_PENALTIES)),
+            *self._penalised(sequences, slots, rows(_PENALTIES), drafts),
             *_pairs(biased, [self._biased[slot] for slot in slots[biased]]),
             np.concatenate([np.zeros(0, np.float32), *(self._biases[slot] for slot in slots[biased])]),
             only,
             *_pairs(only, [self._allowed[slot] for slot in slots[only]]),
-            *self._forbidden(sequences, slots, rows(_BANNED), rows(_ENDS), rows(_WORDS)),
+            *self._forbidden(sequences, slots, rows(_BANNED), rows(_ENDS), rows(_WORDS), drafts),
         ]
         sent = upload(arrays, self._device)
         return Edits(
@@ -97,10 +100,34 @@ class EditRows:
             banned=(sent[10], sent[11]) if len(arrays[10]) else None,
         )
 
-    def _penalised(self, sequences: list[Sequence], slots: Ids, rows: Ids) -> list[NDArray[Any]]:
+    def _penalised(self, sequences: list[Sequence], slots: Ids, rows: Ids, drafts: Drafts | None) -> list[NDArray[Any]]:
         """Rows, ids, repetition and what is taken off, of all pairs."""
         if not len(rows):
             return [_EMPTY, _EMPTY, np.zeros(0, np.float32), np.zeros(0, np.float32)]
+        self._recount(
+            sequences, slots, rows if drafts is None else np.array([i for i in rows if not drafts[i]], np.int64)
+        )
+        own = slots[rows]
+        listed, ids, generated = self._counts.pairs(own)
+        places, counts = rows.repeat(listed), generated.astype(np.int64)
+        if drafts is not None:
+            places, ids, counts = self._with_drafts(places, ids, counts, rows, drafts)
+        by = slots[places]
+        minus = self._frequency[by] * counts + self._presence[by] * (counts > 0)
+        return [places, ids, self._repetition[by], minus.astype(np.float32)]
+
+    def _with_drafts(self, rows: Ids, ids: Ids, counts: Ids, penalised: Ids, drafts: Drafts) -> tuple[Ids, Ids, Ids]:
+        """Those pairs, with the tokens of drafts counted too."""
+        lengths = [len(drafts[row]) for row in penalised]
+        guessed = np.fromiter((token for row in penalised for token in drafts[row]), np.int64, sum(lengths))
+        keys = np.concatenate((rows, penalised.repeat(lengths))) * self._vocab_size + np.concatenate((ids, guessed))
+        pairs, place = np.unique(keys, return_inverse=True)
+        total = np.zeros(len(pairs), np.int64)
+        np.add.at(total, place, np.concatenate((counts, np.ones(len(guessed), np.int64))))
+        return pairs // self._vocab_size, pairs % self._vocab_size, total
+
+    def _recount(self, sequences: list[Sequence], slots: Ids, rows: Ids) -> None:
+        """Count what the sequences of `rows`, all different, have generated since they were last counted."""
         own = slots[rows]
         lengths = np.fromiter((len(sequences[row].tokens) for row in rows), np.int64, len(rows))
         grown = lengths - self._counted[own]
@@ -110,9 +137,6 @@ class EditRows:
         self._counted[own] = lengths
         for i in (grown > 1).nonzero()[0]:
             self._count(sequences[rows[i]])
-        listed, ids, counts = self._counts.pairs(own)
-        minus = self._frequency[own].repeat(listed) * counts + self._presence[own].repeat(listed) * (counts > 0)
-        return [rows.repeat(listed), ids, self._repetition[own].repeat(listed), minus.astype(np.float32)]
 
     def _count(self, sequence: Sequence) -> None:
         """From its tokens, whatever happened since it was last counted. The prompt matters to repetition alone."""
@@ -121,11 +145,19 @@ class EditRows:
         self._counts.start(sequence.slot, prompt, tokens[sequence.prompt_len :])
         self._counted[sequence.slot] = len(tokens)
 
-    def _forbidden(self, sequences: list[Sequence], slots: Ids, banned: Ids, ends: Ids, words: Ids) -> Pairs:
+    def _forbidden(
+        self, sequences: list[Sequence], slots: Ids, banned: Ids, ends: Ids, words: Ids, drafts: Drafts | None
+    ) -> Pairs:
+        def tokens(row: int) -> list[int]:
+            own = sequences[row].tokens
+            return own if drafts is None or not drafts[row] else [*own, *drafts[row]]
+
         if len(ends):
             lengths = np.fromiter((len(sequences[row].tokens) for row in ends), np.int64, len(ends))
+            if drafts is not None:
+                lengths += np.fromiter((len(drafts[row]) for row in ends), np.int64, len(ends))
             ends = ends[lengths < self._armed_at[slots[ends]]]
-        spelled = [(row, last) for row in words for last in spelled_out(self._words[slots[row]], sequences[row].tokens)]
+        spelled = [(row, last) for row in words for last in spelled_out(self._words[slots[row]], tokens(row))]
         return _pairs(
             np.concatenate((banned, ends, np.array([row for row, _ in spelled], np.int64))),
             [

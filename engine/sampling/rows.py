@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.request import Sequence
-from engine.sampling.edit_rows import EditRows
+from engine.sampling.edit_rows import Drafts, EditRows
 from engine.sampling.edits import Edits
 from engine.sampling.filters import Filters, Ranked
 from engine.sampling.noise import row_keys
@@ -78,22 +78,28 @@ class SamplingRows:
         # best_of ranks by them.
         self._logprobs[slot] = params.logprobs if params.logprobs is not None else 0 if params.selects else -1
 
-    def gather(self, sequences: list[Sequence]) -> SamplingBatch:
-        """The batch of `sequences`, whose next tokens are sampled, in the order of the logits' rows."""
+    def gather(self, sequences: list[Sequence], drafts: Drafts | None = None) -> SamplingBatch:
+        """The batch of `sequences`, whose next tokens are sampled, in the order of the logits' rows. `drafts`: of each
+        row, the tokens that are taken to follow its sequence's; rows of one sequence stand together, and the first of
+        them has none."""
         slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
         wants_logprobs = (self._logprobs[slots] >= 0).nonzero()[0]
         drawn = self._temperature[slots].nonzero()[0]
-        draws = self._draws(sequences, slots, drawn) if len(drawn) else None
+        draws = self._draws(sequences, slots, drawn, drafts) if len(drawn) else None
         return SamplingBatch(
             draws=draws,
-            edits=self._edits.gather(sequences, slots),
+            edits=self._edits.gather(sequences, slots, drafts),
             logprob_rows=upload([wants_logprobs], self._device)[0] if len(wants_logprobs) else None,
             logprob_counts={int(row): int(self._logprobs[slots[row]]) for row in wants_logprobs},
         )
 
-    def _draws(self, sequences: list[Sequence], slots: NDArray[np.int64], drawn: NDArray[np.int64]) -> Draws:
+    def _draws(
+        self, sequences: list[Sequence], slots: NDArray[np.int64], drawn: NDArray[np.int64], drafts: Drafts | None
+    ) -> Draws:
         own = slots[drawn]
         positions = np.fromiter((len(sequences[i].tokens) for i in drawn), np.uint64, len(drawn))
+        if drafts is not None:
+            positions += np.fromiter((len(drafts[i]) for i in drawn), np.uint64, len(drawn))
         keys = row_keys(self._seed[own], self._choice[own], positions)
         sent = upload([drawn, self._temperature[own][:, None], keys[:, None]], self._device)
         filters = self._filters(own) if self._filtered[own].any() else None

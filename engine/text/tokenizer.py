@@ -63,6 +63,10 @@ class Tokenizer:
             text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def same_tokens(self, other: Tokenizer) -> bool:
+        """Whether each token id stands for the same token in both."""
+        return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
+
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it, None where there is none."""
         token: str | None = self._backend.id_to_token(token_id)

@@ -34,6 +34,8 @@ WORKER_FIGURES: Final = (
     ("preemptions", "Sequences that a worker has put off for others.", "preemptions", True),
     ("out_of_memory", "Steps for which a worker's device had no memory.", "out_of_memory", True),
     ("not_finite", "Sequences that failed because a worker's model gave NaN or infinity.", "not_finite", True),
+    ("drafted_tokens", "Tokens that a worker guessed ahead (speculative decoding).", "drafted", True),
+    ("draft_accepted_tokens", "Of these, those that were right.", "draft_accepted", True),
 )
 #: Of the GPU that a worker has, where its driver says it: the same, the key within the lease's `gpu`.
 GPU_FIGURES: Final = (

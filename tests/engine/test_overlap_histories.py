@@ -95,7 +95,7 @@ class Device(PagedModel):
         ]
         launched = Launched(plan, self.execute(plan), written)
         for row, one in zip((row for row in plan.rows if row.samples), launched.sampled, strict=True):
-            self.last[row.seq.slot] = row.seq, one.token_id
+            self.last[row.seq.slot] = row.seq, [one, *one.then][-1].token_id
         for seq in pending:
             seq.tokens[-1] = UNKNOWN
         self.meet_trouble("launch", launched)
@@ -141,8 +141,8 @@ class Device(PagedModel):
 class Overlapping(Histories):
     overlap = 1
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self, agreement: float | None) -> None:
+        super().build(agreement)
         self.pipeline = Pipeline(
             self.scheduler,
             self.model,
@@ -150,7 +150,11 @@ class Overlapping(Histories):
             self.take,
             self.overlap,
             release=lambda error: isinstance(error, OutOfMemory),
+            speculation=self.speculation,
         )
+
+    def needs_token(self, seq: Sequence) -> bool:
+        return Device.needs_token(self.model, seq)
 
     def make_model(self) -> PagedModel:
         return Device(self.scheduler, type(self))

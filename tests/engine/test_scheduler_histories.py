@@ -1,4 +1,7 @@
-"""Random histories of requests, aborts, faults and steps against a model whose tokens show what is in the KV cache."""
+"""Random histories of requests, aborts, faults and steps against a model whose tokens show what is in the KV cache.
+
+Each with tokens guessed ahead or not: drafts that are always right, never, or half of the time.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,22 @@ from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from engine.kv import KvSpace, window_blocks
 from engine.params import SamplingParams
-from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
 from engine.request import Event, Request, Sequence
 from engine.scheduler import Scheduler
+from engine.speculate import Speculation
+from tests.engine.guessing import Guesser
 from tests.engine.histories import histories
 
 EOS = 0
@@ -90,7 +102,18 @@ class PagedModel:
             assert read.isdisjoint(written), "a sequence writes where another reads"
         for row in plan.rows:
             self.compute(row)
-        return [self.sample(row.seq) for row in plan.rows if row.samples]
+        return [self.choose(row) for row in plan.rows if row.samples]
+
+    def choose(self, row: ScheduledSeq) -> Sampled:
+        """After the last token, and after each of the draft as if it had come."""
+        tokens = row.seq.tokens
+        length = len(tokens)
+        chosen = []
+        for guessed in range(1 + len(row.draft)):
+            tokens[length:] = row.draft[:guessed]
+            chosen.append(self.sample(row.seq))
+        del tokens[length:]
+        return accepted(row.draft, chosen)
 
     def copy(self, copies: list[tuple[int, int, int]]) -> None:
         before = [[list(block) for block in blocks] for blocks in self.groups]
@@ -101,12 +124,14 @@ class PagedModel:
     def compute(self, row: ScheduledSeq) -> None:
         seq = row.seq
         assert row.count > 0
-        assert row.samples == (row.start + row.count == len(seq.tokens))
+        assert row.samples == (row.known == len(seq.tokens))
+        assert len(row.draft) <= row.room
+        tokens = [*seq.tokens, *row.draft]
         for i in range(row.start, row.start + row.count):
             seen = [
                 [self.read(seq, g, j) for j in range(first_seen(window, i), i)] for g, window in enumerate(self.windows)
             ]
-            new = entry(seen, i, seq.tokens[i], len(seq.tokens) > self.switch)
+            new = entry(seen, i, tokens[i], len(seq.tokens) > self.switch)
             for g, blocks in enumerate(self.groups):
                 block, offset = self.place(seq, g, i)
                 blocks[block][offset] = new
@@ -154,6 +179,23 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.serial = 0
+        self.seen: dict[str, Seen] = {}
+
+    @initialize(agreement=st.sampled_from([None, 0.0, 0.5, 1.0]))
+    def begin(self, agreement):
+        self.build(agreement)
+
+    def build(self, agreement: float | None) -> None:
+        """`agreement`: how often guessed tokens are right; None guesses none."""
+        self.speculation = None
+        if agreement is not None:
+            self.speculation = Speculation(
+                Guesser(self.right, agreement, VOCAB),
+                most=3,
+                adaptive=False,
+                rope_switch=self.switch,
+                barred=self.needs_token,
+            )
         self.scheduler = Scheduler(
             spaces=self.spaces,
             block_size=self.block_size,
@@ -165,9 +207,25 @@ class Histories(RuleBasedStateMachine):
             enable_prefix_caching=self.caching,
             vocab_size=VOCAB,
             rope_switch=self.switch,
+            speculation=self.speculation,
         )
         self.model = self.make_model()
-        self.seen: dict[str, Seen] = {}
+
+    def right(self, seq: Sequence, tokens: list[int]) -> int:
+        windows = tuple(space.window for space in self.spaces)
+        made = len(tokens) - seq.prompt_len
+        banned = tuple(sorted(seq.output.ends)) if made < seq.request.params.min_tokens else ()
+        last = computed_plainly(tokens, windows, len(seq.tokens) > self.switch)[-1]
+        return choose(last, seq.seed, seq.choice, banned)
+
+    def needs_token(self, seq: Sequence) -> bool:
+        return False
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None and self.speculation is not None:
+            self.speculation.propose(plan)
+        return plan
 
     def make_model(self) -> PagedModel:
         return PagedModel(self.spaces, self.block_size, self.switch, copies_at_once=self.caching)
@@ -259,7 +317,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["logits", "forward", "abort"]))
     def troubled_step(self, data, how):
         """A row fails by its logits, or in the forward pass, or its request is aborted while the step runs."""
-        plan = self.scheduler.schedule(self.now)
+        plan = self.schedule()
         if plan is None:
             return
         row = data.draw(st.sampled_from(plan.rows))
@@ -283,7 +341,7 @@ class Histories(RuleBasedStateMachine):
             self.take(self.scheduler.update(plan, sampled, self.now))
 
     def step(self) -> bool:
-        plan = self.scheduler.schedule(self.now)
+        plan = self.schedule()
         assert (plan is not None) == self.scheduler.has_work, "there is work and no plan, or no work and a plan"
         if plan is None:
             return False
