@@ -85,6 +85,8 @@ def speculation_for(
         proposer = Lookup(config.max_num_seqs, model.vocab_size)
     else:
         whole = whole_group(model)
+        # What one sequence is behind with is caught up with by whole blocks.
+        step_tokens = max(step_tokens, config.block_size)
         places = [KvSpace(spaces[whole].num_blocks, group.window) for group in draft.kv_groups]
         proposer = DraftModel(
             runner_for(draft, config, places, step_tokens, length),

@@ -60,7 +60,8 @@ class DraftModel:
         context_length: int,
     ) -> None:
         """`groups`: the draft model's KV groups, whose blocks all lie as those of the target's group `table`, which has
-        no window. `step_tokens`: the most to be computed at a time. Sequences beyond `context_length` get no draft."""
+        no window. `step_tokens`: the most to be computed at a time, a block at least. Sequences beyond `context_length`
+        get no draft."""
         self._executor = executor
         self._shadows: list[_Shadow | None] = [None] * slots
         self._groups = groups
@@ -79,6 +80,9 @@ class DraftModel:
         # Whoever lacks least gets its draft; the others catch up with what is left of the step.
         for one in sorted((one for one in shadows if one.room > 0), key=_lacking):
             count = min(_lacking(one), left)
+            if count < _lacking(one):
+                # Up to the end of a block: others may have the same one, and the runner clears what it only begins.
+                count = max(0, (one.computed + count) // self._size * self._size - one.computed)
             left -= count
             if count:
                 parts.append((one, count))
