@@ -12,9 +12,12 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("engine/kernels/native")
 COMMON = ["-std=c++17", "-O3", "-g0", "-pthread", "-fvisibility=hidden", "-Wno-psabi"]
+AVX2 = ["-mavx2", "-mfma"]
+AVX512 = ["-DLANES=16", *AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
 BUILDS = {
-    "avx2": ["-DLANES=8", "-mavx2", "-mfma"],
-    "avx512": ["-DLANES=16", "-mavx2", "-mfma", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))],
+    "avx2": ["-DLANES=8", *AVX2],
+    "avx512": AVX512,
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
 }
 
 

@@ -67,8 +67,7 @@ def select(
     if quantization == "fp8":
         return _fp8(device, dtype, name)
     if name == "auto" and device.type == "cpu":
-        # Products of bf16 instructions beat those of fp32: there oneDNN has them, and native/ has not.
-        name = "cpu" if computes_natively(torch.bfloat16) or load_library() is None else "native"
+        name = "cpu" if load_library() is None else "native"
     elif name == "auto":
         name = "triton" if _has_triton() else "sdpa"
     if name in ("cpu", "native") and device.type != "cpu":

@@ -1,8 +1,9 @@
 // x [rows, inputs] times a packed weight: panels of kColumns outputs, in each the inputs one after another.
 //
 // fp32: [panel][input][column]. bf16: [panel][pair of inputs][column][2], so that one vector of 32-bit words holds a
-// column's two neighbouring inputs, and either becomes fp32 by a shift or a mask. Each output is one chain of fused
-// multiply-adds over the inputs in order, whatever the number of rows, of threads, and the weight's dtype: a row's
+// column's two neighbouring inputs, and either becomes fp32 by a shift or a mask. Where the CPU multiplies such pairs
+// itself (DOTS), the rows are rounded to bf16 too, as models in bf16 are computed everywhere. Each output is one chain of
+// fused multiply-adds over the inputs in order, or over the pairs, whatever the number of rows and of threads: a row's
 // result does not depend on the rows beside it.
 #pragma once
 
@@ -28,7 +29,12 @@ struct Gemm {
     const float* bias;  // may be null
     float* out;
     int64_t rows, inputs, outputs;
+    const uint32_t* rounded = nullptr;  // x as pairs of bf16, with DOTS
 };
+
+#if defined(__AVX512BF16__) || defined(PENSTOCK_EMULATED_DOTS)
+#define DOTS 1
+#endif
 
 INLINE int64_t panels_of(int64_t outputs) { return (outputs + kColumns - 1) / kColumns; }
 INLINE int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
@@ -85,8 +91,55 @@ static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf
     t.end(c, ldc);
 }
 
-template <int M = kRows, class W>
-INLINE void tiles(const float* x, int64_t ldx, int64_t rows, const W* w, int64_t inputs, float* c, int64_t ldc) {
+#ifdef DOTS
+// sums + x's lower half * w's + x's upper half * w's, of each 32-bit word.
+INLINE F<LANES> add_dots(F<LANES> sums, U<LANES> x, U<LANES> w) {
+#ifdef __AVX512BF16__
+    return (F<LANES>)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)w);
+#else
+    sums += (F<LANES>)(x & 0xffff0000u) * (F<LANES>)(w & 0xffff0000u);
+    return sums + (F<LANES>)(x << 16) * (F<LANES>)(w << 16);
+#endif
+}
+
+// `x` and `w` are pairs; rows of `x` are `ldx` words apart.
+template <int M>
+static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const bf16* w, int64_t pairs, float* c, int64_t ldc) {
+    Tile<M> t;
+    t.begin(c, ldc);
+    for (int64_t k = 0; k < pairs; k++, w += 2 * kColumns) {
+        U<LANES> words[kVectors];
+        for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
+        for (int j = 0; j < kVectors; j++) __builtin_prefetch((const char*)w + 1536 + 64 * j);
+#pragma GCC unroll 8
+        for (int i = 0; i < M; i++) {
+            U<LANES> pair = x[i * ldx + k] - U<LANES>{};
+#pragma GCC unroll 4
+            for (int j = 0; j < kVectors; j++) t.sums[i][j] = add_dots(t.sums[i][j], pair, words[j]);
+        }
+    }
+    t.end(c, ldc);
+}
+
+// Rows of fp32 as pairs of bf16; a last input that is alone has a zero beside it.
+static void round_rows(Pool& pool, const float* x, uint32_t* to, int64_t rows, int64_t inputs) {
+    int64_t pairs = pairs_of(inputs);
+    int tasks = (int)std::min<int64_t>(rows, rows * inputs < 16384 ? 1 : 4 * pool.threads());
+    pool.run(tasks, [&](int task, int) {
+        for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; row++) {
+            const float* from = x + row * inputs;
+            bf16* out = (bf16*)(to + row * pairs);
+            int64_t i = 0;
+            for (; i + LANES <= inputs; i += LANES) store<LANES>(out + i, load<LANES>(from + i));
+            for (; i < inputs; i++) put(out + i, from[i]);
+            if (inputs % 2) put(out + inputs, 0.0f);
+        }
+    });
+}
+#endif
+
+template <int M = kRows, class X, class W>
+INLINE void tiles(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t inputs, float* c, int64_t ldc) {
     for (; rows >= M; rows -= M, x += M * ldx, c += M * ldc) tile<M>(x, ldx, w, inputs, c, ldc);
     if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, inputs, c, ldc);
 }
@@ -104,11 +157,19 @@ INLINE void widen_panel(const bf16* w, int64_t pairs, float* wide) {
 }
 
 // c [rows, kColumns], which has the bias already, plus x times one panel.
-INLINE void panel(const Gemm& g, const float* x, int64_t rows, const float* w, float* c, int64_t ldc) {
+INLINE void panel(const Gemm& g, int64_t first, int64_t rows, const float* w, float* c, int64_t ldc) {
+    const float* x = g.x + first * g.inputs;
     for (int64_t k = 0; k < g.inputs; k += kDepth)
         tiles(x + k, g.inputs, rows, w + k * kColumns, std::min<int64_t>(kDepth, g.inputs - k), c, ldc);
 }
-INLINE void panel(const Gemm& g, const float* x, int64_t rows, const bf16* w, float* c, int64_t ldc) {
+#ifdef DOTS
+INLINE void panel(const Gemm& g, int64_t first, int64_t rows, const bf16* w, float* c, int64_t ldc) {
+    int64_t pairs = pairs_of(g.inputs);
+    tiles(g.rounded + first * pairs, pairs, rows, w, pairs, c, ldc);
+}
+#else
+INLINE void panel(const Gemm& g, int64_t first, int64_t rows, const bf16* w, float* c, int64_t ldc) {
+    const float* x = g.x + first * g.inputs;
     if (rows < kWidenFrom) return tiles(x, g.inputs, rows, w, g.inputs, c, ldc);
     alignas(64) float wide[kDepth * kColumns];
     for (int64_t k = 0; k < g.inputs; k += kDepth) {
@@ -117,8 +178,16 @@ INLINE void panel(const Gemm& g, const float* x, int64_t rows, const bf16* w, fl
         tiles(x + k, g.inputs, rows, wide, depth, c, ldc);
     }
 }
+#endif
 
-template <class W> static void gemm(Pool& pool, const Gemm& g) {
+template <class W> static void gemm(Pool& pool, Gemm g) {
+#ifdef DOTS
+    if constexpr (sizeof(W) == 2) {
+        uint32_t* rounded = (uint32_t*)pool.shared.take(g.rows * pairs_of(g.inputs));
+        round_rows(pool, g.x, rounded, g.rows, g.inputs);
+        g.rounded = rounded;
+    }
+#endif
     int64_t panels = panels_of(g.outputs);
     int64_t depth = sizeof(W) == 2 ? 2 * pairs_of(g.inputs) : g.inputs;
     // Few enough for each task to be worth claiming, enough for threads to end together.
@@ -127,7 +196,6 @@ template <class W> static void gemm(Pool& pool, const Gemm& g) {
     pool.run((int)(across * down), [&](int task, int) {
         int64_t first = task / across * kTaskRows, rows = std::min<int64_t>(kTaskRows, g.rows - first);
         int64_t begin = task % across * share, end = std::min(begin + share, panels);
-        const float* x = g.x + first * g.inputs;
         for (int64_t p = begin; p < end; p++) {
             const W* w = (const W*)g.weight + p * kColumns * depth;
             int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
@@ -139,7 +207,7 @@ template <class W> static void gemm(Pool& pool, const Gemm& g) {
                 if (g.bias) memcpy(c + i * ldc, g.bias + column, columns * sizeof(float));
                 else memset(c + i * ldc, 0, columns * sizeof(float));
             }
-            panel(g, x, rows, w, c, ldc);
+            panel(g, first, rows, w, c, ldc);
             if (!whole)
                 for (int64_t i = 0; i < rows; i++)
                     memcpy(g.out + (first + i) * g.outputs + column, edge + i * kColumns, columns * sizeof(float));

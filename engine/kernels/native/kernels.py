@@ -37,6 +37,7 @@ class Native(Reference):
         self._deterministic = deterministic
         self._half = dtype == torch.bfloat16
         self.weight_dtype = self.cache_dtype = torch.bfloat16 if self._half else torch.float32
+        self.rounds_rows = self._half and library.rounds
         self._library = library
         self._threads = Pool(library, threads or torch.get_num_threads())
         self._pool = self._threads.address

@@ -17,9 +17,10 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: penstock_version() of the source that this file calls.
-VERSION = 3
+VERSION = 4
 #: Instruction set -> whether the CPU has it; the best one first.
 _BUILDS: dict[str, Callable[[], bool]] = {
+    "avx512bf16": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
     "avx512": torch.cpu._is_avx512_supported,
     "avx2": torch.cpu._is_avx2_supported,
 }
@@ -54,6 +55,8 @@ class Library:
             raise OSError(f"{path} is of version {version}, this is {VERSION}: build it again")
         self.columns: int = found.penstock_columns()
         """Outputs of a panel of packed weights."""
+        self.rounds = bool(found.penstock_rounds())
+        """Whether products by weights in bf16 round the rows to bf16 too."""
         self.pool = found.penstock_pool
         self.pool.argtypes, self.pool.restype = [_I, _I], c_void_p
         for name, arguments in _SIGNATURES.items():

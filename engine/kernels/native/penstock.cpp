@@ -5,8 +5,16 @@
 extern "C" {
 
 // Bumped with every change of what is below.
-int penstock_version() { return 3; }
+int penstock_version() { return 4; }
 int penstock_columns() { return kColumns; }
+// Whether products by weights in bf16 round the rows to bf16 too.
+int penstock_rounds() {
+#ifdef DOTS
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 void* penstock_pool(int threads, int spin_us) { return new Pool(threads, spin_us); }
 void penstock_free(void* pool) { delete (Pool*)pool; }

@@ -20,24 +20,34 @@ SOURCE = Path(engine.kernels.native.__file__).parent / "penstock.cpp"
 Make = Callable[[torch.dtype, int], Native]
 
 
-@pytest.fixture(scope="session")
-def wide_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """The build for AVX-512, in AVX2's instructions: all of its logic but for the choice of instructions."""
+def _wide(folder: Path, *flags: str) -> Library:
+    """A build for AVX-512, in AVX2's instructions: all of its logic but for the choice of instructions."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None or load_library() is None:
         pytest.skip("needs a C++ compiler and AVX2")
-    path = tmp_path_factory.mktemp("native") / "wide.so"
-    flags = ["-std=c++17", "-O1", "-mavx2", "-mfma", "-DLANES=16", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True, timeout=110)
+    path = folder / "wide.so"
+    every = ["-std=c++17", "-O1", "-mavx2", "-mfma", "-DLANES=16", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *flags]
+    subprocess.run([compiler, *every, str(SOURCE), "-o", str(path)], check=True, timeout=110)
     return Library(path, "wide")
 
 
-@pytest.fixture(params=["own", pytest.param("wide", marks=pytest.mark.slow)])
+@pytest.fixture(scope="session")
+def wide_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return _wide(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="session")
+def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """With products of pairs of bf16, which are emulated: the packing and rounding of CPUs that have them."""
+    return _wide(tmp_path_factory.mktemp("native"), "-DPENSTOCK_EMULATED_DOTS")
+
+
+@pytest.fixture(params=["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wide", "dots"))])
 def make(request: pytest.FixtureRequest) -> Make:
     if request.param == "own":
         built = load_library()
         if built is None:
             pytest.skip("native kernels are not built for this CPU")
     else:
-        built = request.getfixturevalue("wide_library")
+        built = request.getfixturevalue(f"{request.param}_library")
     return lambda dtype, threads: Native(dtype, built, threads)
