@@ -124,6 +124,7 @@ class Meter:
         self._launch(runner)
         self.around(engine._model, "forward", "forward, rest")
         self.around(engine._model, "logits", _WHOLE)
+        self.around(engine._model, "peaks", _WHOLE)
         if self._device is None:
             self.around(pipeline._scheduler, "schedule", "plan")
             self.around(pipeline._scheduler, "update", "enter")

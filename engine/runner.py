@@ -14,7 +14,7 @@ from engine.kv import KvSpace
 from engine.models import Model
 from engine.plan import Sampled, StepPlan, accepted
 from engine.request import UNKNOWN, Sequence
-from engine.sampling import SamplingBatch, SamplingRows, sample, score_prompts
+from engine.sampling import SamplingBatch, SamplingRows, chosen, sample, score_prompts
 from engine.upload import upload
 
 
@@ -101,7 +101,8 @@ class Runner:
         return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]
 
     def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
-        return sample(self._model.logits(hidden), how)
+        found = self._model.peaks(hidden) if how.plain else None
+        return sample(self._model.logits(hidden), how) if found is None else chosen(*found)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:

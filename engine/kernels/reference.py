@@ -87,6 +87,13 @@ class Reference:
         where the device does not multiply such."""
         return self.prepare_linear((values.float() * scales).to(self.weight_dtype), bias)
 
+    def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What greedy rows want of the logits that `head`, a prepared one, makes of `hidden` [rows, width].
+
+        int64 [rows]: where the largest is, the first of equals; bool [rows]: whether all are finite. None where the set
+        has no way around the logits themselves."""
+        return None
+
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         """Called by every layer when it is packed, with the shape of its attention."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels import Attended, Kernels, LayerParts, PreparedLayers
+from engine.kernels import Attended, Kernels, LayerParts, PreparedLayers, PreparedLinear
 from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear, NormedAttention, RmsNorm, Rope
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
@@ -229,10 +229,18 @@ class Decoder(ABC):
         return after.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        head = self._head or self._embedding.head
-        if head is None:
-            raise RuntimeError("a model is packed before it runs")
-        logits = head(hidden)
+        logits = self._logits_of(hidden)
         if self._softcap is None:
             return logits
         return logits.div_(self._softcap).tanh_().mul_(self._softcap)
+
+    def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        # A cap makes different logits equal: which of them is the first is another question then.
+        return None if self._softcap is not None else self.kernels.peaks(self._logits_of, hidden)
+
+    @property
+    def _logits_of(self) -> PreparedLinear:
+        head = self._embedding.head if self._head is None else self._head.prepared
+        if head is None:
+            raise RuntimeError("a model is packed before it runs")
+        return head

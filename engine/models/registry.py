@@ -87,6 +87,10 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of what `forward` gave; apart, so that those of a long prompt come in pieces."""
 
+    def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Where each row's largest logit is, and whether all are finite, as Kernels.peaks says; None where that takes
+        the logits."""
+
 
 def load_model(
     folder: str | Path,

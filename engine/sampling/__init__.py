@@ -10,6 +10,6 @@ logprobs.py says how likely the model itself held a token, chosen or of the prom
 
 from engine.sampling.logprobs import score_prompts
 from engine.sampling.rows import SamplingBatch, SamplingRows
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import chosen, sample
 
-__all__ = ["SamplingBatch", "SamplingRows", "sample", "score_prompts"]
+__all__ = ["SamplingBatch", "SamplingRows", "chosen", "sample", "score_prompts"]

@@ -44,6 +44,11 @@ class SamplingBatch:
     logprob_counts: dict[int, int]
     """Row -> number of likeliest tokens wanted, for the host."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether every row takes the likeliest token, and nothing else is asked of its logits."""
+        return self.draws is None and self.edits is None and self.logprob_rows is None
+
 
 class SamplingRows:
     """Row `slot` belongs to the running sequence with that slot."""

@@ -44,6 +44,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
     ]
 
 
+def chosen(tokens: Tensor, finite: Tensor) -> list[Sampled]:
+    """As `sample`, for rows that take the likeliest token: int64 [rows], and bool [rows] as Kernels.peaks says."""
+    return [
+        Sampled(token) if sound else failed(token, 1)
+        for token, sound in zip(tokens.tolist(), finite.tolist(), strict=True)
+    ]
+
+
 def failed(token: int, fault: int) -> Sampled:
     """A row's result where `fault` is not 0: 1 for logits that are not finite, else no token was left."""
     if fault & 1:

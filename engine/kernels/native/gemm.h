@@ -180,7 +180,8 @@ INLINE void panel(const Gemm& g, int64_t first, int64_t rows, const bf16* w, flo
 }
 #endif
 
-template <class W> static void gemm(Pool& pool, Gemm g) {
+// What products need before their first task.
+template <class W> INLINE void prepare(Pool& pool, Gemm& g) {
 #ifdef DOTS
     if constexpr (sizeof(W) == 2) {
         uint32_t* rounded = (uint32_t*)pool.shared.take(g.rows * pairs_of(g.inputs));
@@ -188,29 +189,55 @@ template <class W> static void gemm(Pool& pool, Gemm g) {
         g.rounded = rounded;
     }
 #endif
-    int64_t panels = panels_of(g.outputs);
+}
+
+// A task's rows and panels.
+struct Part {
+    int64_t first, rows, begin, end;
+};
+
+// How a product is cut into tasks: few enough for each to be worth claiming, enough for threads to end together.
+struct Cut {
+    int64_t panels, share, across, down;
+    Cut(const Pool& pool, const Gemm& g) {
+        panels = panels_of(g.outputs);
+        share = std::max<int64_t>(1, std::min<int64_t>(panels / (8 * pool.threads()), 16));
+        across = (panels + share - 1) / share;
+        down = (g.rows + kTaskRows - 1) / kTaskRows;
+    }
+    Part part(const Gemm& g, int task) const {
+        int64_t first = task / across * kTaskRows, begin = task % across * share;
+        return {first, std::min<int64_t>(kTaskRows, g.rows - first), begin, std::min(begin + share, panels)};
+    }
+};
+
+// One panel's columns of a part's rows into `c`, whole also where it is the last panel and has fewer.
+template <class W> INLINE void product(const Gemm& g, const Part& part, int64_t p, float* c, int64_t ldc) {
     int64_t depth = sizeof(W) == 2 ? 2 * pairs_of(g.inputs) : g.inputs;
-    // Few enough for each task to be worth claiming, enough for threads to end together.
-    int64_t share = std::max<int64_t>(1, std::min<int64_t>(panels / (8 * pool.threads()), 16));
-    int64_t across = (panels + share - 1) / share, down = (g.rows + kTaskRows - 1) / kTaskRows;
-    pool.run((int)(across * down), [&](int task, int) {
-        int64_t first = task / across * kTaskRows, rows = std::min<int64_t>(kTaskRows, g.rows - first);
-        int64_t begin = task % across * share, end = std::min(begin + share, panels);
-        for (int64_t p = begin; p < end; p++) {
-            const W* w = (const W*)g.weight + p * kColumns * depth;
+    int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
+    for (int64_t i = 0; i < part.rows; i++) {
+        memset(c + i * ldc, 0, kColumns * sizeof(float));
+        if (g.bias) memcpy(c + i * ldc, g.bias + column, columns * sizeof(float));
+    }
+    panel(g, part.first, part.rows, (const W*)g.weight + p * kColumns * depth, c, ldc);
+}
+
+template <class W> static void gemm(Pool& pool, Gemm g) {
+    prepare<W>(pool, g);
+    Cut cut(pool, g);
+    pool.run((int)(cut.across * cut.down), [&](int task, int) {
+        Part part = cut.part(g, task);
+        for (int64_t p = part.begin; p < part.end; p++) {
             int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
-            alignas(64) float edge[kTaskRows * kColumns];
-            bool whole = columns == kColumns;
-            float* c = whole ? g.out + first * g.outputs + column : edge;
-            int64_t ldc = whole ? g.outputs : kColumns;
-            for (int64_t i = 0; i < rows; i++) {
-                if (g.bias) memcpy(c + i * ldc, g.bias + column, columns * sizeof(float));
-                else memset(c + i * ldc, 0, columns * sizeof(float));
+            float* to = g.out + part.first * g.outputs + column;
+            if (columns == kColumns) {
+                product<W>(g, part, p, to, g.outputs);
+                continue;
             }
-            panel(g, first, rows, w, c, ldc);
-            if (!whole)
-                for (int64_t i = 0; i < rows; i++)
-                    memcpy(g.out + (first + i) * g.outputs + column, edge + i * kColumns, columns * sizeof(float));
+            alignas(64) float edge[kTaskRows * kColumns];
+            product<W>(g, part, p, edge, kColumns);
+            for (int64_t i = 0; i < part.rows; i++)
+                memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
         }
     });
 }

@@ -74,6 +74,9 @@ class Native(Reference):
             return None
         return NativeLayers(self._library, self._threads, layers, norm)
 
+    def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        return head.peaks(hidden) if isinstance(head, PackedProduct) else None
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != self.compute_dtype:
             return super().rms_norm(x, weight, eps)

@@ -21,7 +21,7 @@ class PackedProduct:
     def __init__(self, library: Library, pool: Pool, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int):
         self.packed, self.bias = packed, bias
         self._sizes = (inputs, outputs)
-        self._run, self._pool = library.linear, pool
+        self._run, self._find, self._pool = library.linear, library.peaks, pool
         # Addresses are asked for once: the tensors stay where they are.
         self._weight, self._added = packed.data_ptr(), None if bias is None else bias.data_ptr()
         self._half = int(packed.dtype == torch.bfloat16)
@@ -40,6 +40,23 @@ class PackedProduct:
             *self._sizes,
         )
         return out
+
+    def peaks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As Reference.peaks, of the product of `x`, which is not written anywhere."""
+        x = x.contiguous()
+        places, finite = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
+        self._find(
+            self._pool.address,
+            x.data_ptr(),
+            self._weight,
+            self._added,
+            self._half,
+            len(x),
+            *self._sizes,
+            places.data_ptr(),
+            finite.data_ptr(),
+        )
+        return places, finite
 
     def entry(self) -> _Product:
         return _Product(self._weight, self._added, *self._sizes, self._half)

@@ -17,7 +17,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: penstock_version() of the source that this file calls.
-VERSION = 4
+VERSION = 5
 #: Instruction set -> whether the CPU has it; the best one first.
 _BUILDS: dict[str, Callable[[], bool]] = {
     "avx512bf16": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
@@ -31,6 +31,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_free": [_P],
     "penstock_pack": [_P, _P, _P, _I, _L, _L],
     "penstock_linear": [_P, _P, _P, _P, _P, _I, _L, _L, _L],
+    "penstock_peaks": [_P, _P, _P, _P, _I, _L, _L, _L, _P, _P],
     "penstock_norm": [_P, _P, _P, _P, _P, _L, _L, _F],
     "penstock_norm_heads": [_P, _P, _P, _P, _L, _L, _L, _L, _F],
     "penstock_rope_and_write": [_P, _P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _L],
@@ -65,6 +66,7 @@ class Library:
         self.free = found.penstock_free
         self.pack = found.penstock_pack
         self.linear = found.penstock_linear
+        self.peaks = found.penstock_peaks
         self.norm = found.penstock_norm
         self.norm_heads = found.penstock_norm_heads
         self.rope_and_write = found.penstock_rope_and_write

@@ -1,11 +1,12 @@
 // The C ABI: pointers and sizes alone, nothing of torch or Python. Built once for each instruction set.
 #include "layers.h"
+#include "peaks.h"
 
 #pragma GCC visibility push(default)
 extern "C" {
 
 // Bumped with every change of what is below.
-int penstock_version() { return 4; }
+int penstock_version() { return 5; }
 int penstock_columns() { return kColumns; }
 // Whether products by weights in bf16 round the rows to bf16 too.
 int penstock_rounds() {
@@ -27,6 +28,14 @@ void penstock_pack(void* pool, const void* weight, void* packed, int half, int64
 void penstock_linear(void* pool, const float* x, const void* weight, const float* bias, float* out, int half,
                      int64_t rows, int64_t inputs, int64_t outputs) {
     multiply(*(Pool*)pool, {weight, bias, inputs, outputs, half}, x, out, rows);
+}
+
+// Where each row of the product has its largest number, the first of equals, and whether all of its numbers are finite.
+void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int half, int64_t rows,
+                    int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite) {
+    Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
+    if (half) peaks<bf16>(*(Pool*)pool, g, places, finite);
+    else peaks<float>(*(Pool*)pool, g, places, finite);
 }
 
 // `residual` may be null: no sum then. `out` may be `x`.

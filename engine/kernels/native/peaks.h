@@ -1,0 +1,93 @@
+// The largest of each row of a product, without the product in memory: what greedy rows want of their logits.
+#pragma once
+
+#include <cfloat>
+#include <limits>
+
+#include "gemm.h"
+
+// Of each row and lane the largest so far and where it was; of each row whether all were finite.
+struct Peaks {
+    alignas(64) float value[kTaskRows][LANES];
+    alignas(64) int32_t place[kTaskRows][LANES];
+    alignas(64) int32_t wrong[kTaskRows][LANES];
+
+    void begin(int64_t rows) {
+        std::fill_n(&value[0][0], rows * LANES, -std::numeric_limits<float>::infinity());
+        std::fill_n(&place[0][0], rows * LANES, std::numeric_limits<int32_t>::max());
+        std::fill_n(&wrong[0][0], rows * LANES, 0);
+    }
+
+    // `c` is of whole panels: what is behind the last column is -inf and `columns` tells it apart.
+    void take(const float* c, int64_t rows, int64_t first, int64_t columns) {
+        I<LANES> lane;
+        for (int i = 0; i < LANES; i++) lane[i] = i;
+        for (int64_t r = 0; r < rows; r++) {
+            F<LANES> best = load<LANES>(value[r]);
+            I<LANES> at, bad;
+            memcpy(&at, place[r], sizeof at);
+            memcpy(&bad, wrong[r], sizeof bad);
+            for (int j = 0; j < kVectors; j++) {
+                F<LANES> x = load<LANES>(c + r * kColumns + j * LANES);
+                I<LANES> here = lane + (int32_t)(first + j * LANES);
+                I<LANES> finite = (x <= splat<LANES>(FLT_MAX)) & (x >= splat<LANES>(-FLT_MAX));
+                bad |= ~finite & (here < (int32_t)(first + columns));
+                I<LANES> more = x > best;
+                best = more ? x : best;
+                at = more ? here : at;
+            }
+            store<LANES>(value[r], best);
+            memcpy(place[r], &at, sizeof at);
+            memcpy(wrong[r], &bad, sizeof bad);
+        }
+    }
+};
+
+struct Peak {
+    float value;
+    int32_t place;  // the first of equal ones
+    bool finite;
+};
+
+INLINE bool before(const Peak& a, float value, int32_t place) {
+    return a.value > value || (a.value == value && a.place < place);
+}
+
+// `places` and `finite` [rows]. A row that is not finite has any place within the outputs.
+template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_t* finite) {
+    prepare<W>(pool, g);
+    Cut cut(pool, g);
+    std::vector<Peak> found(cut.across * g.rows);
+    pool.run((int)(cut.across * cut.down), [&](int task, int) {
+        Part part = cut.part(g, task);
+        Peaks own;
+        own.begin(part.rows);
+        for (int64_t p = part.begin; p < part.end; p++) {
+            alignas(64) float c[kTaskRows * kColumns];
+            int64_t columns = std::min<int64_t>(kColumns, g.outputs - p * kColumns);
+            product<W>(g, part, p, c, kColumns);
+            for (int64_t r = 0; r < part.rows; r++)
+                std::fill(c + r * kColumns + columns, c + (r + 1) * kColumns, -std::numeric_limits<float>::infinity());
+            own.take(c, part.rows, p * kColumns, columns);
+        }
+        for (int64_t r = 0; r < part.rows; r++) {
+            Peak peak{own.value[r][0], own.place[r][0], !own.wrong[r][0]};
+            for (int i = 1; i < LANES; i++) {
+                peak.finite &= !own.wrong[r][i];
+                if (!before(peak, own.value[r][i], own.place[r][i])) peak.value = own.value[r][i], peak.place = own.place[r][i];
+            }
+            found[task % cut.across * g.rows + part.first + r] = peak;
+        }
+    });
+    for (int64_t r = 0; r < g.rows; r++) {
+        Peak all = found[r];
+        for (int64_t i = 1; i < cut.across; i++) {
+            const Peak& other = found[i * g.rows + r];
+            bool whole = all.finite && other.finite;
+            if (!before(all, other.value, other.place)) all = other;
+            all.finite = whole;
+        }
+        places[r] = std::min<int64_t>(all.place, g.outputs - 1);
+        finite[r] = all.finite;
+    }
+}
