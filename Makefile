@@ -2,9 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# For two cores: the fast tests wait as often as they compute, the slow ones start processes of their own.
-JOBS ?= 3
-SLOW_JOBS ?= 2
+# For two cores: tests wait for processes, for leases and for each other about as long as they compute.
+JOBS ?= 4
+SLOW_JOBS ?= 4
 
 .PHONY: run test lint .venv clean
 .DEFAULT_GOAL := help
