@@ -22,6 +22,10 @@ BUILDS = {
 
 
 class BuildLibraries(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True  # one process of the compiler for each library
+
     def get_ext_filename(self, fullname: str) -> str:
         # No tag of a Python version: it is not Python's to import.
         return f"{fullname.replace('.', '/')}.so"
