@@ -66,7 +66,15 @@ class StepLoop:
         # Of the loop's thread alone: the tickets that the scheduler knows.
         self._known: dict[str, _Ticket] = {}
         self._pipeline = Pipeline(
-            scheduler, executor, self._state, self._end_step, overlap, release, check, speculation
+            scheduler,
+            executor,
+            self._state,
+            self._end_step,
+            overlap,
+            release,
+            check,
+            speculation,
+            lambda: self.on_lost is not None,
         )
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()

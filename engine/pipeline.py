@@ -22,7 +22,8 @@ then callers' aborts are read.
   those that fail, with tokens that are known, so that only the culprit fails. The same is done for any step that fails
   when none was planned after it.
 - **The device has no memory for N+1**: N is entered; then N+1 is planned anew, smaller (engine/shrink.py).
-- **The device is lost** (`check`, after any failure): nothing can be run again, here or later, and the loop ends.
+- **The device is lost** (`check`, after any failure), or has no memory for two sequences one after the other, each by
+  itself, and somebody takes them elsewhere: nothing can be run again, here or later, and the loop ends.
 - **N fails when it is collected** and N+1 was planned: memory has changed hands, so that the rows of N cannot run
   again. N+1 is waited for and ignored; the sequences of both are put out of the batch with the tokens that are known
   (Scheduler.take_back). Steps do not overlap until each of them has got on, so that the culprit is found as above.
@@ -38,7 +39,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from engine.errors import EngineError, brief
+from engine.errors import DeviceLostError, EngineError, brief
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Sequence, Status
 from engine.scheduler import Scheduler
@@ -94,10 +95,12 @@ class Pipeline:
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
         speculation: Speculation | None = None,
+        elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
         """`state` is held while the scheduler changes, not while a step computes. `entered` is called with the events
         of each step. `release`: see Shrink. `check` is called after every failure, and raises DeviceLostError where no
-        step can go well any more; so does, then, whichever method was at it."""
+        step can go well any more; so does, then, whichever method was at it. `elsewhere`: whether somebody takes the
+        requests of a lost device to another; then one that has memory for nobody counts as lost, too."""
         self._scheduler = scheduler
         self._executor = executor
         self._state = state
@@ -105,6 +108,7 @@ class Pipeline:
         self._overlap = overlap
         self._check = check
         self._speculation = speculation
+        self._elsewhere = elsewhere
         # Launched and not collected: at most one between steps, two within.
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
@@ -248,8 +252,15 @@ class Pipeline:
                     continue
                 seq, message = rows[0].seq, f"the model failed on this request: {brief(error)}"
                 logger.exception("request %r failed alone", seq.request.id)
+                if self._shrink.alone(seq.request.id, error) and self._elsewhere():
+                    self._under_way = (plan,)
+                    raise DeviceLostError(
+                        f"the device has no memory for the step of a single sequence, whichever: {brief(error)}"
+                    ) from None
                 with self._state:
                     failures += self._scheduler.fail(seq, message)
                 sampled = [Sampled(-1, error=message)] * rows[0].samples
+            else:
+                self._shrink.had_memory()
             found |= zip((id(row) for row in rows if row.samples), sampled, strict=True)
         return [found.get(id(row), Sampled(-1)) for row in plan.rows if row.samples]

@@ -1,4 +1,8 @@
-"""Where a device has no memory left for a step: smaller steps, and one sequence less, in place of a death."""
+"""Where a device has no memory left for a step: smaller steps, and one sequence less, in place of a death.
+
+a step fails -> half as large, planned again -> ... -> its sequences alone -> one fails: its own error
+                                                                           -> one after the other: the device's
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ class Shrink:
         self._state = state
         self._release = release
         self._answered = False
+        self._starved: set[str] = set()
 
     def answer(self, error: BaseException | None) -> bool:
         """What a step failed with. True where its rows are to be planned again: as long as steps can be made smaller,
@@ -44,6 +49,19 @@ class Shrink:
         )
         return again
 
+    def alone(self, request_id: str, error: BaseException) -> bool:
+        """A sequence of that request failed by itself. True where it is not to blame: another had not the memory for
+        that either, and nobody's step has gone well since. Then somebody else has taken the memory."""
+        if self._release is None or not self._release(error):
+            return False
+        self._starved.add(request_id)
+        return len(self._starved) > 1
+
     def went_well(self) -> None:
         """A step has got to its end."""
         self._answered = False
+        self.had_memory()
+
+    def had_memory(self) -> None:
+        """A part of a step has got to its end."""
+        self._starved.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,8 @@ from engine.loop import StepLoop
 from engine.memory import release
 from engine.plan import StepPlan
 from engine.scheduler import Scheduler
-from tests.engine.looping import Listener, Steps, request
+from tests.engine.looping import PATIENCE, Listener, Steps, request
+from tests.engine.test_alive import waited
 from tests.engine.test_loop import overlap, steps
 
 __all__ = ["overlap", "steps"]
@@ -83,6 +85,67 @@ def test_what_fits_not_even_alone_ends_alone(loop: StepLoop, steps: Steps) -> No
     assert large.events[-1].finish_reason == "error"
     assert "out of memory" in (large.events[-1].error or "")
     assert loop.stats().shrinks > 0
+
+
+def no_memory(plan: StepPlan) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_device_that_has_memory_for_nobody_is_lost_where_another_takes_over(
+    steps: Steps, scheduler: Scheduler, overlap: int
+) -> None:
+    all_in, told = threading.Event(), list[tuple[str, set[str]]]()
+    steps.before = no_memory
+    made = StepLoop(scheduler, steps, lambda: waited(all_in), overlap=overlap, release=release)
+    made.on_lost = lambda why, suspects: told.append((why, suspects))
+    heard = [Listener() for _ in range(3)]
+    for i, listener in enumerate(heard):
+        made.submit(request(str(i), first=100 * i), listener)
+    all_in.set()
+    made._thread.join(PATIENCE)
+    ((why, suspects),) = told
+    assert "has no memory for the step of a single sequence" in why
+    assert len(suspects) > 1, "none of them more than another"
+    assert [listener.events for listener in heard] == [[], [], []], "no request has failed"
+    assert scheduler.stats().shrinks > 0, "smaller steps were tried first"
+    made.close()
+
+
+def test_where_nobody_takes_over_each_ends_alone_and_the_engine_goes_on(loop: StepLoop, steps: Steps) -> None:
+    steps.before = no_memory
+    heard = [Listener() for _ in range(3)]
+    for i, listener in enumerate(heard):
+        loop.submit(request(str(i), first=100 * i), listener)
+    assert all("out of memory" in (listener.wait().events[-1].error or "") for listener in heard)
+    steps.before = lambda plan: None
+    again = Listener()
+    loop.submit(request("again", first=7), again)
+    assert again.wait().tokens
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_one_after_the_other_is_enough_unless_somebody_had_memory_between(
+    steps: Steps, scheduler: Scheduler, overlap: int, between: bool
+) -> None:
+    told = list[str]()
+    made = StepLoop(scheduler, steps, lambda: None, overlap=overlap, release=release)
+    made.on_lost = lambda why, suspects: told.append(why)
+
+    def run(name: str, fails: bool) -> Listener:
+        steps.before = no_memory if fails else lambda plan: None
+        listener = Listener()
+        made.submit(request(name), listener)
+        return listener
+
+    assert run("0", True).wait().events[-1].finish_reason == "error"
+    if between:
+        assert run("1", False).wait().tokens
+        assert run("2", True).wait().events[-1].finish_reason == "error"
+        made.close()
+    else:
+        run("2", True)
+        made._thread.join(PATIENCE)
+    assert bool(told) is not between
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,135 @@
+"""A device that fails under a real worker: its streams go on elsewhere, and its process is started anew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers import Client, keys
+from producers.events import Token
+from tests.processes import ROOT, Worker, valkey
+from tests.workers.rig import Rig
+from workers.cli.supervisor import Child, Program
+
+#: Longer than the test takes: nothing here happens because one lapses.
+LEASE = 300.0
+OPTIONS = {"dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_cache_bytes": 16 << 20, "deterministic": True}
+PROMPT = "def fibonacci(n):\n    "
+LENGTH = 120
+REAL = {"engine_factory": "workers.serving:load_engine"}
+
+
+class Supervised:
+    """A worker that the product's own supervisor starts again, on an event loop of its own."""
+
+    def __init__(self, rig: Rig, fault: Path, name: str) -> None:
+        self.name, self.lines = name, list[str]()
+        settings = {"broker": rig.url, "store": rig.url, "model": "tiny", "lease": LEASE, "name": name}
+        settings |= {"engine": OPTIONS, "engine_factory": "tests.failing_device:load"}
+        argv = [sys.executable, "-m", "tests.worker_process", json.dumps(settings)]
+        env = {"DEVICE_FAULT": str(fault), "DEVICE_STEP_S": "0.02", "PYTHONPATH": str(ROOT)}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.child = Child(Program(name, argv, env), lambda _, line: self.lines.append(line))
+        self.child.restart = True
+        self._do(self.child.start())
+
+    def _do(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    @property
+    def ends(self) -> list[str]:
+        """What the supervisor said when a process ended."""
+        return [line for line in self.lines if "starting it again" in line]
+
+    def said(self, words: str) -> bool:
+        return any(words in line for line in self.lines)
+
+    def stop(self) -> None:
+        self._do(self.child.stop(0.0, signal.SIGKILL))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@contextmanager
+def supervised(rig: Rig, fault: Path) -> Iterator[Supervised]:
+    worker = Supervised(rig, fault, "failing")
+    try:
+        rig.until(lambda: rig.leases(), 120)
+        yield worker
+    except AssertionError as error:
+        raise AssertionError("\n".join([str(error), *worker.lines[-60:]])) from error
+    finally:
+        worker.stop()
+
+
+def _ask(client: Client, seeds: range) -> list[str]:
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0.8, "ignore_eos": True}
+    return [client.submit(seed=seed, **asked).id for seed in seeds]
+
+
+def _tokens(client: Client, task_id: str) -> list[int]:
+    return [event.token_id for event in client.get(task_id).stream() if isinstance(event, Token)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_device_that_fails_costs_no_token(tmp_path: Path) -> None:
+    fault = tmp_path / "fault"
+    with valkey() as (url, redis), Client(url) as client, supervised(rig := Rig(url, redis), fault) as failing:
+
+        def owners(ids: list[str]) -> set[str]:
+            return {rig.record(task_id).get("owner", "").partition(".")[0] for task_id in ids}
+
+        def ended(ids: list[str]) -> None:
+            """Completed, with one worker lost; that they got on absolves them."""
+            rig.until_settled(ids, 120)
+            assert {(r["status"], r["deaths"], r["stuck"]) for r in map(rig.record, ids)} == {("completed", "1", "0")}
+
+        # Lost: at once, and for each call that comes after.
+        first = ids = _ask(client, range(4))
+        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+        fault.write_text("hold")
+        with Worker(url, model="tiny", name="healthy", lease=LEASE, engine=OPTIONS, **REAL) as healthy:
+            healthy.wait_ready(120)
+            assert owners(ids) == {"failing"}
+            assert all(5 < rig.tokens(task_id) < LENGTH for task_id in ids)
+            fault.write_text("lost")
+            rig.until(lambda: failing.ends, 120)
+            assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[0]
+            assert failing.said("Giving this worker up: the device is lost: DeviceLostError")
+            fault.write_text("")
+            ended(ids)
+            rig.until(lambda: len(rig.leases()) == 2, 120)
+        # Memory for less than there was: steps become smaller, nobody is harmed, and the process goes on.
+        ids = _ask(client, range(4, 8))
+        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+        before = sum(map(rig.tokens, ids))
+        fault.write_text("room 2")
+        rig.until(lambda: sum(map(rig.tokens, ids)) > before + 20)
+        assert len(failing.ends) == 1
+        # For nobody: it is not the requests' fault.
+        fault.write_text("room 0")
+        rig.until(lambda: len(failing.ends) == 2, 120)
+        assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[1]
+        assert failing.said("has no memory for the step of a single sequence")
+        fault.write_text("")
+        ended(ids)
+        quiet = _ask(client, range(8))
+        rig.until_settled(quiet, 120)
+        for interrupted, whole in zip([*first, *ids], quiet, strict=True):
+            assert _tokens(client, interrupted) == _tokens(client, whole)
+        assert redis.llen(keys.DEAD) == 0
+        rig.check_nothing_left()
