@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from producers import keys
 from producers.aio import AsyncClient
+from producers.deserted import takers_of
 from producers.message import is_plain
 from producers.protocol import PACKAGE
 from producers.script import Call, arun, script, text
@@ -47,17 +48,17 @@ class Pruned:
 
 
 class RetiredPools:
-    """One for each process that leads: it remembers since when nobody serves a pool. `unsort(queue, count)`: the call
-    that puts back into a queue's lists what its workers had sorted; it answers how many messages those were."""
+    """One for each process that leads: it remembers since when nobody serves a pool. `recall(queue, pools, count)`: the
+    call that puts back into a queue's lists what its workers had sorted, see `producers.deserted`."""
 
     def __init__(
         self,
         client: AsyncClient,
-        unsort: Callable[[str, int], Call] | None = None,
+        recall: Callable[[str, Sequence[str], int], Call] | None = None,
         retire_after_s: float = RETIRE_AFTER_S,
     ) -> None:
         self._store, self._broker = client.store, client.broker
-        self._unsort = unsort
+        self._recall = recall
         self._retire_after_s = retire_after_s
         self._waiting: dict[str, int] = {}
         self._empty_since: dict[str, float] = {}
@@ -70,8 +71,9 @@ class RetiredPools:
         served = {json.loads(pools[queue])["model"] for queue in serving if queue in pools}
         models = {text(model) for model in await self._store.hkeys(keys.MODELS)}
         unserved = [queue for queue in pools if queue not in serving]
+        takers = takers_of(pools)
         for queue in [*unserved, *map(keys.model_queue, models - served)]:
-            waiting = await self._prune(queue, pruned)
+            waiting = await self._prune(queue, takers.get(queue, []), pruned)
             if waiting and waiting != self._waiting.get(queue):
                 log.warning("%d tasks wait in %s, which no worker serves", waiting, queue)
             self._waiting[queue] = waiting
@@ -81,11 +83,11 @@ class RetiredPools:
             del self._empty_since[queue]
         return pruned
 
-    async def _prune(self, queue: str, pruned: Pruned) -> int:
+    async def _prune(self, queue: str, pools: Sequence[str], pruned: Pruned) -> int:
         """How many messages are left."""
         while await arun(self._broker, due(queue)):
             pass
-        while self._unsort is not None and await arun(self._broker, self._unsort(queue, PAGE)) == PAGE:
+        while self._recall is not None and await arun(self._broker, self._recall(queue, pools, PAGE)) == PAGE:
             pass
         left = 0
         for name in dict.fromkeys(name for tier in keys.TIERS for name in keys.tier_lists(queue, tier)):

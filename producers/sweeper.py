@@ -2,7 +2,8 @@
 
     run   (gateways, and the sweeper that leads):  submits broken off, lost readers, deadlines, final tasks unsettled
     lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, tell the results of
-          plain Celery tasks, look after pools without workers and what has no TTL -> until the lease is lost
+          plain Celery tasks, bring back what killed workers left, look after pools without workers and what has no TTL
+          -> until the lease is lost
 
 Whatever is done is one script that looks at the record itself, so that any number may do it at once, and be stopped or
 killed between any two calls. What was done is counted in `penstock:swept`.
@@ -16,7 +17,7 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -24,6 +25,8 @@ from producers import keys, protocol, submits
 from producers.aio import AsyncClient
 from producers.celery_results import CeleryResults
 from producers.compact import AGE_MS, compact
+from producers.deserted import PATIENCE_S as DESERTED_AFTER_S
+from producers.deserted import DesertedQueues
 from producers.expiry import expire_late
 from producers.leader import LEASE_S as LEADER_LEASE_S
 from producers.leader import Leadership
@@ -53,7 +56,7 @@ Counts = dict[str, int]
 class SweeperSettings:
     """Of a sweeper that leads, or waits to. Times are seconds.
 
-    `unsort`, `reap`: scripts of the broker's side, see `producers.retired` and `producers.stale`.
+    `recall`, `reap`: scripts of the broker's side, see `producers.deserted`.
     """
 
     broker: str
@@ -73,7 +76,9 @@ class SweeperSettings:
     letters_kept: float = LETTERS_KEPT_S
     unneeded: float = UNNEEDED_S
     retire_after: float = RETIRE_AFTER_S
-    unsort: Callable[[str, int], Call] | None = None
+    deserted_after: float = DESERTED_AFTER_S
+    """For how long no worker of a queue may have a lease before what they left goes back to its lists."""
+    recall: Callable[[str, Sequence[str], int], Call] | None = None
     reap: Callable[[str], Call] | None = None
 
 
@@ -132,7 +137,10 @@ async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
 
 async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
     results = CeleryResults(client, settings.store)
-    pools = RetiredPools(client, settings.unsort, settings.retire_after)
+    pools = RetiredPools(client, settings.recall, settings.retire_after)
+    deserted = None
+    if settings.reap is not None and settings.recall is not None:
+        deserted = DesertedQueues(client, settings.reap, settings.recall, settings.deserted_after)
     stale = Stale(client, settings.reap, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def tell() -> Counts:
@@ -141,6 +149,12 @@ async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
     async def pack() -> Counts:
         done = await compact(client, int(settings.compact_after * 1000))
         return {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
+
+    async def returned() -> Counts:
+        if deserted is None:
+            return {}
+        reaped, recalled = await deserted.sweep()
+        return {"returned": reaped, "recalled": recalled}
 
     async def prune() -> Counts:
         return {f"removed_{name}": count for name, count in asdict(await pools.sweep()).items()}
@@ -160,6 +174,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
         group.create_task(basics)
         group.create_task(_repeat(client, tell, settings.every))
         group.create_task(_repeat(client, pack, settings.every))
+        group.create_task(_repeat(client, returned, settings.every))
         group.create_task(_repeat(client, prune, settings.seldom))
         group.create_task(_repeat(client, tidy, settings.seldom))
 

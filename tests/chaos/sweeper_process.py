@@ -18,4 +18,4 @@ HASTY = {"every": 1.0, "unsent_after": 3.0, "unsettled_after": 3.0, "reader_leas
 if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     settings = {**HASTY, **json.loads(sys.argv[1])}
-    asyncio.run(sweep(SweeperSettings(reap=broker.reap, unsort=broker.unsort, **settings)))
+    asyncio.run(sweep(SweeperSettings(reap=broker.reap, recall=broker.recall, **settings)))

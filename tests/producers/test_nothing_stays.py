@@ -98,7 +98,7 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         letters_kept=60.0,
         unneeded=0.2,
         retire_after=0.1,
-        unsort=broker.unsort,
+        recall=broker.recall,
         reap=broker.reap,
     )
     async with AsyncClient(valkey_url) as client:

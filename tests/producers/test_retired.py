@@ -55,7 +55,7 @@ async def test_only_what_is_over_is_removed_and_the_rest_told_of(
     plain = Message("plain", OLD, "default", 1, 9).envelope().replace('"penstock": {', '"other": {')
     valkey.lpush(OLD, plain, "junk")
     valkey.hset(keys.REAPED, ids[1], 1)
-    pools = RetiredPools(aclient, broker.unsort)
+    pools = RetiredPools(aclient, broker.recall)
     assert await pools.sweep() == Pruned(messages=5)
     left = valkey.lrange(OLD, 0, -1)
     assert left[:2] == [b"junk", plain.encode()]
@@ -89,7 +89,7 @@ async def test_what_was_sorted_or_held_back_is_found_too(aclient: AsyncClient, v
     assert len(broker.read_fetch(run(valkey, call)) or ()) == 2
     run(valkey, broker.back("w2", OLD, "u1", 60_000))
     run(valkey, broker.back("w2", OLD, "u2", 0))
-    assert await RetiredPools(aclient, broker.unsort).sweep() == Pruned(messages=4)
+    assert await RetiredPools(aclient, broker.recall).sweep() == Pruned(messages=4)
     assert not valkey.exists(keys.delayed(OLD))
     assert not [name for name in valkey.keys("penstock:*") if OLD.encode() in name]
 

@@ -106,6 +106,8 @@ class Broker:
     records: dict[str, bool] = field(default_factory=dict)
     ages: dict[str, int] = field(default_factory=dict)
     live: set[str] = field(default_factory=set)
+    #: Incarnations that REAP knows of, with the queue of each.
+    listed: dict[str, str] = field(default_factory=dict)
     fetched: int = 0
     turns: dict[str, Turns] = field(default_factory=dict)
     returned: dict[str, int] = field(default_factory=dict)
@@ -236,6 +238,7 @@ class Broker:
     def reap(self, inc: str) -> int:
         if inc in self.live:
             return -1
+        self.listed.pop(inc, None)
         gone = sorted(self.inflight.pop(inc, {}).values(), key=lambda d: -d.order)
         for d in gone:
             self.lists[d.list].append(d.message)
@@ -250,29 +253,58 @@ class Broker:
     def _correct(self, d: Delivery, used: int) -> None:
         self.turns[d.list].correct(d.message.tenant, (used - d.charge) / d.weight)
 
-    # ---- UNSORT, ADOPT ---------------------------------------------------------------------------------------
+    # ---- LEASE, STRAYS ---------------------------------------------------------------------------------------
+
+    def lease(self, inc: str, take: bool, queue: str | None) -> int:
+        """Renewed where it is there; taken anew, and listed where there is a list."""
+        if not take and inc not in self.live:
+            return 0
+        self.live.add(inc)
+        if take and queue is not None:
+            self.listed[inc] = queue
+        return 1
+
+    def strays(self, inc: str, held: set[str]) -> dict[str, str]:
+        """Task ids of what is in flight of an incarnation, and not held."""
+        return {uuid: d.message.id for uuid, d in self.inflight.get(inc, {}).items() if uuid not in held}
+
+    # ---- UNSORT, RECALL, ADOPT ---------------------------------------------------------------------------------------
 
     def unsort(self, queue: list[str], count: int) -> int:
         """The last of each list first; `queue` names its lists."""
         moved = 0
         for name in queue:
-            turns, returned = self.turns[name], self._take_returned(name) if moved < count else []
-            for number, message in sorted(turns.messages().items(), reverse=True)[: count - moved]:
-                self.lists[name].append(message)
+            if moved == count:
+                break
+            turns, returned = self.turns[name], self._take_returned(name)
+            last = sorted(turns.messages().items(), key=lambda one: one[0])[moved - count :]
+            for number, message in last:
                 del turns.queues[message.tenant][number]
                 if not turns.queues[message.tenant]:
                     del turns.queues[message.tenant], turns.served[message.tenant]
-                moved += 1
-            self.lists[name] += reversed(returned)
+            moved += len(last)
+            among = [(n, message) for n, message in returned if last and n > last[0][0]]
+            for _, message in among:
+                self.returned.pop(message.id, None)
+            back = [message for _, message in sorted([*last, *among], key=lambda one: one[0])]
+            ahead = [message for n, message in returned if not last or n <= last[0][0]]
+            self.lists[name] += [*reversed(back), *reversed(ahead)]
             if not turns.queues:
                 turns.rested.clear()
         return moved
 
-    def _take_returned(self, name: str) -> list[Sent]:
-        """What came back stays in front of what was sorted."""
+    def recall(self, queue: list[str], takers: list[str], count: int) -> int:
+        """Where nobody lives, of those that are listed, who takes from the queue."""
+        if any(inc in self.live and pool in takers for inc, pool in self.listed.items()):
+            return -1
+        return self.unsort(queue, count)
+
+    def _take_returned(self, name: str) -> list[tuple[int, Sent]]:
+        """What came back, and where it stood: the front first."""
         taken = []
         while self.lists[name] and self.lists[name][-1].id in self.returned:
-            taken.append(self.lists[name].pop())
+            message = self.lists[name].pop()
+            taken.append((self.returned[message.id], message))
         return taken
 
     def adopt(self, source: list[str], target: list[str]) -> int:

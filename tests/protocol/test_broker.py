@@ -175,9 +175,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.last: Callable[[], None] = lambda: None
         self.names = 0
         self.known: dict[str, list[str]] = {inc: [] for inc in INCS}
-        for inc in INCS:
-            self.server.lease(inc, True)
-            self.model.live.add(inc)
+        for inc, queue in zip(INCS, QUEUES, strict=True):
+            self.lease(inc, True, queue)
         self.send(name, batch)
         self.send("penstock:m@1", [STEADY, STEADY])
         self.send(LAST, [STEADY])
@@ -216,13 +215,14 @@ class BrokerMachine(RuleBasedStateMachine):
             for key in expected:
                 pipe.zrange(key, 0, -1, withscores=True)
             pipe.keys(keys.turn("", "")[:-1] + "*")
-            for key in (keys.RETURNED, keys.REAPED, keys.UNSERVED):
+            for key in (keys.INCARNATIONS, keys.RETURNED, keys.REAPED, keys.UNSERVED):
                 pipe.hgetall(key)
+            pipe.exists(*map(keys.lease, [*INCS, *sorted(model.live)]))
             pipe.lrange(keys.DEAD, 0, -1)
             pipe.time()
             (inflight, delayed, placed), *rest = pipe.execute()
         lists, rest = rest[: len(LISTS)], rest[len(LISTS) :]
-        found, (left, returned, reaped, unserved, letters, time) = rest[:-6], rest[-6:]
+        found, (left, listed, returned, reaped, unserved, lives, letters, time) = rest[:-8], rest[-8:]
         assert lists == [[m.raw for m in model.lists[name]] for name in LISTS]
         assert sorted(map(tuple, inflight)) == sorted(
             (
@@ -243,6 +243,8 @@ class BrokerMachine(RuleBasedStateMachine):
         assert [sorted(one) for one in found] == [sorted(one) for one in expected.values()]
         assert {name.decode() for name in left} <= expected.keys(), "an empty one is left"
         assert returned == {t.encode(): b"%d" % n for t, n in model.returned.items()}
+        assert listed == {inc.encode(): queue.encode() for inc, queue in model.listed.items()}
+        assert lives == 2 * len(model.live)  # of all, and of those: the same ones
         dead = [json.loads(letter.decode("utf-8", "surrogateescape")) for letter in letters]
         assert [(d["reason"], d["list"], d["message"].encode("utf-8", "surrogateescape")) for d in dead] == model.dead
         assert reaped == {t.encode(): b"%d" % n for t, n in model.reaped.items()}
@@ -345,25 +347,50 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(inc=incs)
     @precondition(lambda self: len(self.model.live) < len(INCS))
     def reap(self, inc: str) -> None:
-        self.server.redis.hset(keys.INCARNATIONS, inc, QUEUES[0])
         self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
-        assert self.server.redis.hexists(keys.INCARNATIONS, inc) == (inc in self.model.live)
 
     @rule(inc=incs)
     @precondition(holding)
     def dies(self, inc: str) -> None:
         """What happens to every worker that is killed: its lease lapses, it is reaped; its name is taken up again."""
-        self.server.lease(inc, False)
-        self.model.live.discard(inc)
+        queue = self.model.listed.get(inc)
+        self.lapses(inc)
         self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
-        self.server.lease(inc, True)
-        self.model.live.add(inc)
+        self.lease(inc, True, queue)
+
+    @rule(inc=incs, queue=st.sampled_from(QUEUES), count=st.sampled_from([1, 100]))
+    @precondition(holding)
+    def dies_in_the_midst(self, inc: str, queue: str, count: int) -> None:
+        """What it gave back first is sorted; then what came after that is at the front of the list."""
+        self.back(inc, 0, False, False)
+        self.fetch(inc, 0, 0, [0] * 4, [0] * 4)
+        self.dies(inc)
+        self.unsort(queue, count)
 
     @rule(queue=st.sampled_from(QUEUES), count=st.sampled_from([1, 2, 100]))
     def unsort(self, queue: str, count: int) -> None:
         """What the last worker of a queue does."""
         lists = [name for name, _ in broker.lists([queue])]
         self.do(lambda: self._agree(broker.unsort(queue, count), lambda: self.model.unsort(lists, count)))
+
+    @rule(queue=st.sampled_from(QUEUES), takers=st.sets(st.sampled_from(QUEUES)), count=st.sampled_from([1, 2, 100]))
+    def recall(self, queue: str, takers: set[str], count: int) -> None:
+        """What a sweeper does where all workers of a queue were killed."""
+        lists = [name for name, _ in broker.lists([queue])]
+        call = broker.recall(queue, sorted(takers), count)
+        self.do(lambda: self._agree(call, lambda: self.model.recall(lists, sorted(takers), count)))
+
+    @rule(inc=incs, pick=st.integers(0, 9), known=st.booleans())
+    @precondition(holding)
+    def strays(self, inc: str, pick: int, known: bool) -> None:
+        """With all that it holds in its books; or one forgotten, as a failover brings it back."""
+        held = {*self.known[inc]} - ({self._delivery(inc, pick, False)} if not known else set())
+
+        def step() -> None:
+            found = broker.read_strays(self.server.run(broker.strays(inc, sorted(held))))
+            assert found == self.model.strays(inc, held)
+
+        self.do(step)
 
     @rule(back=st.booleans())
     @precondition(lambda self: not self.model.delayed)
@@ -382,10 +409,22 @@ class BrokerMachine(RuleBasedStateMachine):
         """The reply was lost: the very same call once more."""
         self.do(self.last)
 
-    @rule(inc=incs, alive=st.sampled_from([True, True, True, False]))
-    def lease(self, inc: str, alive: bool) -> None:
-        self.server.lease(inc, alive)
-        (self.model.live.add if alive else self.model.live.discard)(inc)
+    @rule(inc=incs, take=rarely, queue=st.sampled_from([*QUEUES, None]))
+    def lease(self, inc: str, take: bool, queue: str | None) -> None:
+        """Taken, or renewed; on the store there is no list."""
+        call = broker.lease(inc, "{}", AGEING_MS, take=take, queue=queue)
+        self.do(lambda: self._agree(call, lambda: self.model.lease(inc, take, queue)))
+        assert self.server.redis.pttl(keys.lease(inc)) > 0 or inc not in self.model.live
+
+    @rule(inc=incs)
+    def lapses(self, inc: str) -> None:
+        self.server.lease(inc, False)
+        self.model.live.discard(inc)
+
+    @rule(inc=incs, queue=st.sampled_from(QUEUES))
+    @precondition(lambda self: len(self.model.live) < len(INCS))
+    def begins(self, inc: str, queue: str) -> None:
+        self.lease(inc, True, queue)
 
     @rule(ids=st.sets(st.sampled_from("abcde"), min_size=2, max_size=4))
     def have_come_back(self, ids: set[str]) -> None:

@@ -32,6 +32,9 @@ SMALL = {
     "two": with_faults(SCENARIOS["two"], crash=1),
     "orphan": with_faults(SCENARIOS["orphan"], cancel=1, crash=1, gone=1),
     "orphan-poison": with_faults(SCENARIOS["orphan-poison"], crash=2, gone=1),
+    "scaled": with_faults(SCENARIOS["scaled"], crash=1, expire=1),
+    "strays": with_faults(SCENARIOS["strays"], unack=1),
+    "strays-slots": with_faults(SCENARIOS["strays-slots"], unack=1),
     **{
         name: SCENARIOS[name]
         for name in (

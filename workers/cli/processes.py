@@ -243,7 +243,7 @@ def sweeper(
         compact_after=compact_after,
         letters_kept=letters_kept * 24 * 3600,
         reap=scripts.reap,
-        unsort=scripts.unsort,
+        recall=scripts.recall,
     )
     if name is not None:
         settings = replace(settings, name=name)

@@ -127,6 +127,12 @@ def unsort(queue: str, count: int) -> Call:
     return Call(script(PACKAGE, "unsort"), [name for name, _ in lists([queue])], (count,))
 
 
+def recall(queue: str, pools: Sequence[str], count: int) -> Call:
+    """As `unsort`, for somebody who is no worker: -1, and nothing is done, while a worker of these pools lives: those
+    that take from the queue."""
+    return Call(script(PACKAGE, "recall"), (keys.INCARNATIONS, *(name for name, _ in lists([queue]))), (count, *pools))
+
+
 def adopt(source: str, target: str) -> Call:
     """Move what waits in a queue without workers to the front of another's lists. Answers how many messages."""
     names = [name for pair in zip(lists([source]), lists([target]), strict=True) for name, _ in pair]

@@ -1,8 +1,8 @@
 """Executable specification of Penstock's task protocol, and an exhaustive checker of it.
 
 `scripts` are the atomic steps on a task's record; `world` holds broker, leases and workers and lists every step that
-may come next (`worker`, `outside`, `reader` are its parts); `checks` says what must never be seen and what the good end
-is; `search` visits every state within a scenario's budget of faults (`scenarios`), with all `rules` or without some.
+may come next (`worker`, `fleet`, `outside`, `reader` are its parts); `checks` says what must never be seen and what the
+good end is; `search` visits every state within a scenario's budget of faults (`scenarios`), with all `rules` or some.
 `python -m tests.protocol.model --help` runs it.
 
   S1 a token is appended only on top of what its author saw; indexes are contiguous, each once (fence, no mixing)
@@ -17,6 +17,7 @@ is; `search` visits every state within a scenario's budget of faults (`scenarios
   S10 a task is given up only if it was taken up again and again and nothing came of it, or too often in all
   S11 a task whose reader lives is not cancelled for a lease that was renewed; without a reader, none is left
   S12 past its deadline a task that was ever taken up is incomplete, and any other fails
+  S13 what a live worker has sorted by tenant is left to it: turns are kept
 
 Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity.
 """

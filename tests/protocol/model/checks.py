@@ -65,7 +65,7 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
 
 def good(s: State, cfg: Cfg) -> bool:
     """Quiet, and everything that was accepted is final, settled, its links sent, its dead letter kept."""
-    if s.queue or s.infl or s.sweep or any(p != IDLE for p in s.slots) or any(p != "done" for p in s.prods):
+    if s.queue or s.sorted or s.infl or s.sweep or any(p != IDLE for p in s.slots) or any(p != "done" for p in s.prods):
         return False
     for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
         if g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
@@ -83,6 +83,5 @@ def describe(s: State) -> str:
         for r in s.recs
     ]
     inflight = sorted((e[0], f"inc{e[1]}") for e in s.infl)
-    return (
-        f"=> queue {[m[0] for m in s.queue]}, in flight {inflight}, records {records}, slots {[p.pc for p in s.slots]}"
-    )
+    lists = f"queue {[m[0] for m in s.queue]}, sorted {[m[0] for m in s.sorted]}, in flight {inflight}"
+    return f"=> {lists}, records {records}, slots {[p.pc for p in s.slots]}"

@@ -59,7 +59,7 @@ def orphan_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     r = s.recs[t]
     if not cfg.orphan or "orphan_sweeper" not in rules or r is None:
         return
-    nowhere = not any(m[0] == t for m in (*s.queue, *(e[2] for e in s.infl)))
+    nowhere = not any(m[0] == t for m in (*s.queue, *s.sorted, *(e[2] for e in s.infl)))
     said, after = scripts.orphan(r, s.ls, rules, needs=cfg.plain or r.why == "dead", gone=nowhere)
     if after is not r:
         spared = nowhere or not cfg.plain

@@ -79,7 +79,16 @@ RULES: dict[str, Rule] = {
         "undone", "ACK of a settled task takes nothing where its record is not settled: a failover lost that"
     ),
     "ack_reason": Rule("poison", "a task given up is acked with a reason, which keeps its message as a dead letter"),
+    "lease_listed": Rule("scaled", "LEASE enters a new incarnation where REAP finds it, in the same script"),
+    "lease_renews": Rule("scaled", "LEASE renews what is there alone: of what lapsed, REAP may know nothing any more"),
+    "recall": Rule("scaled", "RECALL puts what dead workers had sorted back where whoever starts workers sees it"),
+    "recall_unserved": Rule("scaled", "RECALL takes nothing from a queue that a live worker serves"),
+    "sweeper_reaps": Rule("scaled", "a sweeper REAPs, too: where no worker lives, nobody else would"),
     # the worker
+    "strays": Rule("strays", "a live worker RELEASEs, and gives BACK, what is in flight under its name unknown to it"),
+    "strays_twice": Rule(
+        "strays-slots", "only what it finds twice, with its books read before each look: else it may just be arriving"
+    ),
     "tracer_after": Rule("crash", "the tracer (result, links) runs after a won FINISH"),
     "not_busy_back": Rule("split", "every answer but go/settle/done gives the delivery BACK; never held, never acked"),
     "busy_no_ack": Rule("sqs", "a busy answer does not acknowledge the message"),

@@ -23,6 +23,8 @@ def _world(
     lease: bool = False,
     orphan: bool = False,
     compact: bool = False,
+    scaled: bool = False,
+    strays: bool = False,
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -52,6 +54,8 @@ def _world(
         sent,
         orphan,
         compact,
+        scaled,
+        strays,
         budget,
     )
 
@@ -85,6 +89,10 @@ _LIST = [
     _world("unread-producer", lease=True, sent=False, leave=1, lapse=1, pcrash=1, workers=(0,), length=1),
     _world("undone", undo=1, lost=1, crash=1, length=1),
     _world("undone-alone", undo=2, workers=(0,), expire=1, length=1),
+    _world("strays", strays=True, unack=1, crash=1, length=1),
+    _world("strays-slots", strays=True, workers=(0, 0), unack=1, length=1),
+    _world("scaled", scaled=True, workers=(0,), crash=2, expire=1, lost=1, length=1),
+    _world("scaled-two", scaled=True, crash=2, expire=1, length=1),
     _world("tail", reader=True, tail=1, expire=1, lost=1),
     _world("prompt", prompt=True, tail=1, crash=1, expire=1, lost=1, deadline=1, length=1),
     _world("prompt-alone", prompt=True, tail=1, crash=1, expire=1, lost=1, drain=1, length=0),

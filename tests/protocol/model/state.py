@@ -9,7 +9,8 @@ from tests.protocol.model.scripts import Rec
 
 #: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it. `leave`: the gateway of task
 #: 0's reader dies; `lapse`: its lease lapses, and it lives; `gone`: the broker loses the message of a final task.
-#: `undo`: a failover loses all that became of a record since it was queued, before its message was acked.
+#: `undo`: a failover loses all that became of a record since it was queued, before its message was acked; `unack`: one
+#: that loses the ACK, too, so that a live worker has it in flight again, and does not know it.
 FAULTS = (
     "crash",
     "expire",
@@ -24,6 +25,7 @@ FAULTS = (
     "drop",
     "tail",
     "undo",
+    "unack",
     "turn",
     "leave",
     "lapse",
@@ -39,7 +41,8 @@ SQS = -1
 class Cfg(NamedTuple):
     """A scenario. `workers[i]` is the process that slot i belongs to; `killer`: how many workers task 0 may kill;
     `prompt`: tasks have an entry for their prompt, before their tokens; `lease`: task 0's reader holds a lease;
-    `orphan`, `compact`: the sweeper settles what others left, and compacts streams."""
+    `orphan`, `compact`: the sweeper settles what others left, and compacts streams; `scaled`: FETCH sorts what it does
+    not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know."""
 
     name: str
     tasks: int
@@ -58,6 +61,8 @@ class Cfg(NamedTuple):
     sent: bool
     orphan: bool
     compact: bool
+    scaled: bool
+    strays: bool
     budget: tuple[int, ...]
 
     @property
@@ -84,6 +89,14 @@ class Slot(NamedTuple):
     note: str = ""
 
 
+class Look(NamedTuple):
+    """How far a worker is in looking for strays: what it does next, with which deliveries, and which it found once."""
+
+    pc: str = "books"
+    what: frozenset[int] = frozenset()
+    seen: frozenset[int] = frozenset()
+
+
 class Ghost(NamedTuple):
     """What only the checker knows of a task. `excused`: its owner was lost before SETTLE, so that links may go out
     again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept; `idle`: times in a
@@ -103,7 +116,11 @@ class Ghost(NamedTuple):
 
 
 class State(NamedTuple):
-    """`lb`, `ls`: incarnations whose lease is alive on broker and store. `prods[p]`: producer p, of task p % tasks."""
+    """`lb`, `ls`: incarnations whose lease is alive on broker and store. `prods[p]`: producer p, of task p % tasks.
+
+    `sorted`: what FETCH took off the list, by tenant; `listed`: incarnations that REAP knows of. `incs[w]` is DOWN
+    while no process w runs. `looks`: per worker, see `fleet`; `unknown`: deliveries with their claims that a failover
+    brought back."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -121,9 +138,15 @@ class State(NamedTuple):
     dead: frozenset[int]
     kills: int
     budget: tuple[int, ...]
+    sorted: tuple[Message, ...] = ()
+    listed: frozenset[int] = frozenset()
+    looks: tuple[Look, ...] = ()
+    unknown: frozenset[tuple[int, int]] = frozenset()
 
 
 IDLE = Slot("idle")
+#: The incarnation of a worker process that does not run.
+DOWN = 0
 
 
 def fresh(used: Iterable[Any]) -> int:
@@ -179,10 +202,11 @@ KEEPS_PREFIX = ("got", "score", "run", "fin", "late", "popped")
 KEEPS_CLAIM = ("release_back", "release_ack", "release_end", "retry_pub", "retry_ack")
 
 
-def _slot(p: Slot) -> Slot:
+def _slot(p: Slot, strays: bool) -> Slot:
+    """Who looks for strays may RELEASE by any slot's claim."""
     if p.pc == "idle":
         return IDLE
-    c = p.c if p.pc in KEEPS_CLAIM else None
+    c = p.c if p.pc in KEEPS_CLAIM or strays else None
     if p.pc in KEEPS_PREFIX or (c == p.c and not p.prefix):
         return p
     return p._replace(c=c, prefix=())
@@ -190,17 +214,20 @@ def _slot(p: Slot) -> Slot:
 
 def canon(s: State, cfg: Cfg) -> State:
     """Rename identifiers by where they stand, and forget what no step reads."""
-    slots = tuple(map(_slot, s.slots))
-    inc: dict[Any, Any] = {None: None, SQS: SQS, **{n: i + 1 for i, n in enumerate(s.incs)}}
+    slots = tuple(_slot(p, cfg.strays) for p in s.slots)
+    inc: dict[Any, Any] = {None: None, SQS: SQS, **{n: i + 1 for i, n in enumerate(s.incs) if n != DOWN}}
     owners = [r.owner if r else None for r in s.recs]
-    strangers = (s.lb | s.ls | {e[1] for e in s.infl} | set(owners)) - set(inc)
+    strangers = (s.lb | s.ls | s.listed | {e[1] for e in s.infl} | set(owners)) - set(inc)
     if len(strangers) > 1:
         held: dict[Any, list[Message]] = {n: sorted(e[2] for e in s.infl if e[1] == n) for n in strangers}
-        ordered = sorted(strangers, key=lambda n: (n in s.lb, n in s.ls, [o == n for o in owners], held[n]))
+        ordered = sorted(
+            strangers, key=lambda n: (n in s.lb, n in s.ls, n in s.listed, [o == n for o in owners], held[n])
+        )
     else:
         ordered = list(strangers)
     for n in ordered:
-        inc[n] = len(inc) - 1
+        inc[n] = len(inc) + len(s.incs)
+    inc[DOWN] = DOWN
     d: dict[Any, Any] = {None: None}
     c: dict[Any, Any] = {None: None}
     for p in slots:
@@ -218,8 +245,16 @@ def canon(s: State, cfg: Cfg) -> State:
         ls=frozenset(inc[n] for n in s.ls),
         infl=frozenset((d[e[0]], inc[e[1]], e[2]) for e in s.infl),
         recs=tuple(r and _record(r, c[r.claim], inc[r.owner], cfg) for r in s.recs),
+        listed=frozenset(inc[n] for n in s.listed),
+        looks=tuple(one._replace(what=_those(one.what, d), seen=_those(one.seen, d)) for one in s.looks),
+        unknown=frozenset((d[uuid], c[claim]) for uuid, claim in s.unknown if uuid in d and claim in c),
         ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) if g.idle else g for g in s.ghosts),
     )
+
+
+def _those(some: frozenset[int], d: dict[Any, Any]) -> frozenset[int]:
+    """What is neither held nor in flight any more never comes again: a UUID is used once."""
+    return frozenset(d[uuid] for uuid in some if uuid in d) if some else some
 
 
 def _renamed(p: Slot, d: dict[Any, Any], c: dict[Any, Any]) -> Slot:

@@ -115,17 +115,21 @@ def _fetch(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         yield "FETCH again", Slot("got", have[0][2], p.d, c, (), _told(s, t, cfg, rules)), s
         return
     d = p.d or fresh({e[0] for e in s.infl} | {q.d for q in s.slots})
+    waiting = enqueue(s.sorted, *s.queue)
+    if cfg.scaled and s.queue:
+        yield "FETCH only sorts", p, s._replace(queue=(), sorted=waiting)
     holds_suspect = "suspect_alone" in rules and any(e[1] == inc and is_suspect(s, cfg, e[2][0]) for e in s.infl)
-    for m in sorted(set(s.queue)):
+    for m in sorted(set(waiting)):
         if holds_suspect and is_suspect(s, cfg, m[0]):
             continue
-        left = s._replace(queue=without(s.queue, m))
+        rest = without(waiting, m)
+        left = s._replace(queue=(), sorted=rest) if cfg.scaled else s._replace(queue=rest)
         if "fetch_atomic" not in rules:
             yield f"pop task {m[0]}", Slot("popped", m, d, c), left
         else:
             got = left._replace(infl=s.infl | {(d, SQS if cfg.sqs else inc, m)})
             yield f"FETCH task {m[0]}", Slot("got", m, d, c, (), _told(s, m[0], cfg, rules)), got
-    if again and not s.queue:
+    if again and not waiting:
         yield "FETCH again: empty", IDLE, s
 
 

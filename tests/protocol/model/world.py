@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tests.protocol.model.fleet import down_steps, enlisted, look_steps, recall_steps, unack_steps
 from tests.protocol.model.outside import (
     client_steps,
     compact_steps,
@@ -15,7 +16,7 @@ from tests.protocol.model.outside import (
 )
 from tests.protocol.model.reader import lease_steps, reader_steps
 from tests.protocol.model.scripts import QUEUED, Rules
-from tests.protocol.model.state import IDLE, SQS, Cfg, Ghost, Slot, State, enqueue, fresh, put, spend, toxic
+from tests.protocol.model.state import DOWN, IDLE, SQS, Cfg, Ghost, Look, Slot, State, enqueue, fresh, put, spend, toxic
 from tests.protocol.model.worker import slot_steps, take_back
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
@@ -41,6 +42,8 @@ def start(cfg: Cfg) -> State:
         dead=frozenset(),
         kills=0,
         budget=cfg.budget,
+        listed=frozenset(incs) if cfg.scaled else frozenset(),
+        looks=(Look(),) * len(incs) if cfg.strays else (),
     )
 
 
@@ -51,6 +54,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield from _process(s, w, inc, cfg, rules)
     yield from _leases(s, cfg)
     yield from _returns(s, cfg, rules)
+    yield from recall_steps(s, cfg, rules)
     for p in range(len(s.prods)):
         if s.prods[p] != "done":
             yield from producer_steps(s, p, cfg, rules)
@@ -61,6 +65,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield from orphan_steps(s, t, cfg, rules)
         yield from compact_steps(s, t, cfg, rules)
         yield from fault_steps(s, t, cfg, rules)
+        yield from unack_steps(s, t, cfg)
     if s.reader:
         yield from reader_steps(s, rules)
     if s.lease:
@@ -70,6 +75,8 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
 
 
 def _slot(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    if s.incs[cfg.workers[i]] == DOWN:
+        return
     p, lost = s.slots[i], spend(s, "lost")
     me = f"slot{i}(inc{s.incs[cfg.workers[i]]}) "
     for label, after, s2 in slot_steps(s, i, cfg, rules):
@@ -109,12 +116,13 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
         incs=put(s.incs, w, inc),
         lb=s.lb | {inc},
         ls=s.ls | {inc},
+        looks=put(s.looks, w, Look()) if cfg.strays else (),
     )
 
 
 def lapsed(s: State, w: int, cfg: Cfg, rules: Rules) -> State:
     """The worker process w learns that its lease is over: all it held goes, RELEASEd, and it is born anew."""
-    after = reborn(s, w, cfg)
+    after = enlisted(reborn(s, w, cfg), w, cfg, rules)
     if "lapse_release" not in rules:
         return after
     let_go = (
@@ -125,15 +133,25 @@ def lapsed(s: State, w: int, cfg: Cfg, rules: Rules) -> State:
 
 
 def _process(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    if inc == DOWN:
+        yield from down_steps(s, w, cfg, rules)
+        return
     mine = [p for i, p in enumerate(s.slots) if cfg.workers[i] == w]
     if any(toxic(s, cfg, p) for p in mine):
         dead = reborn(s, w, cfg)
         yield f"worker {w} (inc{inc}) dies of task 0", True, dead._replace(kills=min(s.kills + 1, cfg.killer + 1))
-    if (b := spend(s, "crash")) and any(p != IDLE for p in mine):
-        yield f"crash of worker {w} (inc{inc})", False, reborn(s, w, cfg)._replace(budget=b)
+    if (b := spend(s, "crash")) and (s.sorted or any(p != IDLE for p in mine)):
+        after = reborn(s, w, cfg)
+        if cfg.scaled:  # nobody starts it anew but whoever sees something in the list
+            after = after._replace(incs=s.incs, lb=s.lb, ls=s.ls)
+            after = after._replace(incs=put(s.incs, w, DOWN))
+        yield f"crash of worker {w} (inc{inc})", False, after._replace(budget=b)
     if inc not in s.lb or inc not in s.ls:
         yield f"worker {w} learns that inc{inc} is over", True, lapsed(s, w, cfg, rules)
-    if (b := spend(s, "expire")) and (s.queue or s.infl):
+        if cfg.scaled and "lease_renews" not in rules:
+            yield f"LEASE renews what lapsed of inc{inc}", False, s._replace(lb=s.lb | {inc}, ls=s.ls | {inc})
+    yield from look_steps(s, w, cfg, rules)
+    if (b := spend(s, "expire")) and (s.queue or s.sorted or s.infl):
         if inc in s.ls:
             both = s._replace(ls=s.ls - {inc}, lb=s.lb if cfg.split else s.lb - {inc}, budget=b)
             yield f"store lease of live inc{inc} lapses", False, bereave(both, inc)
@@ -162,7 +180,9 @@ def _returns(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
                 s2 = s._replace(infl=s.infl - {e}, queue=enqueue(s.queue, e[2]), budget=b)
                 yield f"visibility of task {e[2][0]} lapses", e[0] not in held, s2
         return
-    for inc in {e[1] for e in s.infl} - s.lb - {SQS}:
+    if cfg.scaled and not any(inc in s.lb for inc in s.incs) and "sweeper_reaps" not in rules:
+        return  # nobody is left who would
+    for inc in (s.listed if cfg.scaled else {e[1] for e in s.infl}) - s.lb - {SQS}:
         mine = [e for e in s.infl if e[1] == inc]
         tasks, reaped = {e[2][0] for e in mine}, s.reaped
         if cfg.counting and "reap_counts" in rules:
@@ -173,4 +193,5 @@ def _returns(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             g._replace(unlisted=True) if t in tasks and r and r.why == "dead" else g
             for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True))
         )
-        yield f"REAP inc{inc}", True, s._replace(infl=s.infl - set(mine), queue=back, reaped=reaped, ghosts=ghosts)
+        after = s._replace(infl=s.infl - set(mine), queue=back, reaped=reaped, ghosts=ghosts)
+        yield f"REAP inc{inc}", True, after._replace(listed=s.listed - {inc})

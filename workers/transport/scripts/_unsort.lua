@@ -1,36 +1,62 @@
--- What came back is at the front of its list, to be sorted to where it stood: it is taken off, the front first.
+-- What came back is at the front of its list, to be sorted to where it stood: it is taken off, the front first. Of each
+-- its number, message and task.
 local function take_returned(list)
   local taken = {}
   while true do
     local raw = redis.call('LINDEX', list, -1)
     local fine, m = pcall(cjson.decode, raw)
     local id = fine and type(m) == 'table' and type(m.headers) == 'table' and m.headers.id
-    if type(id) ~= 'string' or redis.call('HEXISTS', 'penstock:returned', id) == 0 then
+    local number = type(id) == 'string' and redis.call('HGET', 'penstock:returned', id)
+    if not number then
       return taken
     end
-    taken[#taken + 1] = redis.call('RPOP', list)
+    taken[#taken + 1] = { tonumber(number), redis.call('RPOP', list), id }
   end
 end
 
--- The last `count` of what was sorted go back to the front of their list, in the order of their arrival.
+-- The last `count` of what was sorted go back to the front of their list, in the order of their arrival; among them what
+-- came back and stood there, whose number is not needed then. What stood before them all stays in front, and keeps its
+-- own: older ones may still be sorted.
 local function unsort(list, count)
   local sorted = 'penstock:sorted:' .. list
-  local last, returned = redis.call('ZRANGE', sorted, -count, -1), take_returned(list)
-  for i = #last, 1, -1 do
-    local e = cmsgpack.unpack(last[i])
+  local last, back, ahead = redis.call('ZRANGE', sorted, -count, -1), {}, {}
+  for _, packed in ipairs(last) do
+    local e = cmsgpack.unpack(packed)
     local turn = 'penstock:turn:' .. list .. ':' .. e[4]
-    redis.call('RPUSH', list, e[2])
+    back[#back + 1] = { e[1], e[2], #back }
     redis.call('ZREM', turn, e[1])
     if redis.call('EXISTS', turn) == 0 then
       redis.call('ZREM', 'penstock:turns:' .. list, e[4])
     end
   end
-  for i = #returned, 1, -1 do
-    redis.call('RPUSH', list, returned[i])
+  local oldest = back[1] and back[1][1]
+  for _, r in ipairs(take_returned(list)) do
+    if oldest and r[1] > oldest then
+      back[#back + 1] = { r[1], r[2], #back }
+      redis.call('HDEL', 'penstock:returned', r[3])
+    else
+      ahead[#ahead + 1] = r
+    end
+  end
+  table.sort(back, function(a, b) return a[1] < b[1] or (a[1] == b[1] and a[3] < b[3]) end)
+  for i = #back, 1, -1 do
+    redis.call('RPUSH', list, back[i][2])
+  end
+  for i = #ahead, 1, -1 do
+    redis.call('RPUSH', list, ahead[i][2])
   end
   redis.call('ZREMRANGEBYRANK', sorted, -count, -1)
   if redis.call('EXISTS', sorted) == 0 then
     redis.call('DEL', 'penstock:rested:' .. list)
   end
   return #last
+end
+
+-- Of each list in turn; how many went back, of `count` at most.
+local function unsort_all(lists, count)
+  local moved = 0
+  for _, list in ipairs(lists) do
+    moved = moved + (moved < count and unsort(list, count - moved) or 0)
+  end
+  return moved
 end

@@ -4,8 +4,4 @@
 -- KEYS: list ...   ARGV: how many, at most
 -- Answers: how many went back; fewer than asked for: all
 -- include: _unsort.lua
-local moved, count = 0, tonumber(ARGV[1])
-for _, list in ipairs(KEYS) do
-  moved = moved + (moved < count and unsort(list, count - moved) or 0)
-end
-return moved
+return unsort_all(KEYS, tonumber(ARGV[1]))

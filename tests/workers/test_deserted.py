@@ -1,0 +1,82 @@
+"""All workers killed: what they had sorted by tenant is in the lists again, and the next one runs it once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from producers import AsyncClient, Client, keys
+from producers.sweeper import SweeperSettings, lead
+from tests.stub_engine import STALLED
+from tests.workers.rig import POOL, Rig
+from workers.transport import broker
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def sweeping(rig: Rig) -> Iterator[None]:
+    """One that leads, and looks again and again."""
+    settings = SweeperSettings(rig.url, rig.url, every=0.05, deserted_after=0.2, recall=broker.recall, reap=broker.reap)
+    loop = asyncio.new_event_loop()
+
+    async def sweep() -> None:
+        async with AsyncClient(rig.url) as client:
+            await lead(client, settings)
+
+    task = loop.create_task(sweep())
+
+    def run() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join(20)
+    loop.close()
+
+
+def test_what_killed_workers_had_sorted_is_seen_in_the_lists_and_runs_once(rig: Rig) -> None:
+    rig.publish_card()
+    lists = {tier: keys.tier_list(POOL, tier) for tier in ("default", "batch")}
+    with Client(rig.url) as client:
+
+        def submit(**task: object) -> str:
+            return client.submit(model="stub", max_tokens=16, **task).id
+
+        worker = rig.worker(STUB_SEQS=2)
+        stalled = [submit(prompt=[STALLED], seed=0) for _ in range(2)]
+        rig.until(lambda: all(rig.status(task_id) == "in_progress" for task_id in stalled))
+        sent: dict[str, list[str]] = {tier: [] for tier in lists}
+        for seed in range(30):
+            tier = ("default", "default", "batch")[seed % 3]
+            sent[tier].append(submit(prompt=[1], seed=seed, tier=tier, tenant=("a", "b", None)[seed % 4 % 3]))
+    rig.until(lambda: not any(map(rig.redis.llen, lists.values())))
+    worker.stop(signal.SIGKILL)
+    with sweeping(rig):
+        rig.until(lambda: sum(map(rig.redis.llen, lists.values())) == 32)
+        for tier, name in lists.items():
+            found = [json.loads(raw)["headers"]["id"] for raw in rig.redis.lrange(name, 0, -1)[::-1]]
+            assert found == (stalled if tier == "default" else []) + sent[tier]
+        assert not rig.redis.keys(keys.sorted_of("*"))
+        # Others come and are killed while it goes on sweeping.
+        for _ in range(2):
+            worker = rig.worker(STUB_SEQS=4, STUB_STEP_S=0.02)
+            rig.until(lambda: all(rig.status(task_id) == "in_progress" for task_id in stalled))
+            worker.stop(signal.SIGKILL)
+        rig.worker(STUB_SEQS=4)
+        for task_id in stalled:
+            rig.until(lambda task_id=task_id: rig.cancel(task_id) and rig.settled([task_id]))
+        ids = [task_id for mine in sent.values() for task_id in mine]
+        rig.until_settled(ids)
+    rig.check(ids)
+    rig.check(stalled, "cancelled")
+    rig.check_nothing_left()
