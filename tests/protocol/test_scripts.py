@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ from producers.script import text
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, TASKS, TTL, Pair, begun, prompt_fields, reason_of
+from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, TASKS, TTL, Pair, begun, prompt_fields
+from tests.protocol.store_histories import HISTORIES
 
 TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
 
@@ -333,140 +333,11 @@ COURSE: tuple[Callable[[StoreMachine, str, str], None], ...] = (
 )
 
 
-#: Workers that take a task up one after the other and die: whether each got on with it. Too long for luck to find.
-LIVES = ([False] * LIMIT, [True, *[False] * LIMIT], [False, True] * 2 + [False] * LIMIT, [True] * 4 * LIMIT)
-
-
-def _be_late(kind: type[StoreMachine]) -> None:
-    """One that nobody sent, one that runs, one that was cancelled and whose worker died; then all of them at rest."""
-    machine = kind()
-    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
-    machine.admit("t1", "mine", False)
-    machine.admit("t2", "mine", False)
-    machine.queued("t2", True)
-    machine.expire("t2", False, True)
-    for t in ("t2", "p"):
-        machine.claim(t, "i1", False, False, False)
-    machine.cancel("p", False, True)
-    for t in TASKS:
-        machine.expire(t, False, True)
-        machine.deadline_passes(t, True)
-        machine.expire(t, False, True)
-    machine.lease("i1", False)
-    for t in TASKS:
-        machine.expire(t, False, True)
-        machine.again()
-    machine.lease("i2", True)
-    for t in TASKS:
-        machine.claim(t, "i2", False, False, False)
-    ends = {t: r and r.end for t, r in machine.model.items()}
-    assert ends == {"t1": "failed", "t2": "incomplete", "p": "cancelled"}
-    machine.teardown()
-
-
-def _be_late_with_a_part(kind: type[StoreMachine]) -> None:
-    """One choice ended long before the deadline, one has begun, one has not; found by CLAIM, and by EXPIRE. Beside it a
-    task that nobody took up."""
-    for found_by_claim in (True, False):
-        machine = kind()
-        machine.begin(begun=(0, 0, 0), alive=(True, True, True))
-        machine.claim("p", "i1", False, False, False)
-        machine.append([("p", False, True, 0, 0, 3)])
-        machine.append([("p", False, True, 1, 0, 600)])
-        machine.admit("t2", "mine", False)
-        machine.queued("t2", True)
-        for t in ("t2", "p"):
-            machine.deadline_passes(t, True)
-        machine.expire("t2", False, True)
-        machine.lease("i1", False)
-        if found_by_claim:
-            machine.claim("p", "i2", False, False, False)
-        else:
-            machine.expire("p", False, True)
-        r = machine.model["p"]
-        assert r
-        assert (r.end, reason_of(r, 0), reason_of(r, 2)) == ("incomplete", "stop", "deadline")
-        machine.teardown()
-
-
-def _go_on_after_the_end(kind: type[StoreMachine]) -> None:
-    """The worker that ended it still holds the claim."""
-    machine = kind()
-    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
-    machine.claim("p", "i1", False, False, False)
-    machine.append([("p", False, True, 0, 0, 1)])
-    machine.finish("p", True, "completed", 9)
-    machine.append([("p", False, True, 0, 0, 1)])
-    machine.finish("p", True, "failed", 9)
-    machine.teardown()
-
-
-def _condemned(kind: type[StoreMachine]) -> None:
-    """By the broker, which cannot know that somebody lived to take it up."""
-    machine = kind()
-    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
-    machine.claim("p", "i1", False, False, False)
-    machine.again()
-    machine.lease("i1", False)
-    machine.claim("p", "i2", True, False, False)
-    r = machine.model["p"]
-    assert r
-    assert not r.end
-    machine.teardown()
-
-
-def _die(kind: type[StoreMachine], lives: list[bool]) -> None:
-    machine = kind()
-    machine.begin(begun=(0, 0, 0), alive=(False, False, False))
-    for got_on, inc in zip([*lives, False], cycle(INCS), strict=False):
-        machine.lease(inc, True)
-        machine.claim("p", inc, False, False, False)
-        if got_on:
-            machine.append([("p", False, True, 0, 0, 1)])
-        machine.lease(inc, False)
-    r = machine.model["p"]
-    assert r
-    assert r.why == "dead"
-    machine.teardown()
-
-
-def _cancel_what_the_dead_left(kind: type[StoreMachine]) -> None:
-    machine = kind()
-    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
-    machine.claim("p", "i1", False, False, False)
-    machine.lease("i1", False)
-    machine.cancel("p", False, True)
-    machine.teardown()
-
-
-def _keep_the_letter(kind: type[StoreMachine]) -> None:
-    """A client's task is given up, and whoever was to keep its message dies."""
-    machine = kind()
-    machine.begin(begun=(0, 0, 0), alive=(False, False, False))
-    machine.admit("t1", "mine", False)
-    for inc in [*INCS, *INCS][: LIMIT + 1]:
-        machine.lease(inc, True)
-        machine.claim("t1", inc, False, False, False)
-        machine.lease(inc, False)
-    machine.orphan("t1", False)
-    r = machine.model["t1"]
-    assert r
-    assert not r.settled
-    machine.orphan("t1", True)
-    machine.teardown()
-
-
 def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
-    _be_late(machine)
-    _be_late_with_a_part(machine)
-    _condemned(machine)
-    _go_on_after_the_end(machine)
-    _keep_the_letter(machine)
-    _cancel_what_the_dead_left(machine)
-    for lives in LIVES:
-        _die(machine, lives)
+    for history in HISTORIES:
+        history(machine)
     run_state_machine_as_test(
         machine,
         settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),
