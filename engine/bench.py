@@ -7,7 +7,9 @@ W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted a
 helps; a short warm-up goes first. With `--peer transformers-cb`, transformers' continuous batching then runs the same
 requests in a process of its own, and the ratio of the best repeats is given (for development: needs transformers).
 With `--deterministic`, the plain mode runs the same requests in turns with it, and the ratio is given as well.
-With `--breakdown` it is told in place of throughput where the time of a step goes (engine/breakdown.py).
+With `--breakdown` it is told in place of throughput where the time of a step goes (engine/breakdown.py); with `--load`
+how latency goes with the rate of arrivals (engine/bench_load.py). On a CPU each figure has its share of what the
+machine could do at best (engine/ceilings.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,9 @@ from typing import Any
 import torch
 
 from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine.bench_load import MIXES, bench_load
 from engine.breakdown import Meter, shown
+from engine.ceilings import Ceilings, Work
 from engine.engine import device_named
 from engine.kernels import Kernels, select
 from engine.models import load_model
@@ -136,6 +140,21 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
     )
 
 
+def load_settings(args: argparse.Namespace) -> EngineConfig:
+    """As a worker has them: sequences and memory by default."""
+    return EngineConfig(
+        dtype=args.dtype,
+        quantization=args.quantization,
+        device=args.device,
+        threads=args.threads,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kernels=args.kernels,
+        deterministic=args.deterministic,
+        graphs=args.graphs,
+        overlap=args.overlap,
+    )
+
+
 def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
     """With `--deterministic`, the plain engine too, in turns: what others do to the machine is done to both."""
     plans = workloads(args, vocab_size)
@@ -145,11 +164,14 @@ def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
         configs = {"plain": replace(config, deterministic=False), "penstock": config}
     engines: dict[str, Engine] = {}
     found: dict[str, Any] = {}
+    least: dict[str, float] = {}
     with ExitStack() as stack:
         for who, one in configs.items():
             began = time.perf_counter()
             engines[who] = stack.enter_context(Engine.load(args.model, one))
             found[who] = {"load_s": time.perf_counter() - began, "results": {}}
+        if device_named(config.device).type == "cpu":
+            least, found["ceilings"] = at_least(args, engines["penstock"], plans)
         for name, repeats in plans.items():
             runs: dict[str, list[dict[str, float]]] = {who: [] for who in engines}
             for engine in engines.values():
@@ -158,7 +180,7 @@ def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
                 for who, engine in engines.items():
                     runs[who].append(run_jobs(engine, jobs))
             for who in engines:
-                found[who]["results"][name] = summary(name, who, runs[who])
+                found[who]["results"][name] = summary(name, who, runs[who], least.get(name))
         for who, engine in engines.items():
             stats = engine.stats()
             found[who] |= {
@@ -203,14 +225,35 @@ def _timed(meter: Meter, config: EngineConfig, device: torch.device, dtype: torc
     return meter.kernels(select(device, dtype, config.kernels, config.quantization, config.deterministic))
 
 
-def summary(name: str, who: str, runs: list[dict[str, float]]) -> dict[str, Any]:
-    best = max(runs, key=lambda run: run["output_tokens_per_s"])
+def at_least(
+    args: argparse.Namespace, engine: Engine, plans: dict[str, list[list[Job]]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(the seconds that each workload takes at the machine's limits, these limits), before anything else runs."""
+    model = engine._model
+    ceilings, work = Ceilings.measure(model.dtype), Work.of(model, args.model)
     print(
-        f"{name:7} {who:16} {best['output_tokens_per_s']:9.1f} output tokens/s   "
-        f"TTFT p50 {best['ttft_p50_s']:.3f} s   TPOT {best['tpot_mean_ms']:.1f} ms   CPU {best['cpu_s']:.1f} s",
+        f"limits: {ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, {ceilings.operations_per_s / 1e9:.0f} GFLOP/s "
+        f"on {torch.get_num_threads()} threads",
         flush=True,
     )
-    return {"best_output_tokens_per_s": best["output_tokens_per_s"], "runs": runs}
+    least = {
+        name: work.least_s([(len(prompt), output) for prompt, output in repeats[0]], ceilings)
+        for name, repeats in plans.items()
+    }
+    return least, asdict(ceilings)
+
+
+def summary(name: str, who: str, runs: list[dict[str, float]], least: float | None = None) -> dict[str, Any]:
+    """`least`: the seconds that the workload takes at the machine's limits, where they are known."""
+    best = max(runs, key=lambda run: run["output_tokens_per_s"])
+    share = {} if least is None else {"share_of_limit": least / best["wall_s"]}
+    print(
+        f"{name:7} {who:16} {best['output_tokens_per_s']:9.1f} output tokens/s   "
+        f"TTFT p50 {best['ttft_p50_s']:.3f} s   TPOT {best['tpot_mean_ms']:.1f} ms   CPU {best['cpu_s']:.1f} s"
+        + "".join(f"   {100 * part:.0f}% of the limit" for part in share.values()),
+        flush=True,
+    )
+    return {"best_output_tokens_per_s": best["output_tokens_per_s"], "runs": runs} | share
 
 
 def ratios(report: dict[str, Any], names: list[str], other: str) -> dict[str, float]:
@@ -241,7 +284,9 @@ def arguments() -> argparse.ArgumentParser:
     """What this bench and its peer have in common."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--workload", type=_names, default="W1,W8,W32,W64mix", help="one or several, by commas")
+    parser.add_argument(
+        "--workload", type=partial(_listed, WORKLOADS), default="W1,W8,W32,W64mix", help="one or several, by commas"
+    )
     parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
     parser.add_argument("--dtype", default="bfloat16", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -252,12 +297,19 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def _names(text: str) -> list[str]:
+def _listed(known: tuple[str, ...], text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in WORKLOADS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not a workload; there are {', '.join(WORKLOADS)}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is not known; there are {', '.join(known)}")
     return names
+
+
+def _rates(text: str) -> list[float]:
+    rates = [float(part) for part in text.split(",")]
+    if min(rates) <= 0:
+        raise argparse.ArgumentTypeError(f"rates are above 0, and {text} has one that is not")
+    return rates
 
 
 def main() -> None:
@@ -270,11 +322,18 @@ def main() -> None:
     parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
     parser.add_argument("--deterministic", action="store_true", help="rows that depend on nothing but themselves")
     parser.add_argument("--breakdown", action="store_true", help="time the parts of steps in place of throughput")
+    parser.add_argument("--load", action="store_true", help="latency at rates of arrival in place of throughput")
+    parser.add_argument("--mix", type=partial(_listed, MIXES), default="chat,prefix,long,tiers", help="with --load")
+    parser.add_argument("--rates", type=_rates, default="0.5,1,2,4", help="requests a second, by commas; with --load")
+    parser.add_argument("--requests", type=int, default=60, help="of each rate; with --load")
+    parser.add_argument("--plot", default=None, help="with --load: a chart, as SVG")
     args = parser.parse_args()
     vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
     report: dict[str, Any] = {"torch": torch.__version__, "seed": args.seed, "threads": args.threads}
     report["load_average_before"] = os.getloadavg()
-    if args.breakdown:
+    if args.load:
+        report["load"] = bench_load(args, load_settings(args), vocab_size)
+    elif args.breakdown:
         report["breakdown"] = bench_breakdown(args, vocab_size)
     else:
         report |= bench_engines(args, vocab_size)

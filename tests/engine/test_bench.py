@@ -54,10 +54,12 @@ def test_the_command_writes_its_figures(model_folder: Path, tmp_path: Path) -> N
     assert set(results) == {"W1", "W8"}
     assert [run["output_tokens"] for run in results["W8"]["runs"]] == [1024]
     assert results["W8"]["best_output_tokens_per_s"] > 0
+    assert "% of the limit" in ran.stdout
+    assert 0 < results["W1"]["share_of_limit"] < 1
 
 
 def test_an_unknown_workload_is_refused_by_name(model_folder: Path) -> None:
     command = [sys.executable, "-m", "engine.bench", "--model", str(model_folder), "--workload", "W9"]
     ran = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ran.returncode == 2
-    assert "'W9' is not a workload" in ran.stderr
+    assert "'W9' is not known" in ran.stderr
