@@ -46,7 +46,9 @@ def test_a_restart_with_tasks_in_flight(durable: tuple[Rig, ValkeyServer]) -> No
         time.sleep(0.3)
     rig.until_settled(ids)
     rig.check(ids)
-    assert {(rig.record(i)["claims"], rig.record(i)["deaths"]) for i in ids} == {("1", "0")}, "each was run once"
+    assert {(rig.record(i)["claims"], rig.record(i)["deaths"]) for i in ids} == {("1", "0")}, (
+        f"each was run once\n{rig.logs()}"
+    )
     assert note.get(timeout=20) is None
     assert rig.redis.lrange("seen:note", 0, -1) == ["begun", "done"], "and so was the ordinary task"
     late = rig.fill(5)
