@@ -4,13 +4,14 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "quantised.h"
 #include "rows.h"
 
 // The structures are spelled again in layers.py: eight bytes each, so that nothing depends on how they are padded.
 struct Product {
     const void* weight;
     const float* bias;  // may be null
-    int64_t inputs, outputs, half;
+    int64_t inputs, outputs, kind;  // 0: fp32, 1: bf16, 2: `weight` is a Quantised
 };
 
 struct Layer {
@@ -54,8 +55,10 @@ struct Step {
 };
 
 INLINE void multiply(Pool& pool, const Product& p, const float* x, float* out, int64_t rows) {
+    if (p.kind == 2)
+        return quantised_product(pool, *(const Quantised*)p.weight, p.bias, x, out, rows, p.inputs, p.outputs);
     Gemm g{x, p.weight, p.bias, out, rows, p.inputs, p.outputs};
-    if (p.half) gemm<bf16>(pool, g);
+    if (p.kind) gemm<bf16>(pool, g);
     else gemm<float>(pool, g);
 }
 

@@ -14,17 +14,31 @@ from engine.kernels.native.batch import NativeBatch, native_batch
 from engine.kernels.native.library import Library, Pool
 from engine.kernels.ragged import Attended
 
+#: What a product's weight is, as layers.h has it: numbers in fp32 or bf16, or the table of quantised.h.
+FP32, BF16, QUANTISED = 0, 1, 2
+
 
 class PackedProduct:
     """A PreparedLinear of packed weights."""
 
-    def __init__(self, library: Library, pool: Pool, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int):
-        self.packed, self.bias = packed, bias
+    def __init__(
+        self,
+        library: Library,
+        pool: Pool,
+        weight: int,
+        kind: int,
+        kept: object,
+        bias: Tensor | None,
+        outputs: int,
+        inputs: int,
+    ) -> None:
+        """`weight` is the address of numbers, or of a table, that `kept` keeps."""
+        self._kept = (kept, bias)
         self._sizes = (inputs, outputs)
         self._run, self._find, self._pool = library.linear, library.peaks, pool
         # Addresses are asked for once: the tensors stay where they are.
-        self._weight, self._added = packed.data_ptr(), None if bias is None else bias.data_ptr()
-        self._half = int(packed.dtype == torch.bfloat16)
+        self._weight, self._added = weight, None if bias is None else bias.data_ptr()
+        self._kind = kind
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -35,14 +49,16 @@ class PackedProduct:
             self._weight,
             self._added,
             out.data_ptr(),
-            self._half,
+            self._kind,
             len(x),
             *self._sizes,
         )
         return out
 
-    def peaks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def peaks(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """As Reference.peaks, of the product of `x`, which is not written anywhere."""
+        if self._kind == QUANTISED:
+            return None
         x = x.contiguous()
         places, finite = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
         self._find(
@@ -50,7 +66,7 @@ class PackedProduct:
             x.data_ptr(),
             self._weight,
             self._added,
-            self._half,
+            self._kind,
             len(x),
             *self._sizes,
             places.data_ptr(),
@@ -59,7 +75,7 @@ class PackedProduct:
         return places, finite
 
     def entry(self) -> _Product:
-        return _Product(self._weight, self._added, *self._sizes, self._half)
+        return _Product(self._weight, self._added, *self._sizes, self._kind)
 
 
 class NativeLayers:
@@ -172,7 +188,7 @@ def _group(batch: NativeBatch, cache: Tensor) -> _Group:
 
 
 class _Product(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64), ("half", c_int64)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64), ("kind", c_int64)]
 
 
 class _Layer(Structure):

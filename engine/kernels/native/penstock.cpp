@@ -6,7 +6,7 @@
 extern "C" {
 
 // Bumped with every change of what is below.
-int penstock_version() { return 5; }
+int penstock_version() { return 6; }
 int penstock_columns() { return kColumns; }
 // Whether products by weights in bf16 round the rows to bf16 too.
 int penstock_rounds() {
@@ -25,9 +25,9 @@ void penstock_pack(void* pool, const void* weight, void* packed, int half, int64
     else pack(*(Pool*)pool, (const float*)weight, (float*)packed, inputs, outputs);
 }
 
-void penstock_linear(void* pool, const float* x, const void* weight, const float* bias, float* out, int half,
+void penstock_linear(void* pool, const float* x, const void* weight, const float* bias, float* out, int kind,
                      int64_t rows, int64_t inputs, int64_t outputs) {
-    multiply(*(Pool*)pool, {weight, bias, inputs, outputs, half}, x, out, rows);
+    multiply(*(Pool*)pool, {weight, bias, inputs, outputs, kind}, x, out, rows);
 }
 
 // Where each row of the product has its largest number, the first of equals, and whether all of its numbers are finite.

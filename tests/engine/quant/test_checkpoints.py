@@ -6,7 +6,7 @@ import json
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ModelError
+from engine.kernels.native import load_library
 from engine.models import Model, load_model
 from tests.engine.quant.packers import Numbers, Pack, awq, compressed_config, gptq, numbers, packed, write_quantised
 
@@ -148,16 +149,28 @@ def test_parts_that_are_not_quantised_alike_run_beside_each_other(tmp_path: Path
         torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Phi3ForCausalLM", "Qwen3ForCausalLM"])
-def test_an_engine_writes_what_the_plain_weights_write(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "form", "kernels"),
+    [
+        ("Phi3ForCausalLM", "gptq-act-order", "cpu"),
+        ("Qwen3ForCausalLM", "awq", "native"),
+        ("Qwen3ForCausalLM", "gptq-act-order", "native"),
+        ("Phi3ForCausalLM", "packed-8", "native"),
+    ],
+)
+def test_an_engine_writes_what_the_plain_weights_write(
+    tmp_path: Path, family: str, form: str, kernels: Literal["cpu", "native"]
+) -> None:
+    if kernels == "native" and load_library() is None:
+        pytest.skip("native kernels are not built for this CPU")
     changes = {"architectures": [family], "model_type": "qwen3", "num_hidden_layers": 2}
     if family == "Phi3ForCausalLM":
         changes |= {"model_type": "phi3", "tie_word_embeddings": False}
-    plain = write_quantised(tmp_path, *FORMS["gptq-act-order"], **changes)
+    plain = write_quantised(tmp_path, *FORMS[form], **changes)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     texts = []
     for folder in (plain, tmp_path / "packed"):
-        with Engine.load(folder, EngineConfig(dtype="float32", kernels="cpu", threads=1)) as engine:
+        with Engine.load(folder, EngineConfig(dtype="float32", kernels=kernels, threads=1)) as engine:
             texts.append([one.token_ids for one in engine.generate([[5, 6, 7], list(range(40))], params)])
     assert texts[0] == texts[1]
 

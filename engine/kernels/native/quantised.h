@@ -1,0 +1,232 @@
+// x [rows, inputs] times weights of 4 or 8 bits. Rows are rounded first, to 16 bits with one scale for each block of
+// inputs, so that products are sums of integers, exact, and the rounding is far below that of the weights; a block is
+// then scaled once. As in gemm.h each output is summed in one order, whatever the rows beside it.
+//
+// 8 bits: [panel][pair of inputs][column][2], signed. 4 bits: [panel][8 inputs][column][2] words of 16 bits, in which
+// the lowest bits are of the first pair of inputs, so that a mask and shifts give four vectors of numbers in order.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+
+#include "gemm.h"
+#include "rows.h"
+
+// Spelled again in quantised.py: eight bytes each.
+struct Quantised {
+    const void* values;
+    const float* scales;   // [panel][group][column]
+    const int16_t* zeros;  // likewise; null: all are 8. Of 4 bits alone
+    int64_t bits, block;   // inputs that have one scale of the row's; a multiple of 8 that divides a group
+    int64_t blocks, group;  // blocks of a row, of which the last may be partly beyond the inputs; blocks of a group
+};
+
+typedef int16_t Words __attribute__((vector_size(4 * LANES)));
+typedef int16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(2 * LANES)));
+
+constexpr int kMostBlock = 128;
+
+// Sums of neighbours' products.
+INLINE I<LANES> pair_sums(Words a, Words b) {
+#if LANES == 16 && defined(__AVX512BW__)
+    return (I<LANES>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+    __m256i left[LANES / 8], right[LANES / 8];
+    memcpy(left, &a, sizeof a);
+    memcpy(right, &b, sizeof b);
+    for (int i = 0; i < LANES / 8; i++) left[i] = _mm256_madd_epi16(left[i], right[i]);
+    I<LANES> out;
+    memcpy(&out, left, sizeof out);
+    return out;
+#endif
+}
+INLINE Words pair(const int16_t* from) {
+    int32_t both;
+    memcpy(&both, from, sizeof both);
+    return (Words)(both - I<LANES>{});
+}
+
+// By value: straight into an array, several in a row would be copied in pieces, for which their readers have to wait.
+INLINE Words load_numbers(const char* from) {
+    Words x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+struct Rounded {
+    int16_t* values;  // [rows, blocks * block]
+    float* scales;    // [rows, blocks]
+    int32_t* sums;    // likewise, of the values
+};
+
+// One row, zeros beyond its inputs. With 16 bits, 128 products with 8 bits are still far from overflow. A block that has
+// a number that is none gets such a scale.
+INLINE void round_row(const float* x, int64_t inputs, const Quantised& q, const Rounded& to, int64_t row) {
+    alignas(64) float last[kMostBlock];
+    for (int64_t b = 0; b < q.blocks; b++) {
+        const float* from = x + b * q.block;
+        int64_t count = inputs - b * q.block;
+        if (count < q.block) {
+            memset(last, 0, sizeof last);
+            memcpy(last, from, count * sizeof(float));
+            from = last;
+        }
+        F<LANES> most{}, odd{};
+        for (int64_t k = 0; k < q.block; k += LANES) {
+            F<LANES> value = load<LANES>(from + k);
+            most = larger<LANES>(larger<LANES>(value, -value), most);
+            odd += value * 0.0f;
+        }
+        float widest = largest<LANES>(most);
+        float inverse = widest > 1e-30f ? 32767.0f / widest : 0.0f;
+        int16_t* values = to.values + (row * q.blocks + b) * q.block;
+        I<LANES> total{};
+        for (int64_t k = 0; k < q.block; k += LANES) {
+            // Rounded to even by a number that leaves no place for digits behind the point.
+            F<LANES> rounded = load<LANES>(from + k) * inverse + 12582912.0f - 12582912.0f;
+            I<LANES> number = __builtin_convertvector(rounded, I<LANES>);
+            total += number;
+            Halves narrow = __builtin_convertvector(number, Halves);
+            memcpy(values + k, &narrow, sizeof narrow);
+        }
+        int32_t sum_of = 0;
+        for (int i = 0; i < LANES; i++) sum_of += total[i];
+        to.scales[row * q.blocks + b] = widest / 32767.0f + sum<LANES>(odd);
+        to.sums[row * q.blocks + b] = sum_of;
+    }
+}
+
+// Of 4, 8 and, widened, 16 bits: the bytes of so many inputs of a panel.
+template <int BITS> INLINE int64_t bytes_of(int64_t inputs) { return inputs * kColumns * BITS / 8; }
+
+// Numbers of a panel, a pair of inputs at a time.
+template <int BITS, class Call> INLINE void each_pair(const char* w, int64_t inputs, Call&& call) {
+    Words numbers[kVectors];
+    if constexpr (BITS == 16) {
+        for (int64_t k = 0; k < inputs; k += 2, w += bytes_of<16>(2)) {
+            for (int j = 0; j < kVectors; j++) numbers[j] = load_numbers(w + j * sizeof(Words));
+            call(k, numbers);
+        }
+    } else if constexpr (BITS == 8) {
+        for (int64_t k = 0; k < inputs; k += 2, w += bytes_of<8>(2)) {
+            for (int j = 0; j < kVectors; j++) {
+                Bytes bytes;
+                memcpy(&bytes, w + j * sizeof bytes, sizeof bytes);
+                numbers[j] = __builtin_convertvector(bytes, Words);
+            }
+            __builtin_prefetch(w + 2048);
+            call(k, numbers);
+        }
+    } else {
+        for (int64_t k = 0; k < inputs; k += 8, w += bytes_of<4>(8)) {
+            Words words[kVectors];
+            for (int j = 0; j < kVectors; j++) words[j] = load_numbers(w + j * sizeof(Words));
+            __builtin_prefetch(w + 2048);
+            __builtin_prefetch(w + 2112);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                for (int j = 0; j < kVectors; j++) numbers[j] = (words[j] >> (4 * i)) & 15;
+                call(k + 2 * i, numbers);
+            }
+        }
+    }
+}
+
+// One block of a panel in 16 bits, for several tiles of rows.
+template <int BITS> INLINE void widen_block(const char* w, int64_t inputs, char* wide) {
+    each_pair<BITS>(w, inputs, [&](int64_t k, const Words* numbers) {
+        for (int j = 0; j < kVectors; j++)
+            memcpy(wide + bytes_of<16>(k) + j * sizeof(Words), numbers + j, sizeof(Words));
+    });
+}
+
+// c [M, kColumns] plus M rows times the blocks from `begin` to `end` of a panel, which are at `w`.
+template <int M, int BITS>
+static __attribute__((noinline)) void quantised_tile(const Quantised& q, const Rounded& x, int64_t row, int64_t panel,
+                                                     int64_t begin, int64_t end, const char* w, float* c, int64_t ldc) {
+    int64_t depth = q.blocks * q.block, groups = q.blocks / q.group;
+    for (int64_t b = begin; b < end; b++, w += bytes_of<BITS>(q.block)) {
+        const int16_t* values = x.values + row * depth + b * q.block;
+        I<LANES> sums[M][kVectors];
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < kVectors; j++) sums[i][j] = I<LANES>{};
+        each_pair<BITS>(w, q.block, [&](int64_t k, const Words* numbers) {
+#pragma GCC unroll 8
+            for (int i = 0; i < M; i++) {
+                Words value = pair(values + i * depth + k);
+#pragma GCC unroll 4
+                for (int j = 0; j < kVectors; j++) sums[i][j] += pair_sums(value, numbers[j]);
+            }
+        });
+        int64_t at = (panel * groups + b / q.group) * kColumns;
+        for (int j = 0; j < kVectors; j++) {
+            F<LANES> scale = load<LANES>(q.scales + at + j * LANES);
+            I<LANES> zero = (q.bits == 4 ? 8 : 0) - I<LANES>{};
+            if (q.zeros) {
+                Halves narrow;
+                memcpy(&narrow, q.zeros + at + j * LANES, sizeof narrow);
+                zero = __builtin_convertvector(narrow, I<LANES>);
+            }
+            for (int i = 0; i < M; i++) {
+                int64_t which = (row + i) * q.blocks + b;
+                F<LANES> sum = __builtin_convertvector(sums[i][j] - zero * x.sums[which], F<LANES>);
+                float* to = c + i * ldc + j * LANES;
+                store<LANES>(to, load<LANES>(to) + sum * (scale * x.scales[which]));
+            }
+        }
+    }
+}
+
+template <int BITS, int M = kRows>
+INLINE void quantised_tiles(const Quantised& q, const Rounded& x, int64_t row, int64_t rows, int64_t panel,
+                            int64_t begin, int64_t end, const char* w, float* c, int64_t ldc) {
+    for (; rows >= M; rows -= M, row += M, c += M * ldc) quantised_tile<M, BITS>(q, x, row, panel, begin, end, w, c, ldc);
+    if constexpr (M > 1) quantised_tiles<BITS, M - 1>(q, x, row, rows, panel, begin, end, w, c, ldc);
+}
+
+// c [rows, kColumns] plus so many rows from `row` on times one panel.
+template <int BITS>
+INLINE void quantised_panel(const Quantised& q, const Rounded& x, int64_t row, int64_t rows, int64_t panel, float* c,
+                            int64_t ldc) {
+    const char* w = (const char*)q.values + panel * bytes_of<BITS>(q.blocks * q.block);
+    if (rows <= 2 * kRows) return quantised_tiles<BITS>(q, x, row, rows, panel, 0, q.blocks, w, c, ldc);
+    alignas(64) char wide[kMostBlock * kColumns * 2];
+    for (int64_t b = 0; b < q.blocks; b++, w += bytes_of<BITS>(q.block)) {
+        widen_block<BITS>(w, q.block, wide);
+        quantised_tiles<16>(q, x, row, rows, panel, b, b + 1, wide, c, ldc);
+    }
+}
+
+static void quantised_product(Pool& pool, const Quantised& q, const float* bias, const float* x, float* out,
+                              int64_t rows, int64_t inputs, int64_t outputs) {
+    int64_t depth = q.blocks * q.block;
+    size_t room = (rows * depth * sizeof(int16_t) + 63) / 64 * 64;
+    char* memory = (char*)pool.shared.take((room + rows * q.blocks * 8) / sizeof(float) + 1);
+    Rounded r{(int16_t*)memory, (float*)(memory + room), (int32_t*)(memory + room) + rows * q.blocks};
+    each_row(pool, rows, inputs, [&](int64_t row) { round_row(x + row * inputs, inputs, q, r, row); });
+    int64_t panels = panels_of(outputs);
+    int64_t share = std::max<int64_t>(1, std::min<int64_t>(panels / (8 * pool.threads()), 16));
+    int64_t across = (panels + share - 1) / share, down = (rows + kTaskRows - 1) / kTaskRows;
+    pool.run((int)(across * down), [&](int task, int) {
+        int64_t first = task / across * kTaskRows, count = std::min<int64_t>(kTaskRows, rows - first);
+        int64_t begin = task % across * share, end = std::min(begin + share, panels);
+        for (int64_t p = begin; p < end; p++) {
+            int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, outputs - column);
+            alignas(64) float edge[kTaskRows * kColumns];
+            bool whole = columns == kColumns;
+            float* c = whole ? out + first * outputs + column : edge;
+            int64_t ldc = whole ? outputs : kColumns;
+            for (int64_t i = 0; i < count; i++) {
+                std::fill(c + i * ldc, c + i * ldc + kColumns, 0.0f);
+                if (bias) memcpy(c + i * ldc, bias + column, columns * sizeof(float));
+            }
+            if (q.bits == 8) quantised_panel<8>(q, r, first, count, p, c, ldc);
+            else quantised_panel<4>(q, r, first, count, p, c, ldc);
+            if (!whole)
+                for (int64_t i = 0; i < count; i++)
+                    memcpy(out + (first + i) * outputs + column, edge + i * kColumns, columns * sizeof(float));
+        }
+    });
+}

@@ -1,0 +1,76 @@
+"""Weights of 4 and 8 bits for quantised.h: their layout there, and the product that reads it."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_int64, c_void_p
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.native.layers import QUANTISED, PackedProduct
+from engine.kernels.native.library import Library, Pool
+from engine.kernels.packed import Int4Weight, Int8Weight
+
+#: Inputs that share a scale of the activations, the largest that divides a group.
+_BLOCKS = (128, 64, 32)
+
+
+class _Quantised(Structure):
+    _fields_ = (
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bits", c_int64),
+        ("block", c_int64),
+        ("blocks", c_int64),
+        ("group", c_int64),
+    )
+
+
+def quantised_product(
+    library: Library, pool: Pool, weight: Int4Weight | Int8Weight, bias: Tensor | None
+) -> PackedProduct | None:
+    """None where the weight's groups are no multiple of a block."""
+    outputs, inputs = weight.shape
+    block = next((block for block in _BLOCKS if weight.group == inputs or weight.group % block == 0), None)
+    if block is None:
+        return None
+    blocks = -(-inputs // block)
+    columns, depth = library.columns, blocks * block
+    missing = -outputs % columns
+    values = F.pad(weight.values(), (0, depth - inputs, 0, missing))
+    zeros = None
+    if isinstance(weight, Int8Weight):
+        packed = values.view(-1, columns, depth // 2, 2).transpose(1, 2).contiguous()
+    else:
+        packed = _words(values.view(-1, columns, depth // 8, 4, 2)).transpose(1, 2).contiguous()
+        zeros = None if weight.zeros is None else _by_panel(weight.zeros.to(torch.int16), columns)
+    scales = _by_panel(weight.scales.float(), columns)
+    groups = len(weight.scales)
+    table = _Quantised(
+        packed.data_ptr(),
+        scales.data_ptr(),
+        None if zeros is None else zeros.data_ptr(),
+        8 if isinstance(weight, Int8Weight) else 4,
+        block,
+        blocks,
+        blocks // groups,
+    )
+    kept = (table, packed, scales, zeros)
+    return PackedProduct(library, pool, ctypes.addressof(table), QUANTISED, kept, bias, outputs, inputs)
+
+
+def _words(q: Tensor) -> Tensor:
+    """int16 [panels, columns, eights, 2] of numbers [panels, columns, eights, 4 pairs, 2]."""
+    words = torch.zeros(*q.shape[:3], 2, dtype=torch.int32)
+    for pair in range(4):
+        words |= q[..., pair, :].int() << (4 * pair)
+    return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+
+
+def _by_panel(rows: Tensor, columns: int) -> Tensor:
+    """[groups, outputs] -> [panels, groups, columns], zeros beyond the outputs."""
+    padded = F.pad(rows, (0, -rows.shape[1] % columns))
+    return padded.view(len(rows), -1, columns).transpose(0, 1).contiguous()
