@@ -14,6 +14,7 @@ from redis import Redis
 
 from producers import keys
 from tests.protocol.broker_reference import Broker, Sent
+from tests.protocol.messages import SEQS, TOKENS, good, messages
 from tests.protocol.server import Mutant, Server
 from workers.transport import broker
 
@@ -27,93 +28,9 @@ LIMIT = 2
 #: So long that a test's own time is nothing beside it.
 AGEING_MS = 10**8
 
-GOOD = {"properties": {"delivery_info": {}}, "headers": {"id": "x", "task": keys.TASK_NAME}, "body": "e30="}
-
-
-def _bad(reason: str, **changes: Any) -> Sent:
-    return Sent(json.dumps({**GOOD, **changes}).encode(), poison=reason)
-
-
-NOT_JSON = (b"", b"\xff\xfe\x00", b"penstock", b"{} {}", b"\xef\xbb\xbf{}", b'{"a":', b"[" * 5000, b'"\\ud800x"')
-NO_TABLE: tuple[Any, ...] = (None, "text", 3)
-NO_INFO: tuple[Any, ...] = ({}, [], {"delivery_info": 7})
-NO_TEXT: tuple[Any, ...] = (None, {}, [1], 3.5)
-POISON = [
-    *(Sent(raw, poison="not JSON") for raw in NOT_JSON),
-    *(
-        Sent(raw, poison="not a JSON object")
-        for raw in (b"null", b"7", b"NaN", b'"text"', b"true", '"é/\\u0007"'.encode())
-    ),
-    *(Sent(raw, poison="no properties") for raw in (b"{}", b"[]", b"[[[1]]]", b'{"\xff": 1}')),
-    *(_bad("no properties", properties=value) for value in NO_TABLE),
-    *(_bad("no delivery_info", properties=value) for value in NO_INFO),
-    *(
-        _bad("no task id and name in the headers", headers=v)
-        for v in (None, "x", {}, {"id": 5, "task": "x"}, {"id": "x"})
-    ),
-    *(_bad("no body", body=value) for value in NO_TEXT),
-]
-
-#: What a header may say, and what it means: None where it is not believed.
-SEQS = [
-    (1, 1),
-    (2, 2),
-    (3.9, 3),
-    (0, None),
-    (-4, None),
-    ("3", None),
-    (True, None),
-    (None, None),
-    ([2], None),
-    (10**9, 10**9),
-]
-TOKENS = [(100, 100), (400, 400), (1000, 1000), (float("nan"), None), (float("inf"), 10**9), ({}, None), (-1e300, None)]
-
-
-#: A tenant as a header names it, and whose turn that is.
-TENANTS = [
-    (None, ""),
-    ("", ""),
-    ("t1", "t1"),
-    ("t1", "t1"),
-    ("t2", "t2"),
-    ("é:\x00 t", "é:\x00 t"),
-    (7, ""),
-    (["t1"], ""),
-]
-
-
-def _good(
-    id_: str,
-    task: str,
-    seqs: tuple[Any, int | None],
-    tokens: tuple[Any, int | None],
-    said: bool,
-    tenant: tuple[Any, str] = (None, ""),
-) -> Sent:
-    headers: dict[str, Any] = {"id": id_, "task": task}
-    if said:
-        headers["penstock"] = {"n": seqs[0], "tokens": tokens[0], "tenant": tenant[0]}
-    raw = json.dumps({**GOOD, "headers": headers, "body": "é\x00\\/"}, ensure_ascii=False).encode()
-    sized = task == keys.TASK_NAME
-    return Sent(raw, id_, "", sized, *((seqs[1], tokens[1], tenant[1]) if said else (None, None, "")))
-
-
-messages = st.one_of(
-    st.builds(
-        _good,
-        st.sampled_from("abcde"),
-        st.sampled_from([keys.TASK_NAME, keys.TASK_NAME, keys.TASK_NAME, "other.task"]),
-        st.sampled_from(SEQS),
-        st.sampled_from(TOKENS),
-        st.sampled_from([True, True, False]),
-        st.sampled_from(TENANTS),
-    ),
-    st.sampled_from(POISON),
-)
 ages = st.sampled_from([-1, 0, 1, 3, 4])
 LAST = broker.lists(QUEUES)[-1][0]
-STEADY = _good("a", keys.TASK_NAME, SEQS[0], TOKENS[0], True)
+STEADY = good("a", keys.TASK_NAME, SEQS[0], TOKENS[0], True)
 batches = st.lists(messages, min_size=1, max_size=6)
 incs = st.sampled_from(INCS)
 rarely = st.sampled_from([False, False, True])
