@@ -256,9 +256,11 @@ class Housekeeper(threading.Thread):
     def _heard(self, message: str) -> None:
         word, _, task_id = message.partition(" ")
         if word == "cancel":
-            for delivery in list(self._runtime.running.values()):
+            for delivery in list(self._runtime.deliveries.values()):
                 if delivery.task_id == task_id:
-                    self._runtime.publisher.conclude(delivery, "cancelled")
+                    delivery.cancelled = True
+                    if delivery.uuid in self._runtime.running:  # else whoever starts it sees to it
+                        self._runtime.publisher.conclude_cancelled(delivery)
 
     # ---- tasks ------------------------------------------------------------------------------------------------
 

@@ -80,6 +80,11 @@ class Publisher(threading.Thread):
         """Its deadline passed: `incomplete`, with what it has. Any thread."""
         self.conclude(delivery, "incomplete", EXPIRED)
 
+    def conclude_cancelled(self, delivery: Delivery) -> None:
+        """A cancel was accepted: its memory need not wait until the store has taken its end. Any thread."""
+        self._runtime.engine.abort(delivery.uuid)
+        self.conclude(delivery, "cancelled")
+
     def conclude_revoked(self, delivery: Delivery) -> None:
         if delivery.revoked_expired:
             self.conclude(delivery, "failed", EXPIRED)

@@ -93,6 +93,31 @@ def test_an_abort_during_a_step_frees_the_memory_before_the_next_is_planned_and_
     assert loop.stats().aborted == 1
 
 
+def test_an_abort_during_a_step_frees_its_blocks_before_the_next_is_planned(
+    loop: StepLoop, steps: Steps, scheduler: Scheduler, overlap: int
+) -> None:
+    """With an overlap, one step of it may have been planned already."""
+    used: list[int] = []
+    gate = Gate()
+
+    def before(plan: StepPlan) -> None:
+        used.append(scheduler.stats().kv_blocks_used)
+        if len(used) == 2:
+            gate(plan)
+
+    steps.before = before
+    large, small = Listener(), Listener()
+    loop.submit(request("large", length=15, max_tokens=40), large)
+    loop.submit(request("small", length=1, max_tokens=30), small)
+    gate.wait()
+    loop.abort("large")
+    gate.open()
+    small.wait()
+    assert used[1] >= 5, "15 tokens in blocks of 4, and those of the small one"
+    for step, blocks in enumerate(used[2 + overlap :], 2 + overlap):
+        assert blocks <= 1 + (1 + step) // 4 + overlap
+
+
 def test_an_aborted_id_may_be_used_at_once_and_hears_only_its_own_news(loop: StepLoop, steps: Steps) -> None:
     gate = steps.before = Gate()
     old, new = Listener(), Listener()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import time
 from collections import Counter
@@ -14,10 +15,13 @@ from celery.exceptions import Reject
 from celery.result import AsyncResult
 from celery.worker import state as celery_state
 from celery.worker.control import control_command, inspect_command
+from redis import Redis
 
 import workers.worker
+from tests.stub_engine import StubEngine
 from workers import housekeeper, spot, watchdog
 from workers.pool.claimer import Claimer
+from workers.publisher import Publisher
 from workers.transport import intake
 from workers.transport.redis import QoS
 
@@ -152,6 +156,59 @@ def claimer_dies() -> None:
         raise ZeroDivisionError("a fault in the worker itself")
 
     Claimer._claim = broken  # type: ignore[method-assign]
+
+
+def counts_steps() -> None:
+    """Into the list `steps`, of each request that is not wanted here any more: why, and how many steps that began after
+    this was heard computed it still. Looked at before each step."""
+    heard: dict[str, list[Any]] = {}
+    step, word, not_ok = StubEngine._step, housekeeper.Housekeeper._heard, Publisher._not_ok
+    seen = Redis.from_url(os.environ["SEEN_URL"])
+
+    def stepping(self: StubEngine) -> None:
+        for uuid, found in list(heard.items()):
+            if uuid in self._running:
+                found[1] += 1
+            else:
+                seen.rpush("steps", json.dumps(heard.pop(uuid)))
+        step(self)
+
+    def hears(self: housekeeper.Housekeeper, message: str) -> None:
+        for delivery in self._runtime.running.values():
+            if message == f"cancel {delivery.task_id}":
+                heard.setdefault(delivery.uuid, ["word", 0])
+        word(self, message)
+
+    def told(self: Publisher, delivery: Any, answer: str, ends: Any) -> None:
+        heard.setdefault(delivery.uuid, [answer, 0])
+        not_ok(self, delivery, answer, ends)
+
+    StubEngine._step = stepping  # type: ignore[method-assign]
+    housekeeper.Housekeeper._heard = hears  # type: ignore[method-assign]
+    Publisher._not_ok = told  # type: ignore[method-assign]
+
+
+def starts_when_told() -> None:
+    """What was claimed waits for the key `go`. The list `heard` has the words that came."""
+    start, word = Claimer._start, housekeeper.Housekeeper._heard
+    told = Redis.from_url(os.environ["SEEN_URL"])
+
+    def starts(self: Claimer, delivery: Any) -> None:
+        while not told.exists("go"):
+            time.sleep(0.01)
+        start(self, delivery)
+
+    def hears(self: housekeeper.Housekeeper, message: str) -> None:
+        word(self, message)
+        told.rpush("heard", message)
+
+    Claimer._start = starts  # type: ignore[method-assign]
+    housekeeper.Housekeeper._heard = hears  # type: ignore[method-assign]
+
+
+def hears_no_word() -> None:
+    """Nothing comes by the control channel."""
+    housekeeper.Housekeeper._heard = lambda self, message: None  # type: ignore[method-assign]
 
 
 def tells_its_books() -> None:

@@ -62,6 +62,19 @@ def test_while_it_runs_and_makes_no_token(rig: Rig) -> None:
     assert rig.tokens(task_id) == 1
 
 
+def test_between_its_claim_and_its_start(rig: Rig) -> None:
+    """The word comes for what does not run yet; it makes no token that would tell of it."""
+    rig.worker(lease=300.0, WORKER_PLUGINS="tests.workers.plugins:starts_when_told", SEEN_URL=rig.url)
+    (task_id,) = rig.fill(1, prompt=[STALLED])
+    rig.until(lambda: rig.status(task_id) == "in_progress")
+    rig.until(lambda: rig.redis.pubsub_numsub(keys.control(rig.record(task_id)["owner"]))[0][1] == 1)
+    assert rig.cancel(task_id) == [1, "in_progress"]
+    rig.until(lambda: rig.redis.llen("heard"))
+    rig.redis.set("go", 1)
+    rig.until_settled([task_id])
+    rig.check([task_id], "cancelled")
+
+
 def test_after_the_end_it_is_not_accepted(rig: Rig) -> None:
     rig.worker()
     (task_id,) = rig.fill(1)

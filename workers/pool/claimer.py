@@ -207,6 +207,8 @@ class Claimer(threading.Thread):
             runtime.engine.abort(delivery.uuid)
         elif delivery.revoked:
             runtime.publisher.conclude_revoked(delivery)
+        elif delivery.cancelled:
+            runtime.publisher.conclude_cancelled(delivery)
 
     def _request(self, delivery: Delivery) -> Request:
         record = delivery.record

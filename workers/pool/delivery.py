@@ -74,6 +74,8 @@ class Delivery:
     cached_tokens: int = 0
     deadline: float | None = None
     """When it has to end, by this machine's monotonic clock."""
+    cancelled: bool = False
+    """A word came that it is; maybe before it ran."""
     revoked: bool = False
     """Celery revoked it, and has told the result backend."""
     revoked_expired: bool = False
