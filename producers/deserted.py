@@ -2,8 +2,8 @@
 
     no worker of a queue has its lease, at two looks -> REAP each that is gone -> RECALL, a page at a time
 
-A worker that ends in good order does this itself (UNSORT). Whoever starts workers sees nothing but the lists' lengths,
-so what lies elsewhere would wait until somebody starts one for another reason.
+A worker that ends in good order does this itself, by RECALL. Whoever starts workers sees nothing but the lists'
+lengths, so what lies elsewhere would wait until somebody starts one for another reason.
 
 Each call is a script of its own, which looks at the leases itself: REAP at the worker's, RECALL at those of all workers
 that take from the queue. So one that starts at this very moment keeps what it sorts, and whoever is killed between two

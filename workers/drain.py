@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 #: How long handing back may take, seconds; and until the process has ended, however that went.
 HAND_BACK_S: Final = 1.5
 EXIT_S: Final = 1.9
+#: Round trips that handing back may take: one that is under way and one of its own for each of CLAIM, APPEND, RELEASE
+#: and BACK, less the last claims. Where servers are far it begins by so much sooner, so that it ends in time.
+TRIPS: Final = 7
 #: The least that a part of it gets where those before it took it all.
 LEAST_S: Final = 0.05
 
@@ -76,11 +79,14 @@ class Drain:
         runtime = self._runtime
         runtime.stop_fetching()
         with self._changed:
-            while runtime.deliveries and (left := self._until_now()) > 0:
+            ahead = min(TRIPS * runtime.housekeeper.round_trip, max(0.0, self._until_now()) / 2)
+            while runtime.deliveries and (left := self._until_now() - ahead) > 0:
                 self._changed.wait(left)
+            # What is left of the drain time: nothing where a second signal came.
+            spare = min(ahead, max(0.0, self._until_now()))
         # Whatever hangs: with all stacks shown, and without the help of any thread of ours.
-        faulthandler.dump_traceback_later(EXIT_S, exit=True, file=2)  # Celery has taken sys.stderr
-        end = time.monotonic() + HAND_BACK_S
+        faulthandler.dump_traceback_later(spare + EXIT_S, exit=True, file=2)  # Celery has taken sys.stderr
+        end = time.monotonic() + spare + HAND_BACK_S
         whole = self._hand_back(end)
         closed = _within(runtime.engine.close, end)
         runtime.courier.stop()
@@ -103,7 +109,7 @@ class Drain:
         return self._until - time.monotonic()
 
     def _hand_back(self, end: float) -> bool:
-        """Whether all of it was taken by store and broker."""
+        """Whether all of it was taken by store and broker. The lease may be left to lapse: nothing is under it."""
         runtime = self._runtime
         left = list(runtime.deliveries.values())
         if left:
@@ -119,7 +125,9 @@ class Drain:
         if not (runtime.courier.flush(_left(end)) and stopped):
             return False
         # What was kept back, and no lease over it, returns to the front by REAP; its next CLAIM finds an owner dead.
-        return _within(lambda: runtime.housekeeper.end_life(runtime.incarnation), end)
+        if not _within(lambda: runtime.housekeeper.end_life(runtime.incarnation), end):
+            logger.warning("All is handed back; the lease is left to lapse: store or broker answer slowly")
+        return True
 
     def _back(self, delivery: Delivery) -> None:
         """RELEASE also what we do not know to be claimed: the answer to its CLAIM may be on its way."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from producers import keys
 from producers.complaints import complain
+from producers.deserted import takers_of
 from producers.expiry import expire_late
 from producers.protocol import release
 from producers.readers import LapsedReaders
@@ -65,6 +66,8 @@ class Housekeeper(threading.Thread):
         self._changed = threading.Condition()
         self._stopping = False
         self._clock_offset_ms = 0
+        self.round_trip = 0.0
+        """To the farther of the servers, as the lease's last renewal found it; seconds."""
         self._renew_at = 0.0
         self._reap_at = 0.0
         self._stranded: dict[str, int] = {}
@@ -93,8 +96,9 @@ class Housekeeper(threading.Thread):
     def end_life(self, life: Incarnation) -> None:
         """Give the lease up: nobody has to wait for it to lapse. What is still in flight is reaped, not left.
 
-        In three round trips, as they may be long and the time is short, on connections that have nothing else to do by
-        now: ours may be at work.
+        In two round trips, as they may be long and the time is short, on connections that have nothing else to do by
+        now: ours may be at work. Where this was the last worker of its queues, their lists hold all that waits again:
+        who looks at nothing but their lengths, as a scaler does, must see it.
         """
         life.over = True
         try:
@@ -104,29 +108,20 @@ class Housekeeper(threading.Thread):
                 pipe.hgetall(keys.POOLS)
                 _, pools = pipe.execute()
             with self._runtime.courier.redis.pipeline(transaction=False) as pipe:
-                reap, unsort = broker.reap(life.id), broker.unsort("", UNSORTED)
-                pipe.script_load(reap.script.text)
-                pipe.script_load(unsort.script.text)
+                queues = self._runtime.queues
+                takers = takers_of({text(queue): text(about) for queue, about in pools.items()})
+                reap = broker.reap(life.id)
+                recall = [broker.recall(queue, takers.get(queue, queues), UNSORTED) for queue in queues]
+                for call in (reap, recall[0]):
+                    pipe.script_load(call.script.text)
                 pipe.delete(keys.lease(life.id))
-                pipe.execute_command(*reap.command)
-                pipe.hvals(keys.INCARNATIONS)
-                *_, served = pipe.execute()
-            self._unsort({text(queue): json.loads(about)["model"] for queue, about in pools.items()}, served)
+                for call in (reap, *recall):
+                    pipe.execute_command(*call.command)
+                counts = pipe.execute()[-len(recall) :]
+            while again := [call for call, count in zip(recall, counts, strict=True) if count == UNSORTED]:
+                recall, counts = again, run_many(self._runtime.courier.redis, again)
         except LOST as exc:
             logger.warning("The lease was not given up, it lapses by itself: %s", exc)
-
-    def _unsort(self, pools: dict[str, str], incarnations: Sequence[Any]) -> None:
-        """Where this was the last worker of its queues, their lists hold all that waits again: who looks at nothing but
-        their lengths, as a scaler does, must see it. `pools`: the model of each; `incarnations`: the queue of each
-        that lives."""
-        served = {text(queue) for queue in incarnations}
-        if any(pools.get(queue) == self._runtime.model for queue in served):
-            queues = [queue for queue in self._runtime.queues if queue in pools and queue not in served]
-        else:
-            queues = self._runtime.queues
-        while queues:
-            counts = run_many(self._runtime.courier.redis, [broker.unsort(queue, UNSORTED) for queue in queues])
-            queues = [queue for queue, count in zip(queues, counts, strict=True) if count == UNSORTED]
 
     def lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
         """One of its leases is gone. What it held is let go before a new life begins, or the worker exits."""
@@ -156,7 +151,12 @@ class Housekeeper(threading.Thread):
     def _renew(self, life: Incarnation) -> None:
         ttl = int(self._runtime.settings.lease * 1000)
         about = self._runtime.about()
-        held = [run(server, broker.lease(life.id, about, ttl, take=False)) for server in (self._store, self._broker)]
+        held, took = [], []
+        for server in (self._store, self._broker):
+            asked = time.monotonic()
+            held.append(run(server, broker.lease(life.id, about, ttl, take=False)))
+            took.append(time.monotonic() - asked)
+        self.round_trip = max(took)
         if not all(held):
             self._runtime.life_is_over(life)
 

@@ -268,7 +268,7 @@ class Broker:
         """Task ids of what is in flight of an incarnation, and not held."""
         return {uuid: d.message.id for uuid, d in self.inflight.get(inc, {}).items() if uuid not in held}
 
-    # ---- UNSORT, RECALL, ADOPT ---------------------------------------------------------------------------------------
+    # ---- RECALL, ADOPT ----------------------------------------------------------------------------------------------
 
     def unsort(self, queue: list[str], count: int) -> int:
         """The last of each list first; `queue` names its lists."""

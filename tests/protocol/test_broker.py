@@ -282,17 +282,11 @@ class BrokerMachine(RuleBasedStateMachine):
         self.back(inc, 0, False, False)
         self.fetch(inc, 0, 0, [0] * 4, [0] * 4)
         self.dies(inc)
-        self.unsort(queue, count)
-
-    @rule(queue=st.sampled_from(QUEUES), count=st.sampled_from([1, 2, 100]))
-    def unsort(self, queue: str, count: int) -> None:
-        """What the last worker of a queue does."""
-        lists = [name for name, _ in broker.lists([queue])]
-        self.do(lambda: self._agree(broker.unsort(queue, count), lambda: self.model.unsort(lists, count)))
+        self.recall(queue, set(), count)
 
     @rule(queue=st.sampled_from(QUEUES), takers=st.sets(st.sampled_from(QUEUES)), count=st.sampled_from([1, 2, 100]))
     def recall(self, queue: str, takers: set[str], count: int) -> None:
-        """What a sweeper does where all workers of a queue were killed."""
+        """What a queue's last worker does at its end, and a sweeper where all were killed."""
         lists = [name for name, _ in broker.lists([queue])]
         call = broker.recall(queue, sorted(takers), count)
         self.do(lambda: self._agree(call, lambda: self.model.recall(lists, sorted(takers), count)))

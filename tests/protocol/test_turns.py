@@ -186,7 +186,7 @@ def test_the_last_worker_leaves_everything_in_the_lists(shop: Shop) -> None:
     shop.sort()
     shop.send("c")
     shop.take(3)
-    while run(shop.redis, broker.unsort(QUEUE, 30)) == 30:
+    while run(shop.redis, broker.recall(QUEUE, [], 30)) == 30:
         pass
     assert shop.redis.llen(QUEUE) == 111 - 3
     assert not shop.redis.keys("penstock:turn*") + shop.redis.keys("penstock:sorted*")

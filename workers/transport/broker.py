@@ -121,15 +121,9 @@ def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
     return Call(script(PACKAGE, "back"), names, (uuid, delay_ms))
 
 
-def unsort(queue: str, count: int) -> Call:
-    """Where no worker takes from a queue: what was sorted of it goes back to the fronts of its lists. Answers how many
-    messages, `count` at most: fewer were the last."""
-    return Call(script(PACKAGE, "unsort"), [name for name, _ in lists([queue])], (count,))
-
-
 def recall(queue: str, pools: Sequence[str], count: int) -> Call:
-    """As `unsort`, for somebody who is no worker: -1, and nothing is done, while a worker of these pools lives: those
-    that take from the queue."""
+    """Where no worker of these pools lives, which are those that take from a queue: what was sorted of it goes back to
+    the fronts of its lists. Answers how many messages, `count` at most (fewer were the last); -1 where one lives."""
     return Call(script(PACKAGE, "recall"), (keys.INCARNATIONS, *(name for name, _ in lists([queue]))), (count, *pools))
 
 

@@ -51,12 +51,3 @@ local function unsort(list, count)
   end
   return #last
 end
-
--- Of each list in turn; how many went back, of `count` at most.
-local function unsort_all(lists, count)
-  local moved = 0
-  for _, list in ipairs(lists) do
-    moved = moved + (moved < count and unsort(list, count - moved) or 0)
-  end
-  return moved
-end
