@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import threading
 from typing import Any
 
@@ -82,9 +83,11 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
     for tier, (_, priority) in keys.TIERS.items():
         handle = client.submit(model="tiny", prompt=[1, 2, 3], max_tokens=5, tier=tier, n=2)
         expected[handle.id] = ((), {}, {"v": 1, "n": 2, "tokens": 13}, priority)
-    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=30):
+    level = logging.getLogger().level  # of all this process: unless told, Celery's helper leaves it at ERROR
+    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=30, loglevel=level):
         assert every.wait(30)
     assert seen == expected
+    assert logging.getLogger().level == level
 
 
 def test_whose_turn_it_is_stands_in_message_and_record(client: Face, valkey: Redis) -> None:
