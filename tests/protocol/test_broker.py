@@ -275,13 +275,19 @@ class BrokerMachine(RuleBasedStateMachine):
         self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
         self.lease(inc, True, queue)
 
-    @rule(inc=incs, queue=st.sampled_from(QUEUES), count=st.sampled_from([1, 100]))
+    @rule(count=st.sampled_from([1, 100]))
     @precondition(holding)
-    def dies_in_the_midst(self, inc: str, queue: str, count: int) -> None:
+    def dies_in_the_midst(self, count: int) -> None:
         """What it gave back first is sorted; then what came after that is at the front of the list."""
-        self.back(inc, 0, False, False)
+        inc, held = max(self.model.inflight.items(), key=lambda one: len(one[1]))
+        names = [d.list for d in held.values()]
+        first = min(held.values(), key=lambda d: (-names.count(d.list), d.number))
+        if inc not in self.model.live:
+            self.lease(inc, True, QUEUES[0])
+        self._agree(broker.back(inc, QUEUES[0], first.uuid), lambda: self.model.back(inc, first.uuid, False))
         self.fetch(inc, 0, 0, [0] * 4, [0] * 4)
         self.dies(inc)
+        queue = next(queue for queue in QUEUES if first.list in dict(broker.lists([queue])))
         self.recall(queue, set(), count)
 
     @rule(queue=st.sampled_from(QUEUES), takers=st.sets(st.sampled_from(QUEUES)), count=st.sampled_from([1, 2, 100]))
