@@ -64,7 +64,9 @@ class EngineConfig:
     ageing_s: float = 30.0
     """Seconds of waiting that raise a request by one tier."""
     threads: int | None = None
-    """CPU threads; None leaves the choice to torch."""
+    """CPU threads; None is one a core, as far as a container's limit of processor time goes. They look for work for a
+    tenth of a millisecond after each call, and sleep then. Where others keep a core busy beside the engine, one less
+    may give more."""
     overlap: int | None = None
     """Steps that are planned and launched before the results of the one that runs are known, 0 or 1. None is 1 on
     CUDA, where it keeps the device busy, and 0 on a CPU, which plans and computes with the same cores. The output is

@@ -28,6 +28,7 @@ from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
 from engine.text.words import Spellings
+from engine.threads import threads_for
 
 logger = logging.getLogger("penstock.engine")
 
@@ -145,7 +146,8 @@ class Engine:
     def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
         """Load the Hugging Face folder at `path`. Raises ModelError about the folder, EngineError about the rest."""
         config = config or EngineConfig()
-        _use_threads(config.threads)
+        if device_named(config.device).type == "cpu":
+            torch.set_num_threads(threads_for(config.threads))
         folder = Path(path)
         model = load_model(
             folder,
@@ -352,11 +354,6 @@ def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, d
             f"draft_model={str(folder)!r} has another tokenizer: the same token ids stand for other tokens; "
             f"a draft model must have the model's own"
         )
-
-
-def _use_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 def _eos(config: Config) -> list[int]:

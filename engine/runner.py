@@ -102,7 +102,7 @@ class Runner:
 
     def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
         found = self._model.peaks(hidden) if how.plain else None
-        return sample(self._model.logits(hidden), how) if found is None else chosen(*found)
+        return chosen(*found) if found else sample(self._model.logits(hidden), how, self._model.kernels.candidates)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:

@@ -94,6 +94,15 @@ class Reference:
         has no way around the logits themselves."""
         return None
 
+    def candidates(self, scaled: Tensor, floors: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Which tokens noise can make the largest of each row of `scaled` fp32 [rows, tokens], logits by temperature.
+
+        `floors` fp32 [rows, 1]: what is below is left out. `keys` int32 [rows, 1, 2]: see sampling/noise.py. Returns
+        (int64 rows, int64 tokens) of all that come near; row after row, each with one at least. None where the set
+        cannot tell.
+        """
+        return None
+
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         """Called by every layer when it is packed, with the shape of its attention."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,15 @@ from engine.sampling.logprobs import NOT_FINITE, token_logprobs
 from engine.sampling.noise import REACH, gumbel
 from engine.sampling.rows import Draws, SamplingBatch
 
+#: Kernels.candidates; None where there is no such way.
+Candidates = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor] | None]
+
 #: On a CPU, noise is made for the candidates alone when they are at most this part of all tokens.
 _SPARSE = 0.25
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
-    """One result for each row of `logits` [rows, vocabulary], which may be changed.
+def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda *_: None) -> list[Sampled]:
+    """One result for each row of `logits` [rows, vocabulary], which may be changed. `candidates`: Kernels.candidates.
 
     A row whose logits are not all finite, or that has no token left, gets an error, alone. The only wait for the device
     is for the results.
@@ -35,7 +40,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
             faults += 2 * (logits.amax(-1) == float("-inf")).long()
     tokens = logits.argmax(-1)
     if batch.draws is not None:
-        tokens[batch.draws.rows] = draw(logits[batch.draws.rows], batch.draws)
+        tokens[batch.draws.rows] = draw(logits[batch.draws.rows], batch.draws, candidates)
     ids, found = torch.stack((tokens, faults)).tolist()
     logprobs = {} if said is None else _logprobs(said, tokens, ids, batch)
     return [
@@ -59,10 +64,15 @@ def failed(token: int, fault: int) -> Sampled:
     return Sampled(token, error=NONE_LEFT, refused=True)
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
+def draw(logits: Tensor, draws: Draws, candidates: Candidates = lambda *_: None) -> Tensor:
     """int64 [draws]: a token for each row of `logits` fp32 [draws, vocabulary], by Gumbel-max."""
     scaled = logits / draws.temperature
     threshold = None if draws.filters is None else narrow(scaled, draws.filters)
+    near = candidates(scaled, threshold, draws.keys)
+    if near is not None:
+        rows, tokens = near
+        noisy = scaled[rows, tokens] + gumbel(draws.keys[rows, 0], tokens.to(torch.int32))
+        return _largest(rows, tokens, noisy, scaled.shape)
     if scaled.device.type == "cpu":
         # Also leave out what no noise could make the largest.
         reach = scaled.amax(-1, keepdim=True) - REACH
@@ -76,6 +86,15 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     if threshold is not None:
         noisy = noisy.masked_fill_(scaled < threshold, float("-inf"))
     return noisy.argmax(-1)
+
+
+def _largest(rows: Tensor, tokens: Tensor, noisy: Tensor, shape: torch.Size) -> Tensor:
+    """Of each row the token of which `noisy` is the largest, the first of equals; any one where it is NaN."""
+    best = noisy.new_full(shape[:1], float("-inf")).scatter_reduce_(0, rows, noisy, "amax")
+    last = shape[-1] - 1
+    return torch.full_like(best, last, dtype=torch.int64).scatter_reduce_(
+        0, rows, tokens.where(noisy == best[rows], last), "amin"
+    )
 
 
 def _logprobs(said: Tensor, tokens: Tensor, ids: list[int], batch: SamplingBatch) -> dict[int, TokenLogprobs]:

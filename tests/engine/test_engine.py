@@ -370,9 +370,9 @@ def test_sampling_takes_place_only_where_a_prompt_is_complete(load: Load, monkey
     engine = load(max_num_batched_tokens=8, kernels="reference")
     sizes: list[int] = []
 
-    def counted(logits: torch.Tensor, batch: SamplingBatch) -> Any:
+    def counted(logits: torch.Tensor, batch: SamplingBatch, candidates: Any) -> Any:
         sizes.append(len(logits))
-        return sample(logits, batch)
+        return sample(logits, batch, candidates)
 
     monkeypatch.setattr(runner_module, "sample", counted)
     engine.generate([list(range(1, 60))], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))

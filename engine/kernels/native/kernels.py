@@ -20,6 +20,8 @@ from engine.kernels.reference import PreparedLinear, Reference
 
 #: Attention takes heads of a multiple of it.
 _HEAD_MULTIPLE = 8
+#: Of a row that is sampled: more are within rounding of each other only where logits are huge.
+_MOST_CANDIDATES = 64
 
 
 class Native(Reference):
@@ -83,6 +85,28 @@ class Native(Reference):
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None
+
+    def candidates(self, scaled: Tensor, floors: Tensor | None, keys: Tensor) -> tuple[Tensor, Tensor] | None:
+        rows, tokens = scaled.shape
+        scaled, keys = scaled.contiguous(), keys.contiguous()
+        floors = None if floors is None else floors.contiguous()
+        found = torch.empty(rows, _MOST_CANDIDATES, dtype=torch.int64)
+        counts = torch.empty(rows, dtype=torch.int64)
+        self._library.candidates(
+            self._pool,
+            scaled.data_ptr(),
+            None if floors is None else floors.data_ptr(),
+            keys.data_ptr(),
+            rows,
+            tokens,
+            _MOST_CANDIDATES,
+            found.data_ptr(),
+            counts.data_ptr(),
+        )
+        if bool((counts < 0).any()):
+            return None
+        own = torch.arange(rows).repeat_interleave(counts)
+        return own, found[torch.arange(_MOST_CANDIDATES) < counts[:, None]]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != self.compute_dtype:

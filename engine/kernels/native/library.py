@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_pack": [_P, _P, _P, _I, _L, _L],
     "penstock_linear": [_P, _P, _P, _P, _P, _I, _L, _L, _L],
     "penstock_peaks": [_P, _P, _P, _P, _I, _L, _L, _L, _P, _P],
+    "penstock_candidates": [_P, _P, _P, _P, _L, _L, _L, _P, _P],
     "penstock_norm": [_P, _P, _P, _P, _P, _L, _L, _F],
     "penstock_norm_heads": [_P, _P, _P, _P, _L, _L, _L, _L, _F],
     "penstock_rope_and_write": [_P, _P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _L],
@@ -67,6 +68,7 @@ class Library:
         self.pack = found.penstock_pack
         self.linear = found.penstock_linear
         self.peaks = found.penstock_peaks
+        self.candidates = found.penstock_candidates
         self.norm = found.penstock_norm
         self.norm_heads = found.penstock_norm_heads
         self.rope_and_write = found.penstock_rope_and_write

@@ -1,4 +1,5 @@
 // The C ABI: pointers and sizes alone, nothing of torch or Python. Built once for each instruction set.
+#include "draws.h"
 #include "layers.h"
 #include "peaks.h"
 
@@ -36,6 +37,12 @@ void penstock_peaks(void* pool, const float* x, const void* weight, const float*
     Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
     if (half) peaks<bf16>(*(Pool*)pool, g, places, finite);
     else peaks<float>(*(Pool*)pool, g, places, finite);
+}
+
+// As draws.h says; `floors` may be null.
+void penstock_candidates(void* pool, const float* scaled, const float* floors, const uint32_t* keys, int64_t rows,
+                         int64_t tokens, int64_t most, int64_t* found, int64_t* counts) {
+    candidates(*(Pool*)pool, scaled, floors, keys, rows, tokens, most, found, counts);
 }
 
 // `residual` may be null: no sum then. `out` may be `x`.

@@ -131,3 +131,30 @@ template <int W> INLINE F<W> exponential(F<W> x) {
     F<W> result = p * scale;
     return x < low ? F<W>{} : result;
 }
+
+// ln x of a normal positive number, within 2 units of the last place (polynomial as in Cephes' logf).
+template <int W> INLINE F<W> logarithm(F<W> x) {
+    I<W> bits = (I<W>)x;
+    I<W> power = (bits - 0x3f3504f3) >> 23;  // so that what is left is from sqrt(1/2) to sqrt(2)
+    F<W> f = (F<W>)(bits - (power << 23)) - 1.0f;
+    F<W> e = __builtin_convertvector(power, F<W>);
+    F<W> p = f * 7.0376836292e-2f - 1.1514610310e-1f;
+    p = p * f + 1.1676998740e-1f;
+    p = p * f - 1.2420140846e-1f;
+    p = p * f + 1.4249322787e-1f;
+    p = p * f - 1.6668057665e-1f;
+    p = p * f + 2.0000714765e-1f;
+    p = p * f - 2.4999993993e-1f;
+    p = p * f + 3.3333331174e-1f;
+    p = p * f * f * f;
+    p = p - e * 2.12194440e-4f - 0.5f * f * f;
+    return f + p + e * 0.693359375f;
+}
+
+template <int W> INLINE bool any(I<W> mask) {
+    int64_t parts[W / 2];
+    memcpy(parts, &mask, sizeof parts);
+    int64_t all = 0;
+    for (int i = 0; i < W / 2; i++) all |= parts[i];
+    return all != 0;
+}

@@ -1,0 +1,42 @@
+"""How many threads a CPU's products are shared among where nobody says: as many as there are cores to run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def threads_for(asked: int | None) -> int:
+    """`asked`, or torch's own count (the cores that the process may run on), but no more than a container's limit of
+    processor time has whole cores: threads beyond it are held up in the middle of a step, and all wait for them."""
+    if asked is not None:
+        return asked
+    most = torch.get_num_threads()
+    limit = _limit()
+    return most if limit is None else max(1, min(most, int(limit)))
+
+
+def _limit(own: Path = _OWN, root: Path = _CGROUPS) -> float | None:
+    """Cores' worth of time that the process's control groups (version 2) leave it; None where they set no limit."""
+    try:
+        path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), None)
+    except OSError:
+        return None
+    if path is None:
+        return None
+    group = root / path.lstrip("/")
+    limits = []
+    for one in (group, *group.parents):
+        if one != root and root not in one.parents:
+            break
+        try:
+            quota, period = (one / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota != "max":
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)

@@ -1,0 +1,54 @@
+"""As many threads as there are cores for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import threads
+from engine.threads import threads_for
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The process's own group is /pods/one."""
+    own = tmp_path / "own"
+    own.write_text("1:name=systemd:/elsewhere\n0::/pods/one\n")
+    root = tmp_path / "cgroup"
+    (root / "pods" / "one").mkdir(parents=True)
+    found = threads._limit
+    monkeypatch.setattr(threads, "_limit", lambda: found(own, root))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    # Above the root there is nothing of ours.
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    return root
+
+
+def test_what_is_asked_for_is_taken(groups: Path) -> None:
+    (groups / "pods" / "cpu.max").write_text("200000 100000\n")
+    assert threads_for(5) == 5
+
+
+def test_without_a_limit_there_are_as_many_as_torch_has(groups: Path) -> None:
+    assert threads_for(None) == 8
+    (groups / "pods" / "one" / "cpu.max").write_text("max 100000\n")
+    assert threads_for(None) == 8
+
+
+@pytest.mark.parametrize(("quota", "count"), [(350_000, 3), (50_000, 1), (1_600_000, 8)])
+def test_a_limit_of_time_is_one_of_threads(groups: Path, quota: int, count: int) -> None:
+    (groups / "pods" / "one" / "cpu.max").write_text(f"{quota} 100000\n")
+    assert threads_for(None) == count
+
+
+def test_the_strictest_of_all_groups_around_counts(groups: Path) -> None:
+    (groups / "pods" / "one" / "cpu.max").write_text("max 100000\n")
+    (groups / "pods" / "cpu.max").write_text("200000 100000\n")
+    (groups / "cpu.max").write_text("600000 100000\n")
+    assert threads_for(None) == 2
+
+
+def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
+    assert threads._limit(tmp_path / "none", tmp_path) is None
