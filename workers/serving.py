@@ -26,6 +26,10 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
     found = find_model(model, say=logger.info)
     folder = found.folder
     verify(folder, say=logger.info)
+    if "draft_model" in options:
+        draft = find_model(options["draft_model"], say=logger.info).folder
+        verify(draft, say=logger.info)
+        options = options | {"draft_model": str(draft)}
     try:
         engine = Engine.load(folder, EngineConfig(**options))
     except EngineError as exc:

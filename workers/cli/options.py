@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,6 +50,20 @@ Deterministic = Annotated[
     typer.Option(
         "--deterministic", help="Output that depends on no neighbour, chunk or interruption, to the bit; slower."
     ),
+]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        help="Guess tokens and compute several in one step, with the same output: lookup (what followed the same words "
+        "before), draft (a smaller model), none; unset: draft with --draft-model, else none."
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="The smaller model that guesses, named as MODEL is; it has the model's own vocabulary."),
+]
+SpeculateTokens = Annotated[
+    int | None, typer.Option(min=1, max=16, help="Tokens guessed at a time, at most; unset: 5.")
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Gpus = Annotated[
@@ -119,3 +133,9 @@ def said_again(context: typer.Context, *, only: Sequence[str] = (), without: Seq
         if (not only or option.name in only) and option.name not in without:
             argv += [option.opts[0]] if value is True else [option.opts[0], str(value)]
     return argv
+
+
+def speculation(speculate: str | None, draft_model: str | None, speculate_tokens: int | None) -> dict[str, Any]:
+    """Of EngineConfig, but for the draft model, which is still named as the caller did."""
+    chosen = "draft" if speculate is None and draft_model is not None else speculate
+    return {"speculate": chosen, "draft_model": draft_model, "speculate_tokens": speculate_tokens}

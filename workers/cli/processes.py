@@ -15,6 +15,7 @@ from workers.cli.exits import PROCESS_STATUS, Failure
 from workers.cli.options import (
     Deterministic,
     Device,
+    DraftModel,
     DType,
     Gpus,
     KvCacheBytes,
@@ -25,6 +26,8 @@ from workers.cli.options import (
     MaxQueuedPerTenant,
     MemoryShare,
     Quantization,
+    Speculate,
+    SpeculateTokens,
     SpotEndpoint,
     SpotNotice,
     StepLimit,
@@ -32,6 +35,7 @@ from workers.cli.options import (
     check_spot,
     health_ports,
     said_again,
+    speculation,
 )
 from workers.cli.references import MODEL, complete_model
 
@@ -93,6 +97,9 @@ def worker(
     dtype: DType = None,
     quantization: Quantization = None,
     deterministic: Deterministic = False,
+    speculate: Speculate = None,
+    draft_model: DraftModel = None,
+    speculate_tokens: SpeculateTokens = None,
     device: Device = None,
     gpus: Gpus = None,
     threads: Threads = None,
@@ -115,6 +122,7 @@ def worker(
         "dtype": dtype,
         "quantization": quantization,
         "deterministic": deterministic or None,
+        **speculation(speculate, draft_model, speculate_tokens),
         "device": device,
         "threads": threads,
     }

@@ -16,6 +16,7 @@ from workers.cli.exits import Exit, Failure
 from workers.cli.options import (
     Deterministic,
     Device,
+    DraftModel,
     DType,
     FrequencyPenalty,
     IgnoreEos,
@@ -27,11 +28,14 @@ from workers.cli.options import (
     Quantization,
     RepetitionPenalty,
     Seed,
+    Speculate,
+    SpeculateTokens,
     Stop,
     Temperature,
     Threads,
     TopK,
     TopP,
+    speculation,
 )
 from workers.cli.references import MODEL, complete_model, find_models
 from workers.cli.stdin import text_from
@@ -70,6 +74,9 @@ def run(
     dtype: DType = None,
     quantization: Quantization = None,
     deterministic: Deterministic = False,
+    speculate: Speculate = None,
+    draft_model: DraftModel = None,
+    speculate_tokens: SpeculateTokens = None,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
@@ -98,7 +105,11 @@ def run(
         "ignore_eos": ignore_eos or None,
         "n": n,
     }
+    if draft_model is not None:
+        (guesser,) = find_models([draft_model], lambda line: typer.echo(line, err=True))
+        draft_model = str(guesser.folder)
     setup: dict[str, Any] = {
+        **speculation(speculate, draft_model, speculate_tokens),
         "dtype": dtype,
         "quantization": quantization,
         "deterministic": deterministic or None,

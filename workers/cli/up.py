@@ -11,6 +11,7 @@ from workers.cli.exits import PROCESS_STATUS
 from workers.cli.options import (
     DEFAULT_URL,
     Deterministic,
+    DraftModel,
     DType,
     Gpus,
     KvCacheBytes,
@@ -21,6 +22,8 @@ from workers.cli.options import (
     MaxQueuedPerTenant,
     MemoryShare,
     Quantization,
+    Speculate,
+    SpeculateTokens,
     SpotEndpoint,
     SpotNotice,
     StepLimit,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 OF_WORKERS: Final = (
     *("max_deaths", "step_limit", "spot_notice", "spot_endpoint", "max_num_seqs", "max_batched_tokens"),
     *("kv_cache_bytes", "memory_share", "dtype", "quantization", "deterministic", "threads"),
+    *("speculate", "draft_model", "speculate_tokens"),
 )
 OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant")
 
@@ -74,6 +78,9 @@ def up(
     dtype: DType = None,
     quantization: Quantization = None,
     deterministic: Deterministic = False,
+    speculate: Speculate = None,
+    draft_model: DraftModel = None,
+    speculate_tokens: SpeculateTokens = None,
     threads: Threads = None,
     max_deaths: MaxDeaths = 3,
     step_limit: StepLimit = 180.0,
@@ -126,6 +133,8 @@ def up(
             f"port {port} is the gateway's, and would be that of a worker's /readyz: --health-port {health_port}"
         )
     models = find_models(names, lambda line: say("up", line))
+    if draft_model is not None:  # once, and not in each worker
+        find_models([draft_model], lambda line: say("up", line))
     plan = Plan(
         models,
         data_dir,
