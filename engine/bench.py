@@ -7,6 +7,8 @@ W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted a
 helps; a short warm-up goes first. With `--peer transformers-cb`, transformers' continuous batching then runs the same
 requests in a process of its own, and the ratio of the best repeats is given (for development: needs transformers).
 With `--deterministic`, the plain mode runs the same requests in turns with it, and the ratio is given as well.
+So it does with `--speculate lookup` or `draft`; but these prompts are of random tokens, of which little can be guessed:
+what is measured is what guessing costs. What it gains: tests/bench/speculation.py.
 With `--breakdown` it is told in place of throughput where the time of a step goes (engine/breakdown.py); with `--load`
 how latency goes with the rate of arrivals (engine/bench_load.py). On a CPU each figure has its share of what the
 machine could do at best (engine/ceilings.py).
@@ -137,6 +139,9 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
         deterministic=args.deterministic,
         graphs=args.graphs,
         overlap=args.overlap,
+        speculate=args.speculate,
+        draft_model=args.draft_model,
+        speculate_tokens=args.speculate_tokens,
     )
 
 
@@ -156,12 +161,14 @@ def load_settings(args: argparse.Namespace) -> EngineConfig:
 
 
 def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """With `--deterministic`, the plain engine too, in turns: what others do to the machine is done to both."""
+    """With `--deterministic` or `--speculate`, the plain engine too, in turns: what others do to the machine is done
+    to both."""
     plans = workloads(args, vocab_size)
     config = settings(args, plans)
     configs = {"penstock": config}
-    if config.deterministic:
-        configs = {"plain": replace(config, deterministic=False), "penstock": config}
+    if config.deterministic or config.speculate != "none":
+        plain = replace(config, deterministic=False, speculate="none", draft_model=None)
+        configs = {"plain": plain, "penstock": config}
     engines: dict[str, Engine] = {}
     found: dict[str, Any] = {}
     least: dict[str, float] = {}
@@ -321,6 +328,9 @@ def main() -> None:
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
     parser.add_argument("--deterministic", action="store_true", help="rows that depend on nothing but themselves")
+    parser.add_argument("--speculate", default="none", choices=["none", "lookup", "draft"])
+    parser.add_argument("--draft-model", default=None, help="folder, for --speculate draft")
+    parser.add_argument("--speculate-tokens", type=int, default=5)
     parser.add_argument("--breakdown", action="store_true", help="time the parts of steps in place of throughput")
     parser.add_argument("--load", action="store_true", help="latency at rates of arrival in place of throughput")
     parser.add_argument("--mix", type=partial(_listed, MIXES), default="chat,prefix,long,tiers", help="with --load")
@@ -337,7 +347,7 @@ def main() -> None:
         report["breakdown"] = bench_breakdown(args, vocab_size)
     else:
         report |= bench_engines(args, vocab_size)
-        if args.deterministic:
+        if args.deterministic or args.speculate != "none":
             report["ratio_to_plain"] = ratios(report, args.workload, "plain")
     if args.peer is not None:
         report[args.peer] = bench_peer(args)

@@ -81,8 +81,10 @@ def speculation_for(
     if config.speculate == "none":
         return None
     proposer: Proposer
-    if draft is None:
+    if config.speculate == "lookup":
         proposer = Lookup(config.max_num_seqs, model.vocab_size)
+    elif draft is None:
+        raise EngineError("speculate='draft' is without its model: it comes with Engine.load")
     else:
         whole = whole_group(model)
         # What one sequence is behind with is caught up with by whole blocks.

@@ -102,8 +102,10 @@ def recorded() -> Iterator[Bits]:
 
     def sampled(self: Runner, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
         rows = [row for row in plans[id(self)].rows if row.samples]
-        for row, logits in zip(rows, self._model.logits(hidden), strict=True):
-            key, found = (tuple(row.seq.tokens), row.seq.choice), logits.numpy().tobytes()
+        # After the last token of each, and after each of its draft.
+        places = [(row.seq, row.draft[:i]) for row in rows for i in range(1 + len(row.draft))]
+        for (seq, draft), logits in zip(places, self._model.logits(hidden), strict=True):
+            key, found = ((*seq.tokens, *draft), seq.choice), logits.numpy().tobytes()
             assert bits.setdefault(key, found) == found, f"{len(key[0])} tokens, choice {key[1]}: computed otherwise"
         return sample(self, hidden, how)
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, EngineError, Event, Output, Request, SamplingParams
 from engine.config import KernelSet
+from engine.request import Sequence
 from tests.engine.deterministic.logits import NATIVE, Bits, recorded
+from tests.engine.guessing import Guesser
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 
 Load = Callable[..., Engine]
@@ -88,6 +90,16 @@ def load(folder: Path, config: EngineConfig) -> Iterator[Load]:
         one.close()
 
 
+def _right(outputs: list[Output]) -> Callable[[Sequence, list[int]], int]:
+    def right(seq: Sequence, tokens: list[int]) -> int:
+        """What is known to follow; beyond an output's end, and of candidates, anything."""
+        choices = outputs[PARAMS.index(seq.request.params)].choices
+        rest = choices[seq.choice % len(choices)].token_ids[len(tokens) - seq.prompt_len :]
+        return rest[0] if rest else 5
+
+    return right
+
+
 def same(outputs: list[Output], expected: list[Output]) -> None:
     for found, wanted in zip(outputs, expected, strict=True):
         assert replace(found, cached_tokens=0) == replace(wanted, cached_tokens=0)
@@ -102,15 +114,21 @@ def same(outputs: list[Output], expected: list[Output]) -> None:
         {"max_num_seqs": 11, "max_num_batched_tokens": 13, "overlap": 1},
         {"max_num_batched_tokens": 130, "block_size": 4},
         {"threads": 2},
+        {"speculate": "lookup", "speculate_adaptive": False, "overlap": 1, "max_num_batched_tokens": 29},
     ],
-    ids=["together", "ahead", "chunks of 7", "chunks of 13, ahead", "blocks of 4", "two threads"],
+    ids=["together", "ahead", "chunks of 7", "chunks of 13, ahead", "blocks of 4", "two threads", "guessed, ahead"],
 )
-def test_together_as_alone(load: Load, alone: tuple[list[Output], Bits], changes: dict[str, Any]) -> None:
+def test_together_as_alone(
+    load: Load, alone: tuple[list[Output], Bits], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, known = alone
+    monkeypatch.setattr("engine.placement.Lookup", lambda slots, vocab: Guesser(_right(expected), 0.7, vocab))
     with recorded() as bits:
-        same(load(**changes).generate(PROMPTS, PARAMS), expected)
+        engine = load(**changes)
+        same(engine.generate(PROMPTS, PARAMS), expected)
     assert bits
     assert all(known[place] == found for place, found in bits.items() if place in known)
+    assert (engine.stats().draft_accepted > 20) == ("speculate" in changes)
     # Steps ahead compute what follows a token that ends an output; nothing else is new.
     assert changes.get("overlap") or bits.keys() <= known.keys()
 

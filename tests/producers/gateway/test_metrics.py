@@ -73,7 +73,7 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
 
 def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str, valkey: Redis) -> None:
     announce(valkey)
-    announce(valkey, "w2.def", worker="w2", running=5, out_of_memory=4, not_finite=6)
+    announce(valkey, "w2.def", worker="w2", running=5, out_of_memory=4, not_finite=6, drafted=9, draft_accepted=8)
     valkey.hset(keys.inflight("w1.abc"), mapping={"a": "m", "b": "m"})
     got = figures(http)
     assert got["penstock_workers", "tiny", POOL] == 2
@@ -86,6 +86,8 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     assert ("penstock_worker_out_of_memory_total", "tiny", POOL, "w1") not in got
     assert got["penstock_worker_out_of_memory_total", "tiny", POOL, "w2"] == 4
     assert got["penstock_worker_not_finite_total", "tiny", POOL, "w2"] == 6
+    assert got["penstock_worker_drafted_tokens_total", "tiny", POOL, "w2"] == 9
+    assert got["penstock_worker_draft_accepted_tokens_total", "tiny", POOL, "w2"] == 8
     assert [got["penstock_worker_ready", "tiny", POOL, name] for name in ("w1", "w2")] == [1, 1]
     announce(valkey, "w2.def", worker="w2", unready=["a step has not ended for 200 s"])
     assert figures(http)["penstock_worker_ready", "tiny", POOL, "w2"] == 0

@@ -34,6 +34,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000"),
         *("--memory-share", "0.5"),
         *("--dtype", "float32", "--quantization", "none", "--deterministic", "--device", "cpu", "--threads", "1"),
+        *("--draft-model", "tiny-draft", "--speculate-tokens", "3"),
     )
     engine = {
         "max_num_seqs": 8,
@@ -43,6 +44,9 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "float32",
         "quantization": "none",
         "deterministic": True,
+        "speculate": "draft",
+        "draft_model": "tiny-draft",
+        "speculate_tokens": 3,
         "device": "cpu",
         "threads": 1,
     }

@@ -57,6 +57,7 @@ SAID = (
     *("--max-deaths", "7", "--step-limit", "45", "--spot-notice", "aws", "--spot-endpoint", "http://imds"),
     *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000", "--memory-share", "0.5"),
     *("--dtype", "float32", "--quantization", "none", "--deterministic", "--threads", "3", "--drain", "5"),
+    *("--speculate", "draft", "--draft-model", "tiny-draft", "--speculate-tokens", "3"),
 )
 
 
@@ -80,6 +81,9 @@ def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: py
             "dtype": "float32",
             "quantization": "none",
             "deterministic": True,
+            "speculate": "draft",
+            "draft_model": "tiny-draft",
+            "speculate_tokens": 3,
             "threads": 3,
         }
 
