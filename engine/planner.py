@@ -20,6 +20,9 @@ from engine.policy import TIERS, WaitingQueue, running_key
 from engine.request import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
 
+#: Of a step's tokens, the part that running decodes keep though prompts of better tiers could use it: one in so many.
+SHARE = 8
+
 
 @dataclass(slots=True)
 class _Step:
@@ -27,11 +30,26 @@ class _Step:
 
     now: float
     budget: int
-    """Tokens left, of which `reserved` are for running decodes that have yet to be come to."""
-    reserved: int
+    """Tokens left."""
+    decodes: list[int]
+    """Running decodes that have yet to be come to, by effective tier."""
+    share: int
+    """So many of them keep their token whatever prompts there are."""
     plan: StepPlan = field(default_factory=StepPlan)
     entered: set[int] = field(default_factory=set)
     """Serials of the sequences admitted in it: their blocks hold nothing yet."""
+
+    @property
+    def to_come(self) -> int:
+        """Decodes that have yet to be come to, each of which may want a block."""
+        return sum(self.decodes)
+
+    def left(self, tier: int, worst: int = TIERS - 1) -> int:
+        """Tokens that a prompt of that tier may take, where decodes worse than `worst` are out of the batch: all but
+        those of the decodes of its own tier and better ones, and of a few of the others, which else would stand still
+        for as long as there are prompts before them."""
+        worse = sum(self.decodes[tier + 1 : worst + 1])
+        return self.budget - sum(self.decodes[: min(tier, worst) + 1]) - min(worse, self.share)
 
     def put(self, seq: Sequence, count: int, room: int = 0) -> None:
         """`room`: for so many draft tokens, of which the budget is kept."""
@@ -77,9 +95,12 @@ class Planner:
         """The next step, or None when there is nothing to compute."""
         running = self.running
         decoding = [seq for seq in running if len(seq.tokens) - seq.computed == 1]
+        decodes = [0] * TIERS
+        for seq in decoding:
+            decodes[seq.effective_tier] += 1
         if self._speculation is not None:
             self._speculation.begin(decoding)
-        step = _Step(now, self.max_num_batched_tokens, len(decoding))
+        step = _Step(now, self.max_num_batched_tokens, decodes, max(1, self.max_num_batched_tokens // SHARE))
         place = 0
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only in the place of others
@@ -107,18 +128,19 @@ class Planner:
 
         The last in order goes, which may be the sequence itself, but never one that is already in the plan.
         """
-        pending = len(seq.tokens) - seq.computed
-        decodes = int(pending == 1)
-        reserved = step.reserved - decodes
-        count = min(pending, step.budget - reserved)
+        pending, tier = len(seq.tokens) - seq.computed, seq.effective_tier
+        decodes = pending == 1
+        step.decodes[tier] -= decodes
+        count = min(pending, step.budget if decodes else step.left(tier))
         if count > 0:
             # A decode that is still to come may want a block, too.
-            count = self._tables.grow(seq, count, spare=reserved)
+            to_come = step.to_come
+            count = self._tables.grow(seq, count, spare=to_come)
             if count == 0:
+                step.decodes[tier] += decodes
                 self._preempt_last(step)
                 return False
-            step.put(seq, count, self._guesses(seq, step.budget - reserved - 1, reserved) if decodes else 0)
-        step.reserved = reserved
+            step.put(seq, count, self._guesses(seq, step.budget - to_come - 1, to_come) if decodes else 0)
         return True
 
     def _guesses(self, seq: Sequence, left: int, spare: int) -> int:
@@ -160,7 +182,7 @@ class Planner:
             self.cached_tokens += group.cached_tokens
         step.entered.add(seq.serial)
         pending = len(seq.tokens) - seq.computed
-        step.put(seq, self._tables.grow(seq, min(pending, step.budget - step.reserved), spare=step.reserved))
+        step.put(seq, self._tables.grow(seq, min(pending, step.left(tier)), spare=step.to_come))
         return True
 
     def _charge(self, seq: Sequence, cached: int) -> None:
@@ -182,15 +204,14 @@ class Planner:
 
     def _fits(self, claim: Claim, tier: int, step: _Step) -> bool:
         """Whether there is a row, a token of the budget, and blocks enough."""
-        if not self._slots or step.budget == step.reserved:
+        if not self._slots or step.left(tier) <= 0:
             return False
         return self._tables.fits(claim, headroom=self._leaves_headroom(tier))
 
     def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
         """Whether there would be, with all those put out whom the sequence may displace."""
         victims = [other for other in self.running if other.effective_tier > seq.request.tier]
-        reserved = sum(len(victim.tokens) - victim.computed == 1 for victim in victims)
-        if not victims or step.budget == step.reserved - reserved:
+        if not victims or step.left(tier, seq.request.tier) <= 0:
             return False
         return self._tables.fits_without(claim, victims, headroom=self._leaves_headroom(tier))
 
@@ -206,7 +227,7 @@ class Planner:
         not kept them."""
         seq = self.running[-1]
         if len(seq.tokens) - seq.computed == 1:
-            step.reserved -= 1
+            step.decodes[seq.effective_tier] -= 1
         self.preempt(seq, step.now)
 
     def preempt(self, seq: Sequence, now: float) -> None:

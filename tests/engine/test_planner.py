@@ -59,7 +59,27 @@ def test_a_waiting_request_of_a_higher_tier_is_in_the_very_next_step(shortage, t
     assert [rows(step(s)[0]).get("urgent", (0, 0))[1] for _ in range(3)] == [12, 1, 1]
 
 
-def test_a_higher_tier_takes_the_last_token_of_the_budget_from_a_lower_one():
+def test_a_prompt_of_a_better_tier_leaves_worse_decodes_an_eighth_of_the_step_and_its_equals_all():
+    s = scheduler(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=16)
+    for place in range(6):
+        s.add(request(f"b{place}", 2, Tier.BATCH, arrival=float(place), max_tokens=20))
+    for place in range(3):
+        s.add(request(f"p{place}", 2, Tier.PRIORITY, arrival=float(place), max_tokens=20))
+    while len(plan := step(s)[0].rows) < 9 or not all(row.start >= 2 for row in plan):
+        pass
+    s.add(request("long", 30, Tier.PRIORITY, arrival=9.0, max_tokens=9))
+    others = {"p0": 1, "p1": 1, "p2": 1, "b0": 1, "b1": 1}
+    for count in (11, 11):
+        plan, _ = step(s)
+        assert {row.seq.request.id: row.count for row in plan.rows} == {**others, "long": count}
+    plan, _ = step(s)  # what the prompt's end leaves is theirs again
+    found = {row.seq.request.id: row.count for row in plan.rows}
+    assert found == {**others, "long": 8, "b2": 1, "b3": 1, "b4": 1}
+    plan, _ = step(s)
+    assert sum(row.count for row in plan.rows) == len(plan.rows) == 10
+
+
+def test_a_higher_tier_takes_the_last_tokens_of_the_budget_from_lower_ones():
     s = scheduler(max_num_seqs=4, max_num_batched_tokens=4)
     for place in range(4):
         s.add(request(f"b{place}", 2, Tier.BATCH, arrival=float(place), max_tokens=20))
@@ -67,7 +87,7 @@ def test_a_higher_tier_takes_the_last_token_of_the_budget_from_a_lower_one():
         pass
     s.add(request("p", 4, Tier.PRIORITY, arrival=9.0, max_tokens=1))
     plan, _ = step(s)
-    assert [(row.seq.request.id, row.count) for row in plan.rows] == [("p", 1), ("b0", 1), ("b1", 1), ("b2", 1)]
+    assert [(row.seq.request.id, row.count) for row in plan.rows] == [("p", 3), ("b0", 1)]
 
 
 def test_a_higher_tier_takes_the_blocks_of_lower_ones_but_only_as_many_as_it_needs():
