@@ -1,9 +1,10 @@
-"""Deadlines of tasks that nobody runs: whoever sweeps ends those that are too late.
+"""Deadlines, and accepted cancels, of tasks that nobody runs: whoever sweeps ends what is too late, or cancelled.
 
 One that was taken up before (its worker died, or gave it back) is `incomplete` then, any other has failed.
 
-The set `penstock:deadlines` holds unfinished tasks by when their deadline is, in server time. Whoever runs a task ends
-it himself; one that is still `submitting` is first sent by the sweeper. Several may sweep: the second finds nothing.
+The set `penstock:deadlines` holds unfinished tasks by when their deadline is, in server time, and cancelled ones that
+CANCEL could not end, because a worker had them, or they were not sent yet. Whoever runs a task ends it himself; one
+that is still `submitting` is first sent by the sweeper. Several may sweep: the second finds nothing.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ TIERS: Final[dict[str, tuple[int, int]]] = {
 TASK_NAME: Final = "penstock.generate"
 
 SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; what the sweeper looks at
-DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks that have one
+DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks that have one, or were cancelled
 UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final ones whose message nobody has put down
 SETTLED: Final = "penstock:settled"  # zset: task id -> ms; whose streams are to be compacted
 SWEEPER: Final = "penstock:sweeper"  # string with a TTL: the sweeper that leads

@@ -216,7 +216,7 @@ class Housekeeper(threading.Thread):
         if gone := drive(self._readers.sweep(), self._ask_store):
             logger.info("%d tasks are cancelled: their readers are gone", gone)
         if ended := drive(expire_late(), self._ask_store):
-            logger.info("%d tasks are ended: their deadline passed while they waited", ended)
+            logger.info("%d tasks that nobody has are ended: they are too late, or cancelled", ended)
 
     def _ask_store(self, step: Step) -> Any:
         if isinstance(step, Read):

@@ -19,5 +19,8 @@ local function cancel(task, stream, id)
     finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)
     status = 'cancelled'
   end
+  if not FINAL[status] then -- its worker may die first, or it be sent where no worker is: then EXPIRE ends it
+    redis.call('ZADD', 'penstock:deadlines', now_ms(), id)
+  end
   return { 1, status }
 end

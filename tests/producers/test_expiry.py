@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis import Redis
 
-from producers import AsyncClient, TaskFailed, expiry, keys, sweeper
+from producers import AsyncClient, TaskFailed, expiry, keys, submits, sweeper
 from producers.events import End
 from producers.expiry import expire_late
 from tests.producers.conftest import QUEUE
@@ -66,6 +66,35 @@ async def test_a_living_worker_ends_its_task_itself_a_dead_one_s_is_ended(aclien
     assert len(tokens) == 2
     assert isinstance(end, End)
     assert (end.usage or {})["output_tokens"] == 2
+
+
+async def test_a_task_cancelled_under_a_worker_that_dies_is_ended_with_no_worker_up(
+    aclient: AsyncClient, valkey: Redis
+) -> None:
+    handle = await aclient.submit(model="tiny", prompt=[1])
+    worker = FakeWorker(valkey)
+    assert worker.claim(handle.id).answer == "go"
+    await handle.cancel()
+    assert await aclient.run(expire_late()) == 0, "a living worker ends it itself"
+    worker.die()
+    assert await aclient.run(expire_late()) == 1
+    assert (await handle.status()).status == "cancelled"
+    assert not valkey.exists(keys.DEADLINES)
+
+
+async def test_a_task_cancelled_before_it_was_sent_is_ended_with_no_worker_up(
+    aclient: AsyncClient, valkey: Redis
+) -> None:
+    """Its gateway was killed between ADMIT and send; a sweeper sends it, for it to be settled."""
+    handle = await aclient.submit(model="tiny", prompt=[1], timeout=600)
+    valkey.hset(keys.task(handle.id), "status", "submitting")
+    valkey.zadd(keys.SUBMITTING, {handle.id: 1})
+    await handle.cancel()
+    assert await aclient.run(expire_late()) == 0
+    assert (await submits.sweep(aclient, 0)).sent == 1
+    assert await aclient.run(expire_late()) == 1
+    assert (await handle.status()).status == "cancelled"
+    assert not valkey.exists(keys.DEADLINES)
 
 
 async def test_those_left_to_others_do_not_hide_the_rest(

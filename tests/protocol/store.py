@@ -107,7 +107,7 @@ class Pair(RuleBasedStateMachine):
                 controls.append((channel, payload))
         assert controls == self.controls
         self.controls = []
-        waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or t in DEADLINES)}
+        waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or r.cancel or t in DEADLINES)}
         assert self.server.deadlines() == waited_for
         for t, stored in self.server.stored(TASKS).items():
             self._same(t, self.model[t], stored)

@@ -118,6 +118,24 @@ def cancel_what_the_dead_left(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def cancel_what_dies_then(kind: type[StoreMachine]) -> None:
+    """Cancelled under a worker, with a deadline and without one, and before it was sent; no other worker comes."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.admit("t1", "mine", False)
+    machine.admit("t2", "mine", False)
+    machine.claim("t2", "i1", False, False, False)
+    for t in ("t1", "t2"):
+        machine.cancel(t, False, True)
+        machine.expire(t, False, True)
+    machine.lease("i1", False)
+    machine.queued("t1", True)
+    for t in ("t1", "t2"):
+        machine.expire(t, False, True)
+    assert {t: r and r.end for t, r in machine.model.items()} == {"t1": "cancelled", "t2": "cancelled", "p": None}
+    machine.teardown()
+
+
 def keep_the_letter(kind: type[StoreMachine]) -> None:
     """A client's task is given up, and whoever was to keep its message dies."""
     machine = kind()
@@ -143,5 +161,6 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     go_on_after_the_end,
     keep_the_letter,
     cancel_what_the_dead_left,
+    cancel_what_dies_then,
     *(partial(die, lives=lives) for lives in LIVES),
 )

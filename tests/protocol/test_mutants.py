@@ -31,6 +31,13 @@ STORE = {
     "FINISH writes over a cancel": ("finish", "final = 'cancelled'", "final = ARGV[3]"),
     "CANCEL ends what is still submitting": ("cancel", "elseif status ~= 'submitting' then", "else"),
     "CANCEL leaves the dead owner's claim": ("cancel", "redis.call('HDEL', task, 'claim', 'owner')", ""),
+    "CANCEL leaves what it only flags to a worker": (
+        "cancel",
+        "redis.call('ZADD', 'penstock:deadlines', now_ms(), id)",
+        "",
+    ),
+    "EXPIRE waits for the deadline of what is cancelled": ("expire", "or not r[4] and tonumber", "or tonumber"),
+    "EXPIRE forgets cancels of what has no deadline": ("expire", "not (r[3] or r[4])", "not r[3]"),
     "EXPIRE ends what a live worker runs": ("expire", "if live or status", "if status"),
     "EXPIRE ends what is still submitting": ("expire", "live or status == 'submitting' or", "live or"),
     "EXPIRE writes over a cancel": ("expire", "if r[4] then", "if false then"),

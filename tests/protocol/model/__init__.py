@@ -18,6 +18,7 @@ good end is; `search` visits every state within a scenario's budget of faults (`
   S11 a task whose reader lives is not cancelled for a lease that was renewed; without a reader, none is left
   S12 past its deadline a task that was ever taken up is incomplete, and any other fails
   S13 what a live worker has sorted by tenant is left to it: turns are kept
+  S14 a task that is cancelled waits for no worker where none has it
 
 Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity.
 """

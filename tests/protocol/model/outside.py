@@ -82,10 +82,17 @@ def compact_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
 
 
 def expiry_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
-    """Whoever sweeps ends what is too late and waits for nobody."""
-    status, r = scripts.expire(s.recs[t], s.ls, rules)
-    if r is not s.recs[t]:
+    """Whoever sweeps ends what is too late, or cancelled, and nobody's."""
+    before = s.recs[t]
+    status, r = scripts.expire(before, s.ls, rules)
+    if r is not before:
         yield f"EXPIRE {t} -> {status}", True, store(s, t, r)
+    elif r and r.cancel and r.status not in (*FINAL, "submitting") and r.owner not in s.ls:
+        yield (
+            f"no worker comes for {t}",
+            False,
+            haunt(s, t, bad="S14 a cancelled task that nobody has waits for a worker"),
+        )
 
 
 def client_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:

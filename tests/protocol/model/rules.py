@@ -47,6 +47,9 @@ RULES: dict[str, Rule] = {
         "eager-producer",
         "CANCEL finalises a task nobody live owns at once, but only flags one that is still submitting",
     ),
+    "cancel_swept": Rule(
+        "cancel", "EXPIRE also ends what was cancelled while a worker had it, or before it was sent, and nobody has"
+    ),
     "expire_cancel": Rule("cancel", "EXPIRE under an accepted cancel writes cancelled"),
     "late_begun": Rule(
         "cancel", "past its deadline, a task that was ever taken up is incomplete, and keeps what it has; others fail"

@@ -232,10 +232,10 @@ def release(r: Rec | None, c: Any, rules: Rules) -> tuple[int, Rec | None]:
 
 
 def expire(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[str, Rec | None]:
-    """The status after it. Only where the deadline has passed, and nobody live owns the task."""
+    """The status after it. Only where it is too late, or cancelled, and nobody live owns the task."""
     if r is None:
         return "gone", r
-    if r.status in FINAL or not r.expired:
+    if r.status in FINAL or not (r.expired or (r.cancel and "cancel_swept" in rules)):
         return r.status, r
     if r.owner is not None and r.owner in live:  # who ends it itself, with all that its text needs
         return r.status, r
