@@ -75,8 +75,9 @@ class Ears(threading.Thread):
         self._pubsub.close()
 
 
-def measure(running: int, drain: float, how: signal.Signals, step: float) -> Report:
-    """Raises AssertionError where the workers do not come up."""
+def measure(running: int, drain: float, how: signal.Signals, step: float, then: float | None = None) -> Report:
+    """`then`: seconds that a step of the other worker takes, where not as many. Raises AssertionError where the workers
+    do not come up."""
     room = {"STUB_SEQS": running, "lease": 300.0}
     with valkey() as (url, redis), Worker(url, drain=drain, STUB_STEP_S=step, **room) as first:
         first.wait_ready()
@@ -85,7 +86,7 @@ def measure(running: int, drain: float, how: signal.Signals, step: float) -> Rep
         length = int((drain + BOOT_S) / step)
         ids = fill(redis, POOL, running, max_tokens=length)
         first.wait_until(lambda: all(len(ears.came[task_id]) > 3 for task_id in ids), 60)
-        with Worker(url, STUB_STEP_S=step / 10, **room) as second:
+        with Worker(url, STUB_STEP_S=step if then is None else then, **room) as second:
             second.wait_ready()
             began = time.monotonic()
             first.process.send_signal(how)
@@ -97,7 +98,9 @@ def measure(running: int, drain: float, how: signal.Signals, step: float) -> Rep
         over = began + (drain if how is signal.SIGTERM else 0.0)
         resumed, pauses = [], []
         for task_id in ids:
-            after = [(a, b) for a, b in zip(ears.came[task_id], ears.came[task_id][1:], strict=False) if b > over]
+            # What comes of another pause, later, is not the hand-back's.
+            pairs = zip(ears.came[task_id], ears.came[task_id][1:], strict=False)
+            after = [(a, b) for a, b in pairs if b > over and a <= ended]
             handed = max(after, key=lambda pair: pair[1] - pair[0])
             resumed.append(handed[1] - over)
             pauses.append(handed[1] - handed[0])

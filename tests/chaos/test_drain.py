@@ -12,5 +12,5 @@ from tests.chaos.drain import measure
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT])
 def test_streams_go_on_elsewhere(how: signal.Signals) -> None:
-    report = measure(40, 0.3, how, 0.05)
+    report = measure(40, 0.3, how, 0.05, then=0.005)
     assert (report.status, report.deaths, report.wrong) == (0, 0, 0)

@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +23,13 @@ from engine.request import Request
 from producers import keys
 from producers.complaints import complain
 from producers.errors import InvalidTask
-from producers.events import Token
 from producers.protocol import Claimed, claim, counted, is_last_chance, read_claim, release
 from producers.script import Call, run, run_many
 from producers.task import DEFAULTS, Task
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
-from workers.pool.stream import read_stream
+from workers.pool.stream import read_first, tokens_of
 
 if TYPE_CHECKING:
     from workers.runtime import Runtime
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH = 64
+#: Streams that are read in one go: the first should not wait long for the last.
+STREAMS = 16
 RETRY_S = 0.2
 
 
@@ -47,6 +50,8 @@ class Claimer(threading.Thread):
         self._redis = connect(runtime.settings.store)
         self._queue: queue.SimpleQueue[tuple[Delivery, Arrival | None] | None] = queue.SimpleQueue()
         self._suspects: deque[Delivery] = deque()
+        #: By delivery: the beginning of what was published of it, read ahead.
+        self._streams: dict[str, list[Any]] = {}
         self._alone = False
         self._stopping = False
 
@@ -75,8 +80,13 @@ class Claimer(threading.Thread):
             while len(batch) < BATCH and not self._queue.empty():
                 batch.append(self._queue.get())
             todo = [item for item in batch if item is not None and not item[0].put_down]
-            for (delivery, arrival), claimed in zip(todo, self._claim([d for d, _ in todo]), strict=True):
-                self._take(delivery, arrival, claimed)
+            claims = self._claim([delivery for delivery, _ in todo])
+            for start in range(0, len(todo), STREAMS):
+                part, answers = todo[start : start + STREAMS], claims[start : start + STREAMS]
+                self._read_ahead([delivery for delivery, _ in part], answers)
+                for (delivery, arrival), claimed in zip(part, answers, strict=True):
+                    self._take(delivery, arrival, claimed)
+            self._streams.clear()
             self._next_suspect()
 
     def _claim(self, deliveries: list[Delivery]) -> list[Claimed | Exception]:
@@ -239,12 +249,23 @@ class Claimer(threading.Thread):
             filled["best_of"] = None
         return SamplingParams(**asked | filled)
 
+    def _read_ahead(self, deliveries: Sequence[Delivery], answers: Sequence[Claimed | Exception]) -> None:
+        """The streams of those that others have begun, in one go: a worker that is drained hands hundreds over."""
+        begun = [
+            delivery
+            for delivery, claimed in zip(deliveries, answers, strict=True)
+            if isinstance(claimed, Claimed) and claimed.answer == "go" and claimed.record and any(claimed.record.nexts)
+        ]
+        with suppress(*LOST):  # then each is read by itself, as those are that cannot be read
+            streams = read_first(self._redis, [delivery.task_id for delivery in begun])
+            self._streams = {d.uuid: s for d, s in zip(begun, streams, strict=True) if not isinstance(s, Exception)}
+
     def _published(self, delivery: Delivery) -> list[list[int]]:
         """The tokens that earlier workers published, per choice: this worker goes on from there."""
         found: list[list[int]] = [[] for _ in delivery.base]
-        for event in read_stream(self._redis, delivery.task_id):
-            if isinstance(event, Token):
-                found[event.choice].append(event.token_id)
+        first = self._streams.pop(delivery.uuid, None)
+        for choice, token_id in tokens_of(self._redis, delivery.task_id, first):
+            found[choice].append(token_id)
         return found
 
 
