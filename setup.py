@@ -4,6 +4,7 @@ One shared library for each instruction set, loaded by ctypes: nothing of Python
 compiler, or on another processor, the package installs all the same, and the engine runs on torch's kernels.
 """
 
+import copy
 import platform
 from pathlib import Path
 
@@ -25,6 +26,12 @@ class BuildLibraries(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or True  # one process of the compiler for each library
+
+    def build_extension(self, ext: Extension) -> None:
+        # All are of one source: in one folder, each compiler's object file would be overwritten by the next one's.
+        own = copy.copy(self)
+        own.build_temp = str(Path(self.build_temp) / ext.name)
+        build_ext.build_extension(own, ext)
 
     def get_ext_filename(self, fullname: str) -> str:
         # No tag of a Python version: it is not Python's to import.

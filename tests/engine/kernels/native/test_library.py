@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from engine import EngineError
 from engine.kernels import select
-from engine.kernels.native import Native, load_library
+from engine.kernels.native import Native, library, load_library
 from engine.kernels.native.library import Library
 
 CPU = torch.device("cpu")
@@ -39,6 +40,16 @@ def test_without_a_build_torchs_kernels_are_taken_and_a_line_says_why(caplog: py
 def test_with_a_build_native_kernels_are_taken(dtype: torch.dtype) -> None:
     for deterministic in (False, True):
         assert isinstance(select(CPU, dtype, deterministic=deterministic), Native)
+
+
+@BUILT
+@pytest.mark.parametrize(("isa", "columns", "rounds"), [("avx2", 24, 0), ("avx512", 48, 0), ("avx512bf16", 48, 1)])
+def test_each_file_is_of_its_own_build(isa: str, columns: int, rounds: int) -> None:
+    path = Path(library.__file__).parent / f"_{isa}.so"
+    if not path.exists():
+        pytest.skip(f"the compiler does not know {isa}")
+    found = ctypes.CDLL(str(path))
+    assert (found.penstock_columns(), found.penstock_rounds()) == (columns, rounds)
 
 
 @BUILT
