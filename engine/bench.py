@@ -130,6 +130,7 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
     return EngineConfig(
         dtype=args.dtype,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
         threads=args.threads,
         max_num_seqs=max(map(len, every)),
@@ -150,6 +151,7 @@ def load_settings(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         dtype=args.dtype,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
         threads=args.threads,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -229,7 +231,9 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
 
 
 def _timed(meter: Meter, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
-    return meter.kernels(select(device, dtype, config.kernels, config.quantization, config.deterministic))
+    return meter.kernels(
+        select(device, dtype, config.kernels, config.quantization, config.deterministic, config.kv_cache_dtype)
+    )
 
 
 def at_least(
@@ -294,6 +298,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workload", type=partial(_listed, WORKLOADS), default="W1,W8,W32,W64mix", help="one or several, by commas"
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
     parser.add_argument("--dtype", default="bfloat16", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])

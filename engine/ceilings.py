@@ -77,7 +77,7 @@ class Work:
             head=sum(matrices[name] for name in heads or tables),
             weight_bytes=kernels.weight_dtype.itemsize,
             kv_bytes=sum(
-                2 * group.layers * group.kv_heads * group.head_dim * kernels.cache_dtype.itemsize
+                2 * group.layers * group.kv_heads * kernels.cache_width(group.head_dim) * kernels.cache_dtype.itemsize
                 for group in model.kv_groups
             ),
         )

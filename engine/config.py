@@ -11,6 +11,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 KernelSet = Literal["auto", "reference", "ragged", "sdpa", "cpu", "native", "triton"]
 Quantization = Literal["none", "fp8"]
+KvCacheDType = Literal["auto", "int8", "fp8"]
 Speculate = Literal["none", "lookup", "draft"]
 
 #: As good as never.
@@ -19,6 +20,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
 _KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu", "native", "triton")
 _QUANTIZATIONS = ("none", "fp8")
+_KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 _SPECULATE = ("none", "lookup", "draft")
 #: Tokens of a draft at most.
 MAX_SPECULATE_TOKENS = 16
@@ -46,6 +48,10 @@ class EngineConfig:
     """Tokens computed in one step over all sequences; at least max_num_seqs, so that every decode goes on."""
     kv_cache_bytes: int | None = None
     """Memory for keys and values; None takes a bounded part of what is free."""
+    kv_cache_dtype: KvCacheDType = "auto"
+    """Of keys and values: "auto" is what the kernels compute with; "int8", with one scale for each key and value of a
+    head, and "fp8" (e4m3) take a half or a quarter of the memory, so that as much more context fits. On CPUs, with
+    kernels="cpu", whose attention they slow."""
     memory_share: float = 0.85
     """On a GPU, the part of its memory that weights, steps and KV cache may take together where kv_cache_bytes is None.
     What a step takes is found out by running the largest ones; what is left is for what nobody foresees."""
@@ -89,6 +95,7 @@ class EngineConfig:
         _one_of("device", self.device, _DEVICES)
         _one_of("kernels", self.kernels, _KERNELS)
         _one_of("quantization", self.quantization, _QUANTIZATIONS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, _KV_CACHE_DTYPES)
         _one_of("speculate", self.speculate, _SPECULATE)
         if (self.speculate == "draft") != (self.draft_model is not None):
             raise EngineError(

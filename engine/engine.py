@@ -156,6 +156,7 @@ class Engine:
             config.kernels,
             config.quantization,
             config.deterministic,
+            config.kv_cache_dtype,
         )
         draft = None
         if config.draft_model is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.device import DeviceRunner, step_bytes
@@ -35,10 +36,11 @@ def place(
                 if one is not None:
                     step += _measured(one, config, step_tokens, length) if one.kernels.ragged else _UNMEASURED
         free = free_bytes(model.device, config.memory_share, step)
+    kernels = model.kernels
     return kv_spaces(
         config.kv_cache_bytes,
-        model.kv_groups,
-        model.kernels.cache_dtype.itemsize,
+        [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in model.kv_groups],
+        kernels.cache_dtype.itemsize,
         block_size=config.block_size,
         sequences=config.max_num_seqs,
         length=length,

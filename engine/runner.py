@@ -25,7 +25,14 @@ class Runner:
         self._model = model
         self._caches = [
             torch.zeros(
-                (group.layers, 2, space.num_blocks + 1, block_size, group.kv_heads, group.head_dim),
+                (
+                    group.layers,
+                    2,
+                    space.num_blocks + 1,
+                    block_size,
+                    group.kv_heads,
+                    model.kernels.cache_width(group.head_dim),
+                ),
                 dtype=model.kernels.cache_dtype,
                 device=model.device,
             )

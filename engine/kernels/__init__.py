@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.errors import EngineError
+from engine.kernels.compressed_kv import COMPRESSED
 from engine.kernels.cpu import Cpu, computes_natively
 from engine.kernels.deterministic import DeterministicCpu
 from engine.kernels.fp8 import CAPABILITY
@@ -55,13 +56,17 @@ def select(
     name: str = "auto",
     quantization: str = "none",
     deterministic: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> Kernels:
     """The set for weights of `dtype` on `device`, the one that is asked for by name or the device's own.
 
     Where a CPU only emulates `dtype`, weights are still rounded to it, but held and computed in fp32: measured
     5 to 8 times as fast at 8 rows and more, for twice the memory. Raises EngineError where the set is not for `device`,
-    or `quantization` ("none" or "fp8") is not for the device, the dtype or the set, or there is no `deterministic` one.
+    or `quantization` ("none" or "fp8") is not for the device, the dtype or the set, or there is no `deterministic` one,
+    or none whose cache has `kv_cache_dtype` ("auto", "int8" or "fp8").
     """
+    if kv_cache_dtype != "auto":
+        return _compressed(device, dtype, name, kv_cache_dtype, deterministic)
     if deterministic:
         return _deterministic(device, dtype, select(device, dtype, name, quantization))
     if quantization == "fp8":
@@ -78,6 +83,15 @@ def select(
         return _triton(device)(dtype)
     native = device.type != "cpu" or computes_natively(dtype)
     return _SETS[name](dtype if native else torch.float32)
+
+
+def _compressed(device: torch.device, dtype: torch.dtype, name: str, kind: str, deterministic: bool) -> Kernels:
+    if device.type != "cpu" or name not in ("auto", "cpu"):
+        raise EngineError(
+            f"kv_cache_dtype={kind!r} goes with kernels='cpu' on a CPU, and not with {name!r} on {device.type}; "
+            "use kv_cache_dtype='auto'"
+        )
+    return COMPRESSED[kind, deterministic](dtype if computes_natively(dtype) else torch.float32)
 
 
 def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) -> Kernels:

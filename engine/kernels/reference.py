@@ -103,6 +103,10 @@ class Reference:
         """
         return None
 
+    def cache_width(self, head_dim: int) -> int:
+        """How many of the cache's numbers a key, or a value, of `head_dim` takes."""
+        return head_dim
+
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         """Called by every layer when it is packed, with the shape of its attention."""
 

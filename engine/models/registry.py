@@ -99,19 +99,20 @@ def load_model(
     kernels: Callable[[torch.dtype], Kernels] | str = "auto",
     quantization: str = "none",
     deterministic: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names.
 
     `kernels` makes a set, or is the name by which `engine.kernels.select` chooses one that quantises as `quantization`
-    says and is `deterministic` or not. Raises ModelError about the folder, EngineError where the set is not for
-    `device`.
+    says, is `deterministic` or not, and has a cache of `kv_cache_dtype`. Raises ModelError about the folder,
+    EngineError where the set is not for `device`.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
     if read_scheme(config) is not None and quantization != "none":
         raise ModelError(f"{path}: the checkpoint is quantised already; leave quantization={quantization!r} out")
     kernel_set = (
-        select(device, weight_dtype, kernels, quantization, deterministic)
+        select(device, weight_dtype, kernels, quantization, deterministic, kv_cache_dtype)
         if isinstance(kernels, str)
         else kernels(weight_dtype)
     )

@@ -45,6 +45,10 @@ Quantization = Annotated[
     str | None,
     typer.Option(help="none, or fp8: weights and activations in 8 bits, on CUDA from compute capability 8.9."),
 ]
+KvCacheDType = Annotated[
+    str | None,
+    typer.Option(help="auto, int8 or fp8: keys and values in 8 bits, for more context in the same memory; on CPUs."),
+]
 Deterministic = Annotated[
     bool,
     typer.Option(

@@ -15,6 +15,7 @@ from workers.cli.options import (
     DType,
     Gpus,
     KvCacheBytes,
+    KvCacheDType,
     MaxBatchedTokens,
     MaxDeaths,
     MaxNumSeqs,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 #: Options that are passed on as they are, with the names and meanings that they have there.
 OF_WORKERS: Final = (
     *("max_deaths", "step_limit", "spot_notice", "spot_endpoint", "max_num_seqs", "max_batched_tokens"),
-    *("kv_cache_bytes", "memory_share", "dtype", "quantization", "deterministic", "threads"),
+    *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
     *("speculate", "draft_model", "speculate_tokens"),
 )
 OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant")
@@ -77,6 +78,7 @@ def up(
     memory_share: MemoryShare = None,
     dtype: DType = None,
     quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDType = None,
     deterministic: Deterministic = False,
     speculate: Speculate = None,
     draft_model: DraftModel = None,
