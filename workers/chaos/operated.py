@@ -60,6 +60,8 @@ class Process:
             raise ValueError(f"--process is {text!r}; it must be ROLE:NAME or ROLE:NAME=PID, with a role of {roles}")
         if pid and not pid.isdecimal() and not Path(pid).exists():
             raise ValueError(f"--process is {text!r}; {pid} is neither a process id nor a file with one")
+        if pid.isdecimal() and int(pid) < 1:
+            raise ValueError(f"--process is {text!r}; a process id is 1 or more")
         if not pid and not commands:
             raise ValueError(f"--process is {text!r}; give its process id (=PID), or commands with --exec")
         return cls(name, role, pid, commands)
@@ -118,7 +120,11 @@ class Process:
             raise Gone(f"{self.name}, process {self.pid}: {error}") from error
 
     def _number(self) -> int:
-        return int(self.pid if self.pid.isdecimal() else Path(self.pid).read_text())
+        """Raises OSError or ValueError, also where the file says 0 or less: that means many processes to the kernel."""
+        number = int(self.pid if self.pid.isdecimal() else Path(self.pid).read_text())
+        if number < 1:
+            raise ValueError(f"{self.pid} says {number}, which is no process id")
+        return number
 
 
 class Operated:

@@ -78,8 +78,10 @@ def chaos(
     """
     import tempfile
 
+    from redis import Redis
     from redis.exceptions import RedisError
 
+    from producers import keys
     from producers.connect import shown
     from workers.chaos.load import Load
     from workers.chaos.operated import Operated, Process, say_plan
@@ -91,6 +93,9 @@ def chaos(
         processes = [Process.parse(text, hooks) for text in process or []]
         if not processes:
             raise Failure("nothing to harm: name at least one --process")
+        names = [one.name for one in processes]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise Failure(f"two processes are called {twice[0]}: a name is one process's")
         system = Operated(processes, broker)
         plan = (
             Plan.read(replay)
@@ -99,7 +104,7 @@ def chaos(
                 seed, 60 * minutes, system.targets, kinds=_kinds(faults), lease=lease, kills=kills, pause=(0.5, pause)
             )
         )
-        if strange := {fault.target for fault in plan.faults} - {one.name for one in processes}:
+        if strange := {fault.target for fault in plan.faults} - {*names}:
             raise Failure(f"the plan names {', '.join(sorted(strange))}, which no --process does")
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
@@ -115,6 +120,9 @@ def chaos(
     load = Load(plan.seed, model, 40, longest)
     trial = Trial(url, broker, store or broker, load, plan, folder, open_tasks=open_tasks, alone=alone)
     try:
+        with Redis.from_url(store or broker) as server:
+            if not server.hexists(keys.MODELS, model):
+                raise Failure(f"no worker has ever announced {model!r} there: nothing was done")
         report = trial.run(system, f"penstock {_line()}", lambda line: typer.echo(line, err=True))
     except RedisError as error:
         raise Failure(f"no answer from {servers} ({error}); journals: {folder}", Exit.UNREACHABLE) from error

@@ -12,6 +12,8 @@ import pytest
 
 from tests.chaos.stage import Shape, Stage
 from tests.workers.cli.conftest import Run
+from workers.chaos.injector import Gone
+from workers.chaos.operated import Process
 
 URLS = ("--broker", "redis://127.0.0.1:1/0", "--url", "http://127.0.0.1:1")
 
@@ -35,6 +37,8 @@ def test_nothing_is_done_without_a_word_for_it(run: Run, tmp_path: Path) -> None
         (("--process", "cook:w1=1"), "must be ROLE:NAME"),
         (("--process", "worker:w1=/no/such/file"), "neither a process id nor a file"),
         (("--process", "worker:w1"), "give its process id"),
+        (("--process", "broker:b=0"), "a process id is 1 or more"),
+        (("--process", "worker:w1=1", "--process", "worker:w1=2"), "two processes are called w1"),
         (("--process", "worker:w1=1", "--exec", "kill"), "must be VERB=COMMAND"),
         (("--process", "worker:w1=1", "--exec", "hug=true"), "must be VERB=COMMAND"),
         (("--process", "worker:w1=1", "--faults", "kill,flood"), "from outside there are"),
@@ -46,6 +50,27 @@ def test_what_cannot_be_done_is_refused(run: Run, options: tuple[str, ...], said
     ran = run("chaos", "tiny", *URLS, *options)
     assert ran.status == 2
     assert said in " ".join(ran.err.split())
+
+
+def test_nothing_is_harmed_where_nobody_serves_the_model(run: Run, valkey_url: str) -> None:
+    """A run in which nothing was accepted would prove every promise."""
+    sleeping = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    urls = ("--broker", valkey_url, "--url", "http://127.0.0.1:1")
+    ran = run("chaos", "nobodys", *urls, "--process", f"gateway:g={sleeping.pid}", "--minutes", "0.05", "--i-know")
+    assert ran.status == 2
+    assert "no worker has ever announced 'nobodys'" in " ".join(ran.err.split())
+    assert sleeping.poll() is None
+    sleeping.communicate(b"\n", timeout=10)
+
+
+@pytest.mark.parametrize("said", ["0", "-1"])
+def test_a_pid_file_that_means_many_processes_harms_none(said: str, tmp_path: Path) -> None:
+    """To kill(2), 0 is the caller's own group, -1 all that it may signal."""
+    (tmp_path / "pid").write_text(said)
+    process = Process.parse(f"gateway:g={tmp_path / 'pid'}", {})
+    assert not process.alive
+    with pytest.raises(Gone, match="no process id"):
+        process.resume()
 
 
 #: What `kubectl delete pod` would do: a process is found by the name that it was given.
