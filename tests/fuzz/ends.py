@@ -21,6 +21,21 @@ AT_ONCE = re.compile(rb"-.*|0(x0)?|nan|1e400|")
 #: A task that comes with Celery: its result is nobody's, unless it is asked for.
 CELERYS = re.compile(rb'"task":\s*"celery\.')
 FINAL = (b"completed", b"failed", b"cancelled", b"incomplete")
+#: How much is not over, at one instant: between two looks, what is held back may come to be in flight.
+LEFT = """
+local left = 0
+for _, name in ipairs(KEYS) do
+  left = left + redis.call('LLEN', name)
+end
+for _, kind in ipairs({ 'sorted', 'inflight' }) do
+  left = left + #redis.call('KEYS', 'penstock:' .. kind .. ':*')
+end
+local tomorrow = (redis.call('TIME')[1] + 86400) * 1000
+for _, name in ipairs(redis.call('KEYS', 'penstock:delayed:*')) do
+  left = left + redis.call('ZCOUNT', name, '-inf', tomorrow)
+end
+return left
+"""
 
 
 def sent_id(raw: bytes) -> str | None:
@@ -41,16 +56,7 @@ class Ends:
 
     def quiet(self) -> bool:
         """Nothing waits, nothing is in flight, nothing comes due within a day."""
-        pipe = self._redis.pipeline(transaction=True)
-        for name in self._lists:
-            pipe.llen(name)
-        pipe.keys("penstock:sorted:*")
-        pipe.keys("penstock:inflight:*")
-        pipe.time()
-        *lengths, waiting, inflight, (seconds, _) = pipe.execute()
-        tomorrow = (seconds + 86_400) * 1000
-        due = sum(self._redis.zcount(name, "-inf", tomorrow) for name in self._redis.keys("penstock:delayed:*"))
-        return not any(lengths) and not waiting and not inflight and not due
+        return not self._redis.eval(LEFT, len(self._lists), *self._lists)
 
     def left(self) -> dict[str, Any]:
         """What is not over, for a report."""

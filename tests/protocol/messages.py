@@ -32,7 +32,7 @@ POISON = [
     *(bad("no delivery_info", properties=value) for value in NO_INFO),
     *(
         bad("no task id and name in the headers", headers=v)
-        for v in (None, "x", {}, {"id": 5, "task": "x"}, {"id": "x"})
+        for v in (None, "x", {}, {"id": 5, "task": "x"}, {"id": "", "task": "x"}, {"id": "x"})
     ),
     *(bad("no body", body=value) for value in NO_TEXT),
 ]

@@ -131,6 +131,7 @@ BROKER = {
     "FETCH believes in a wait yet to come": ("fetch", "not since or since > now", "not since"),
     "FETCH gives suspects together": ("fetch", "suspect(heads[best].id) and holds_suspect()", "false"),
     "FETCH condemns too late": ("fetch", "n >= limit and 'condemned'", "n > limit and 'condemned'"),
+    "FETCH takes an empty id for one": ("fetch", "or m.headers.id == ''", ""),
     "FETCH drops poison": ("fetch", "redis.call('RPUSH', dead,", "redis.call('RPUSH', dead .. ':lost',"),
     "FETCH buries without a word": ("fetch", "for _, told in ipairs(buried) do", "for _, told in ipairs({}) do"),
     "ACK keeps no dead letter": ("ack", "ARGV[2] ~= ''", "false"),

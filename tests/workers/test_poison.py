@@ -62,6 +62,7 @@ UNREADABLE = {
     "no headers": (json.dumps(envelope(headers=None)), "no task id"),
     "headers of a wrong type": (json.dumps(envelope(headers=[])), "no task id"),
     "no id": (json.dumps(envelope(headers__id=None)), "no task id"),
+    "an empty id": (json.dumps(envelope(headers__id="")), "no task id"),
     "an id of a wrong type": (json.dumps(envelope(headers__id=7)), "no task id"),
     "a task name of a wrong type": (json.dumps(envelope(headers__task={})), "no task id"),
     "no body": (json.dumps(envelope(body=None)), "no body"),

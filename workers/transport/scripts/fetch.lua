@@ -92,7 +92,8 @@ local function sort(list)
       reason = 'no properties'
     elseif type(m.properties.delivery_info) ~= 'table' then
       reason = 'no delivery_info'
-    elseif type(m.headers) ~= 'table' or type(m.headers.id) ~= 'string' or type(m.headers.task) ~= 'string' then
+    elseif type(m.headers) ~= 'table' or type(m.headers.id) ~= 'string' or m.headers.id == ''
+        or type(m.headers.task) ~= 'string' then
       reason = 'no task id and name in the headers'
     elseif type(m.body) ~= 'string' then
       reason = 'no body'
