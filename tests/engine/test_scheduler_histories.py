@@ -6,6 +6,7 @@ Each with tokens guessed ahead or not: drafts that are always right, never, or h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import ClassVar
 
@@ -62,8 +63,16 @@ def choose(last: Entry, seed: int, choice: int, banned: tuple[int, ...]) -> int:
 
 def expected(request: Request, choice: int, windows: Windows, switch: int) -> tuple[list[int], str]:
     """What a choice is to be, computed with no cache, no batch and no interruption."""
-    params = request.params
-    tokens = list(request.prompt_ids)
+    output, reason = _expected(tuple(request.prompt_ids), request.params, choice, windows, switch)
+    return list(output), reason
+
+
+@lru_cache(maxsize=4096)
+def _expected(
+    prompt: tuple[int, ...], params: SamplingParams, choice: int, windows: Windows, switch: int
+) -> tuple[list[int], str]:
+    """Once for all events of a choice, each of which is compared with it."""
+    tokens = list(prompt)
     ends = {EOS, *params.stop_token_ids}
     limit = MAX_MODEL_LEN - len(tokens) if params.max_tokens is None else params.max_tokens
     output: list[int] = []
