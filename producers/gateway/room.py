@@ -26,7 +26,8 @@ from producers.gateway.errors import Problem
 from producers.steps import FAILURES
 from producers.task import Task
 
-#: Of the bound, how much a tier may find taken: by all tiers, for the priority tier by itself.
+#: Of the bound, how much a tier may find taken: by all tiers, for the priority tier by itself. Never less than one
+#: task, so that a small bound refuses no tier where nothing waits.
 PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
 #: A count is used for so long (s).
 FRESH_S: Final = 0.05
@@ -74,7 +75,7 @@ class Room:
                 count.tenants[tenant] = await self._waiting_of(queue, tenant)
         if self._most is not None:
             others = count.waiting.values() if tier != "priority" else (count.waiting.get(tier, 0),)
-            self._check(count, sum(others) + len(tasks), int(self._most * PARTS[tier]), tier, None)
+            self._check(count, sum(others) + len(tasks), max(1, int(self._most * PARTS[tier])), tier, None)
         if self._most_of_one is not None:
             self._check(count, count.tenants[tenant] + len(tasks), self._most_of_one, tier, tenant)
             count.tenants[tenant] += len(tasks)

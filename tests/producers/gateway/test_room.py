@@ -38,6 +38,13 @@ def test_lower_tiers_are_refused_first_and_nothing_of_them_is_written(
     assert len(valkey.keys(keys.task("*"))) == 19 + 20
 
 
+@pytest.mark.parametrize("tier", keys.TIERS)
+def test_however_small_the_bound_one_may_wait_where_nothing_does(
+    post: Callable[..., httpx.Response], tier: str
+) -> None:
+    assert [post({"max_queued": 1}, tier=tier).status_code for _ in range(2)] == [202, 429]
+
+
 def test_who_is_refused_is_told_when_to_come_again(post: Callable[..., httpx.Response], valkey: Redis) -> None:
     bound = {"max_queued": 1}
     assert post(bound, tier="priority").status_code == 202
