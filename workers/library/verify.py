@@ -19,16 +19,23 @@ from workers.library.shelf import MANIFEST, manifest_of, own_file, sha256_of
 
 #: Hashing leaves Python's lock alone; more at a time than this only make a disk seek.
 THREADS: Final = 8
+#: What a model's weights are read from: where the manifest does not name one of these, nobody vouches for it.
+WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
 
 
 def verify(folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
     """Compare every file with the folder's manifest.json, where it has one (as pulled models do).
 
-    Raises Refused, which names the file that is missing or damaged.
+    Raises Refused, which names the file that is missing or damaged, or holds weights that the manifest does not name.
     """
-    digests = manifest_of(folder)
-    if not digests:
+    if not (folder / MANIFEST).exists():
         return
+    digests = manifest_of(folder)
+    if strange := sorted({path.name for pattern in WEIGHTS for path in folder.glob(pattern)} - digests.keys()):
+        raise Refused(
+            f"{folder} is damaged: {', '.join(strange[:3])} is not in its {MANIFEST}; "
+            "remove the folder and pull the model again"
+        )
     began = time.monotonic()
     # The largest first, so that none is left over at the end.
     try:

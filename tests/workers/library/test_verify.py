@@ -59,6 +59,19 @@ def test_a_file_that_is_gone_is_named(pulled: Path) -> None:
         verify(pulled)
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-00001.safetensors", "model.safetensors.index.json"])
+def test_weights_that_the_manifest_does_not_name_are_refused(pulled: Path, name: str) -> None:
+    (pulled / name).write_bytes(b"{}")
+    with pytest.raises(Refused, match=f"is damaged: {name} is not in its manifest.json"):
+        verify(pulled)
+
+
+def test_a_manifest_that_names_nothing_vouches_for_nothing(pulled: Path) -> None:
+    (pulled / "manifest.json").write_text('{"v": 1, "files": {}}')
+    with pytest.raises(Refused, match=r"model.safetensors is not in its manifest.json"):
+        verify(pulled)
+
+
 @pytest.mark.slow
 def test_a_worker_says_so_and_ends_refused(pulled: Path, rig: Rig) -> None:
     """Before it has a lease: whoever restarts it finds the status of what would be refused again."""
