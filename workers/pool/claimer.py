@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -254,7 +254,11 @@ class Claimer(threading.Thread):
         begun = [
             delivery
             for delivery, claimed in zip(deliveries, answers, strict=True)
-            if isinstance(claimed, Claimed) and claimed.answer == "go" and claimed.record and any(claimed.record.nexts)
+            # By its fields alone: a record that is none is to fail its own task, later, and not this thread.
+            if isinstance(claimed, Claimed)
+            and claimed.answer == "go"
+            and claimed.record
+            and _begun(claimed.record.fields)
         ]
         with suppress(*LOST):  # then each is read by itself, as those are that cannot be read
             streams = read_first(self._redis, [delivery.task_id for delivery in begun])
@@ -267,6 +271,10 @@ class Claimer(threading.Thread):
         for choice, token_id in tokens_of(self._redis, delivery.task_id, first):
             found[choice].append(token_id)
         return found
+
+
+def _begun(fields: Mapping[str, str]) -> bool:
+    return any(name.startswith("next:") for name in fields)
 
 
 def _read(task_id: str, answer: Any) -> Claimed | Exception:
