@@ -60,7 +60,8 @@ class Room:
         self._rate = 0.0
 
     async def enter(self, tasks: Sequence[Task]) -> None:
-        """Count them in. Raises Problem (429) where they would be too many, and what `AsyncClient.known` does."""
+        """Count them in. Raises Problem, 429 where they would be too many and 400 where they always will be, and what
+        `AsyncClient.known` does."""
         if self._most is None and self._most_of_one is None:
             return
         queue = (await self._client.known(tasks[0].model)).queue
@@ -75,18 +76,25 @@ class Room:
                 count.tenants[tenant] = await self._waiting_of(queue, tenant)
         if self._most is not None:
             others = count.waiting.values() if tier != "priority" else (count.waiting.get(tier, 0),)
-            self._check(count, sum(others) + len(tasks), max(1, int(self._most * PARTS[tier])), tier, None)
+            self._check(count, sum(others), len(tasks), max(1, int(self._most * PARTS[tier])), tier, None)
         if self._most_of_one is not None:
-            self._check(count, count.tenants[tenant] + len(tasks), self._most_of_one, tier, tenant)
+            self._check(count, count.tenants[tenant], len(tasks), self._most_of_one, tier, tenant)
             count.tenants[tenant] += len(tasks)
         count.waiting[tier] = count.waiting.get(tier, 0) + len(tasks)
 
-    def _check(self, count: _Count, wanted: int, most: int, tier: str, tenant: str | None) -> None:
-        if wanted <= most:
+    def _check(self, count: _Count, waiting: int, more: int, most: int, tier: str, tenant: str | None) -> None:
+        if waiting + more <= most:
             return
+        if more > most:  # to come again would not help
+            raise Problem(
+                400,
+                f"{more} prompts in one request, where {most} tasks may wait: send {most} at a time",
+                code="array_above_max_length",
+                param="prompt",
+            )
         seconds, now = LONGEST_S, time.monotonic()
         if self._rate > 0:
-            count.line = min(max(count.line, now) + (wanted - most) / self._rate, now + LONGEST_S)
+            count.line = min(max(count.line, now) + (waiting + more - most) / self._rate, now + LONGEST_S)
             seconds = max(SHORTEST_S, count.line - now)
         seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - those who were refused together should not come together
         whose = (

@@ -78,3 +78,16 @@ def test_openai_endpoints_are_bounded_too(open_door: Callable[..., Door], model:
     assert answer.status_code == 429
     assert answer.json()["error"]["code"] == "queue_full"
     assert not valkey.exists(keys.READERS)
+
+
+@pytest.mark.parametrize("bound", [{"max_queued": 2}, {"max_queued_per_tenant": 2}])
+def test_more_prompts_than_may_ever_wait_are_the_callers_fault(
+    open_door: Callable[..., Door], model: str, valkey: Redis, bound: dict[str, int]
+) -> None:
+    body = {"model": model, "prompt": ["x", "y", "z"], "service_tier": "priority"}
+    answer = httpx.post(f"{open_door(**bound).url}/v1/completions", json=body, timeout=20)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "array_above_max_length"
+    assert "send 2 at a time" in answer.json()["error"]["message"]
+    assert "x-should-retry" not in answer.headers
+    assert not valkey.keys(keys.task("*"))
