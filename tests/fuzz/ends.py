@@ -98,6 +98,8 @@ class Ends:
             return "waits for its ETA", ""
         if fuzzed.record is not None and b"settled" in fuzzed.record:
             return "was settled before", ""
+        if sent_id(fuzzed.raw) is None and record == fuzzed.record:
+            return "names another task", ""
         if record and b"status" in record:
             if b"settled" in record and record.get(b"status") in FINAL:
                 return record[b"status"].decode(), "it is settled and claimed" if b"claim" in record else ""

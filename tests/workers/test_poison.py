@@ -197,6 +197,7 @@ BROKEN: dict[str, dict[str, str | bytes]] = {
     "more choices than its task": {"n": "2"},
     "choices that are no number": {"n": "many"},
     "no number of a next token": {"next:0": "x"},
+    "an end, though it is not over": {"end": "completed"},
     "no number of discarded tokens": {"discarded": "x"},
     "no number of deaths": {"deaths": "x"},
     "a deadline that is none": {"deadline": "tomorrow"},

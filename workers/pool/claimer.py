@@ -145,6 +145,8 @@ class Claimer(threading.Thread):
             runtime.finisher.finish(delivery, record.status)
         else:
             assert record is not None
+            if "end" in record.fields:  # no token would be taken, and its message would come back for ever
+                raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
             delivery.begin(record, record.nexts)
             if delivery.revoked:
                 runtime.publisher.conclude_revoked(delivery)
