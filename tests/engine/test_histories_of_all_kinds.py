@@ -18,17 +18,9 @@ from engine.plan import Sampled, ScheduledSeq
 from engine.prompt_scores import ScoredPart
 from engine.request import Event, Request, Sequence, TokenLogprobs
 from tests.engine.histories import histories
+from tests.engine.paged_model import VOCAB, Entry, PagedModel, Windows, computed_plainly, expected
 from tests.engine.test_overlap_histories import CLOCK, Device, Overlapping
-from tests.engine.test_scheduler_histories import (
-    VOCAB,
-    Entry,
-    Histories,
-    PagedModel,
-    Seen,
-    Windows,
-    computed_plainly,
-    expected,
-)
+from tests.engine.test_scheduler_histories import Histories, Seen
 
 #: Steps in which whoever waits has its turn, though two requests of a higher tier come with each: its tier falls to
 #: theirs in 30 s, and each step takes one.

@@ -18,7 +18,8 @@ from engine.plan import Sampled, StepPlan
 from engine.request import UNKNOWN, Sequence
 from engine.scheduler import Scheduler
 from tests.engine.histories import histories
-from tests.engine.test_scheduler_histories import Histories, PagedModel
+from tests.engine.paged_model import PagedModel
+from tests.engine.test_scheduler_histories import Histories
 
 CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now)
 

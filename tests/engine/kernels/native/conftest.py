@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -20,26 +22,33 @@ SOURCE = Path(engine.kernels.native.__file__).parent / "penstock.cpp"
 Make = Callable[[torch.dtype, int], Native]
 
 
-def _wide(folder: Path, *flags: str) -> Library:
-    """A build for AVX-512, in AVX2's instructions: all of its logic but for the choice of instructions."""
+def _wide(factory: pytest.TempPathFactory, name: str, *flags: str) -> Library:
+    """A build for AVX-512, in AVX2's instructions: all of its logic but for the choice of instructions. Compiled once
+    for all processes that test, which takes longer than the tests."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None or load_library() is None:
         pytest.skip("needs a C++ compiler and AVX2")
-    path = folder / "wide.so"
+    own = factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    path, part = folder / f"{name}.so", folder / f"{name}.part"
     every = ["-std=c++17", "-O1", "-mavx2", "-mfma", "-DLANES=16", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *flags]
-    subprocess.run([compiler, *every, str(SOURCE), "-o", str(path)], check=True, timeout=110)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            subprocess.run([compiler, *every, str(SOURCE), "-o", str(part)], check=True, timeout=110)
+            part.rename(path)
     return Library(path, "wide")
 
 
 @pytest.fixture(scope="session")
 def wide_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return _wide(tmp_path_factory.mktemp("native"))
+    return _wide(tmp_path_factory, "wide")
 
 
 @pytest.fixture(scope="session")
 def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """With products of pairs of bf16, which are emulated: the packing and rounding of CPUs that have them."""
-    return _wide(tmp_path_factory.mktemp("native"), "-DPENSTOCK_EMULATED_DOTS")
+    return _wide(tmp_path_factory, "dots", "-DPENSTOCK_EMULATED_DOTS")
 
 
 @pytest.fixture(params=["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wide", "dots"))])
