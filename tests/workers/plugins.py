@@ -20,6 +20,7 @@ from redis import Redis
 import workers.worker
 from tests.stub_engine import StubEngine
 from workers import housekeeper, spot, watchdog
+from workers.pool import claimer
 from workers.pool.claimer import Claimer
 from workers.publisher import Publisher
 from workers.transport import intake
@@ -156,6 +157,18 @@ def claimer_dies() -> None:
         raise ZeroDivisionError("a fault in the worker itself")
 
     Claimer._claim = broken  # type: ignore[method-assign]
+
+
+def claims_one_by_one() -> None:
+    """And takes long to RELEASE: what it claims while a suspect runs, it still holds when that one kills the worker."""
+    release = Claimer._release
+
+    def slowly(self: Claimer, deliveries: list[Any]) -> None:
+        time.sleep(0.2 if deliveries else 0.0)
+        release(self, deliveries)
+
+    claimer.BATCH = 1
+    Claimer._release = slowly  # type: ignore[method-assign]
 
 
 def counts_steps() -> None:

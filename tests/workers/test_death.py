@@ -48,14 +48,15 @@ def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: flo
 
 
 @pytest.mark.slow
-def test_a_task_that_kills_its_workers_is_given_up_and_its_neighbours_are_not(rig: Rig) -> None:
+@pytest.mark.parametrize("plugins", ["", "tests.workers.plugins:claims_one_by_one"])
+def test_a_task_that_kills_its_workers_is_given_up_and_its_neighbours_are_not(rig: Rig, plugins: str) -> None:
     (killer,) = rig.fill(1, prompt=[DEADLY])
     innocent = rig.fill(6, max_tokens=30)
     workers = 0
     while not rig.settled([killer]):
         workers += 1
         assert workers <= 6, rig.logs()
-        worker = rig.begin_worker(STUB_STEP_S=0.01)
+        worker = rig.begin_worker(STUB_STEP_S=0.01, WORKER_PLUGINS=plugins if workers == 3 else "")
         rig.until(lambda worker=worker: worker.process.poll() is not None or rig.settled([killer, *innocent]))
     rig.until_settled(innocent)
     rig.check([killer], "failed")

@@ -50,6 +50,9 @@ class Claimer(threading.Thread):
         self._redis = connect(runtime.settings.store)
         self._queue: queue.SimpleQueue[tuple[Delivery, Arrival | None] | None] = queue.SimpleQueue()
         self._suspects: deque[Delivery] = deque()
+        #: What came while a suspect had or awaited its turn: not claimed before that is over, or it would be counted
+        #: dead with it.
+        self._later: deque[tuple[Delivery, Arrival | None]] = deque()
         #: By delivery: the beginning of what was published of it, read ahead.
         self._streams: dict[str, list[Any]] = {}
         self._alone = False
@@ -66,6 +69,7 @@ class Claimer(threading.Thread):
 
     def forget_suspects(self) -> None:
         self._suspects.clear()
+        self._later.clear()
         self._stay_alone(False)
 
     def stop(self, timeout: float) -> bool:
@@ -80,6 +84,9 @@ class Claimer(threading.Thread):
             while len(batch) < BATCH and not self._queue.empty():
                 batch.append(self._queue.get())
             todo = [item for item in batch if item is not None and not item[0].put_down]
+            if self._alone:
+                self._later.extend(todo)
+                todo = []
             claims = self._claim([delivery for delivery, _ in todo])
             for start in range(0, len(todo), STREAMS):
                 part, answers = todo[start : start + STREAMS], claims[start : start + STREAMS]
@@ -172,6 +179,8 @@ class Claimer(threading.Thread):
             self._take(delivery, None, claimed, alone=True)
         elif self._alone:
             self._stay_alone(False)
+            while self._later:
+                self._queue.put(self._later.popleft())
 
     def _release(self, deliveries: list[Delivery]) -> None:
         """Until the store answers."""
