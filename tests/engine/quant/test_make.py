@@ -96,5 +96,5 @@ def test_the_bundled_model_keeps_its_perplexity(tmp_path: Path, recipe: Recipe, 
     judged = windows(tokenizer, (file.text[:4000] for file in files if file.held_out), 2048, 1024)
     quantise(folder, tmp_path, recipe, learnt, CPU)
     found = compare(plain(folder, CPU), plain(tmp_path, CPU), judged)
-    assert found.perplexity_before < 16
+    assert found.perplexity_before < 20
     assert found.increase < limit
