@@ -17,7 +17,7 @@ run: .venv  ## Start the whole system, submit a mixed load, show the tokens stre
 
 test: .venv  ## Run every test: the fast ones first, then the slow ones
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
-	$(BIN)/python -m pytest -m slow -n $(SLOW_JOBS) --dist worksteal
+	$(BIN)/python -m pytest -m slow -n $(SLOW_JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	$(BIN)/ruff format --check .

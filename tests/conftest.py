@@ -16,6 +16,19 @@ from tests.processes import running_valkey
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+#: Files whose tests take longest: they are begun first, since what is begun last has the machine for itself at the end.
+FIRST = (
+    *("engine/kernels/triton/test_builds", "chaos/test_suite", "workers/cli/test_up", "chaos/test_kill_between_calls"),
+    *("workers/cli/test_warm", "engine/kernels/native/test_kernels", "workers/test_device_faults"),
+    *("engine/kernels/triton/test_ahead", "fuzz/test_soak", "chaos/test_sweeper", "workers/test_links"),
+    *("infra/test_report", "engine/quant/test_make", "workers/test_memory", "workers/cli/test_chat"),
+)
+_ORDER = {f"tests/{name}.py": place for place, name in enumerate(FIRST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _ORDER.get(item.nodeid.partition("::")[0], len(FIRST)))
+
 
 @pytest.fixture(scope="session")
 def valkey_server() -> Iterator[ValkeyServer]:
