@@ -179,8 +179,7 @@ def test_positional_arguments_are_refused(poisoned: Rig) -> None:
 
 @pytest.mark.parametrize("task", ["no JSON", "[]", "{}", '{"model": "stub", "prompt": [1], "max_tokens": -4}'])
 def test_a_record_whose_task_cannot_be_run_fails(poisoned: Rig, task: str) -> None:
-    (bad,) = poisoned.fill(1)
-    poisoned.until_settled([bad])
+    bad = over_and_done(poisoned)
     poisoned.store.hdel(keys.task(bad), "settled", "end", "status", "next:0", "finished", "started", "claims")
     poisoned.store.delete(keys.stream(bad))
     poisoned.store.hset(keys.task(bad), mapping={"status": "queued", "task": task})
@@ -190,6 +189,14 @@ def test_a_record_whose_task_cannot_be_run_fails(poisoned: Rig, task: str) -> No
     poisoned.check(ids)
     assert poisoned.record(bad)["status"] == "failed"
     check_idle(poisoned)
+
+
+def over_and_done(rig: Rig) -> str:
+    """A task that is over, whose message is acknowledged: until then its worker looks after the record's end."""
+    (task_id,) = rig.fill(1)
+    rig.until_settled([task_id])
+    check_idle(rig)
+    return task_id
 
 
 ENDED = ("completed", "failed")
@@ -210,8 +217,7 @@ BROKEN: dict[str, dict[str, str | bytes]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_record_that_is_broken_harms_its_own_task_alone(poisoned: Rig, name: str) -> None:
     """It fails, or its message is kept: no thread ends of it, nobody tries for ever, and no neighbour is lost."""
-    (bad,) = poisoned.fill(1)
-    poisoned.until_settled([bad])
+    bad = over_and_done(poisoned)
     poisoned.redis.delete(keys.DEAD)
     poisoned.store.hdel(keys.task(bad), "settled", "end", "status", "next:0", "finished", "started", "claims", "claim")
     poisoned.store.delete(keys.stream(bad))
