@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 #: Ids looked at in one go.
 PAGE: Final = 200
+#: One whose record is broken is looked at again after so long (ms).
+BROKEN_MS: Final = 3_600_000
 
 
 def expire_late() -> Steps[int]:
@@ -37,8 +39,8 @@ def expire_late() -> Steps[int]:
             except FAILURES as error:
                 if lost(error):
                     raise
-                log.exception("task %s is past its deadline and cannot be ended", task_id)
-                kept += 1
+                log.exception("task %s is past its deadline and cannot be ended, next try in an hour", task_id)
+                yield Read((("ZADD", keys.DEADLINES, "XX", now + BROKEN_MS, task_id),))
                 continue
             ended += status in ("failed", "incomplete", "cancelled")
             kept += status in ("submitting", "queued", "in_progress")

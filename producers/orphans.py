@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from producers import keys, protocol
+from producers.complaints import complain
 from producers.script import text
 from producers.steps import FAILURES, Read, Steps, lost
 
@@ -68,7 +69,11 @@ class Orphans:
         except FAILURES as error:
             if lost(error):
                 raise
-            log.exception("task %s is final and cannot be settled", task_id)
+            if gone:
+                log.error("task %s is final and could not be settled for a week: left as it is: %s", task_id, error)
+                yield Read((("ZREM", keys.UNSETTLED, task_id),))
+                return "left"
+            complain(log, "Task %s is final and cannot be settled, trying again: %s", task_id, error)
             return "unusable"
         if answer == "message":
             self.waiting(task_id)

@@ -56,6 +56,8 @@ class _Ending:
     failures: int = 0
     reason: str = ""
     """Why the message is to be kept."""
+    claimed: bool = True
+    """The claim may be ours: put down without SETTLE or RELEASE, a copy of its message would wait for it for ever."""
 
 
 class Finisher(threading.Thread):
@@ -82,10 +84,11 @@ class Finisher(threading.Thread):
         """Not finished here: RELEASE, then BACK; whoever claims it next goes on from its next token."""
         self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True))
 
-    def bury(self, delivery: Delivery, reason: str) -> None:
-        """There is no record to finish: tell whoever waits for its result, then ACK; the message is kept."""
+    def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False) -> None:
+        """There is no record to finish: tell whoever waits for its result, RELEASE what was `claimed`, then ACK; the
+        message is kept."""
         error = error_json("dead_lettered", f"The message cannot be used: {reason}")
-        self._queue.put(_Ending(delivery, DEAD, error, reason=reason))
+        self._queue.put(_Ending(delivery, DEAD, error, reason=reason, claimed=claimed))
 
     def stop(self, timeout: float) -> bool:
         """True once everything that was said before is settled."""
@@ -186,12 +189,12 @@ class Finisher(threading.Thread):
 
     def _settle(self, ends: list[_Ending]) -> None:
         for end in ends:
-            if end.status == DEAD:
+            if not end.claimed:
                 self._runtime.done(end.delivery, end.reason)
-        ends = [end for end in ends if end.status != DEAD]
+        ends = [end for end in ends if end.claimed]
         calls = [
             release(end.delivery.task_id, end.delivery.uuid)
-            if end.status in (RETRY, BACK)
+            if end.status in (RETRY, BACK, DEAD)
             else settle(end.delivery.task_id)
             for end in ends
         ]
@@ -202,10 +205,14 @@ class Finisher(threading.Thread):
                 complain(logger, "Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
                 time.sleep(RETRY_S)
                 continue
+            broken: list[_Ending] = []
             for end, answer in zip(ends, answers, strict=True):
-                if isinstance(answer, Exception):
+                if end.status == DEAD:
+                    self._runtime.done(end.delivery, end.reason)
+                elif isinstance(answer, Exception):
                     logger.error("Cannot settle or release task %s: %s", end.delivery.task_id, answer)
-                    self._runtime.done(end.delivery, f"its record cannot be used: {answer}")
+                    end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
+                    broken.append(end)
                 elif end.status == BACK:
                     self._runtime.give_back(end.delivery, end.delay)
                 elif end.status == RETRY:
@@ -215,7 +222,7 @@ class Finisher(threading.Thread):
                 else:
                     logger.warning("A failover lost the end of task %s: it goes back", end.delivery.task_id)
                     self.release(end.delivery)
-            return
+            return self._settle(broken)
 
     def _dead_letter(self, end: _Ending) -> str:
         """Why the message is kept, if it is: a task given up on is worth a look."""

@@ -294,7 +294,7 @@ class Publisher(threading.Thread):
         delivery.ended = True
         if self._runtime.running.pop(delivery.uuid, None):
             self._runtime.engine.abort(delivery.uuid)
-        self._runtime.finisher.bury(delivery, f"its record cannot be used: {why}")
+        self._runtime.finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
         """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""

@@ -100,7 +100,7 @@ async def test_a_task_cancelled_before_it_was_sent_is_ended_with_no_worker_up(
 async def test_those_left_to_others_do_not_hide_the_rest(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept: one that is being submitted, one that cannot be read. Over several pages."""
+    """Kept: one that is being submitted, and one that cannot be read, for later. Over several pages."""
     monkeypatch.setattr(expiry, "PAGE", 3)
     ids = [await late(aclient, valkey) for _ in range(8)]
     valkey.hset(keys.task(ids[0]), "status", "submitting")
@@ -108,5 +108,8 @@ async def test_those_left_to_others_do_not_hide_the_rest(
     valkey.delete(keys.task(ids[2]))
     valkey.zadd(keys.DEADLINES, {name: k for k, name in enumerate(ids)})
     assert await aclient.run(expire_late()) == 5
-    assert {name.decode() for name in valkey.zrange(keys.DEADLINES, 0, -1)} == set(ids[:2])
+    assert [name.decode() for name in valkey.zrange(keys.DEADLINES, 0, -1)] == ids[:2]
+    next_try = valkey.zscore(keys.DEADLINES, ids[1]) or 0
+    assert 3500 < next_try / 1000 - valkey.time()[0] <= 3601, "not every second for ever, and not never"
     assert await aclient.run(expire_late()) == 0
+    assert valkey.zscore(keys.DEADLINES, ids[1]) == next_try

@@ -169,3 +169,30 @@ async def test_who_waits_for_a_plain_task_is_told_though_nobody_has_its_message(
     assert not any(settled(valkey, name) for name in told), "their links still wait for their messages"
     await aclient.run(Orphans(age_ms=0, waiting=results.wait).sweep())
     assert await results.tell() == 0
+
+
+async def test_what_cannot_be_settled_hides_nobody_and_is_not_tried_for_ever(
+    aclient: AsyncClient, valkey: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, fine = [(await aclient.submit(model="tiny", prompt=[1])).id for _ in range(2)]
+    for task_id in (broken, fine):
+        await aclient.get(task_id).cancel()
+    valkey.delete(keys.task(broken))
+    valkey.set(keys.task(broken), "no record")
+    valkey.zadd(keys.UNSETTLED, {broken: 1, fine: 2})
+    patient = Orphans(age_ms=0, patience_ms=2**52)
+    assert await aclient.run(patient.sweep()) == 1
+    assert await aclient.run(patient.sweep()) == 0
+    assert valkey.zrange(keys.UNSETTLED, 0, -1) == [broken.encode()]
+    assert await aclient.run(Orphans(age_ms=0).sweep()) == 0
+    assert not valkey.exists(keys.UNSETTLED)
+    assert f"task {broken} is final and could not be settled" in caplog.text
+
+
+@pytest.mark.parametrize("ttl", ["x", "", "1.5", "inf", "nan"])
+async def test_a_life_that_is_none_is_the_usual_one(aclient: AsyncClient, valkey: Redis, ttl: str) -> None:
+    handle = await aclient.submit(model="tiny", prompt=[1])
+    await handle.cancel()
+    valkey.hset(keys.task(handle.id), "ttl", ttl)
+    assert await aclient.run(Orphans(age_ms=0).sweep()) == 1
+    assert 86_000 < valkey.ttl(keys.task(handle.id)) <= 86_400

@@ -24,6 +24,7 @@ SMALL = {
     "split": with_faults(SCENARIOS["split"], expire=2),
     "poison": with_faults(SCENARIOS["poison"], crash=2),
     "slow": with_faults(SCENARIOS["slow"], crash=2),
+    "broken": with_faults(SCENARIOS["broken"], dup=1, cancel=1),
     "reader": with_faults(SCENARIOS["reader"], drop=1, crash=1),
     "sqs": with_faults(SCENARIOS["sqs"], dup=1, crash=1),
     "prompt": with_faults(SCENARIOS["prompt"], tail=1, crash=1, lost=1),

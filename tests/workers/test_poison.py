@@ -19,7 +19,7 @@ from tests.workers.rig import POOL, Rig, rig
 def poisoned() -> Iterator[Rig]:
     """One worker for all of it: each test finds it as the ones before left it."""
     with rig() as made:
-        made.worker(lease=10.0, STUB_SEQS=4, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
+        made.worker(lease=10.0, retry_after=0.1, STUB_SEQS=4, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
         yield made
 
 
@@ -223,19 +223,20 @@ def test_a_record_that_is_broken_harms_its_own_task_alone(poisoned: Rig, name: s
     poisoned.store.delete(keys.stream(bad))
     poisoned.store.hset(keys.task(bad), mapping={"status": "queued", **BROKEN[name]})
     message = Message(bad, POOL, "default", 1, 20).envelope()
-    poisoned.redis.lpush(POOL, message)
+    poisoned.redis.lpush(POOL, message, message)  # the worker that holds the one answers `busy` to the other
     ids = poisoned.fill(6)
     poisoned.until_settled(ids)
     poisoned.check(ids)
 
     def over() -> bool:
-        """Kept with its bytes, or ended and settled."""
-        if message in [letter["message"] for letter in poisoned.dead()]:
+        """Both are kept with their bytes, or it ended and is settled."""
+        if [letter["message"] for letter in poisoned.dead()] == [message, message]:
             return True
         return name != "bytes that are no text" and _ended(poisoned, bad)
 
     poisoned.until(over)
     check_idle(poisoned)
+    assert not poisoned.store.hexists(keys.task(bad), "claim")
 
 
 def _ended(rig: Rig, task_id: str) -> bool:

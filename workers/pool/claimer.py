@@ -130,7 +130,7 @@ class Claimer(threading.Thread):
             logger.exception("Task %s: its record cannot be used", delivery.task_id)
             if self._runtime.running.pop(delivery.uuid, None):
                 self._runtime.engine.abort(delivery.uuid)
-            self._runtime.finisher.bury(delivery, f"its record cannot be used: {exc}")
+            self._runtime.finisher.bury(delivery, f"its record cannot be used: {exc}", claimed=True)
 
     def _act(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed, alone: bool) -> None:
         runtime = self._runtime

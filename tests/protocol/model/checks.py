@@ -64,11 +64,15 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
 
 
 def good(s: State, cfg: Cfg) -> bool:
-    """Quiet, and everything that was accepted is final, settled, its links sent, its dead letter kept."""
+    """Quiet, and everything that was accepted is final, settled, its links sent, its dead letter kept; of what is
+    broken, that alone."""
     if s.queue or s.sorted or s.infl or s.sweep or any(p != IDLE for p in s.slots) or any(p != "done" for p in s.prods):
         return False
     for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
-        if g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
+        if cfg.broken:
+            if t not in s.dead:
+                return False
+        elif g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
             return False
         if r and r.why == "dead" and not (t in s.dead or g.unlisted or cfg.sqs):
             return False

@@ -82,6 +82,10 @@ RULES: dict[str, Rule] = {
         "undone", "ACK of a settled task takes nothing where its record is not settled: a failover lost that"
     ),
     "ack_reason": Rule("poison", "a task given up is acked with a reason, which keeps its message as a dead letter"),
+    "bury_release": Rule(
+        "broken",
+        "a worker that cannot use a record it has claimed RELEASEs it before its message is kept: no copy waits",
+    ),
     "lease_listed": Rule("scaled", "LEASE enters a new incarnation where REAP finds it, in the same script"),
     "lease_renews": Rule("scaled", "LEASE renews what is there alone: of what lapsed, REAP may know nothing any more"),
     "recall": Rule("scaled", "RECALL puts what dead workers had sorted back where whoever starts workers sees it"),

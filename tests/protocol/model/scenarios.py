@@ -25,6 +25,7 @@ def _world(
     compact: bool = False,
     scaled: bool = False,
     strays: bool = False,
+    broken: bool = False,
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -56,6 +57,7 @@ def _world(
         compact,
         scaled,
         strays,
+        broken,
         budget,
     )
 
@@ -76,6 +78,7 @@ _LIST = [
     _world("rival", sent=False, rival=True, lost=1, pcrash=1, workers=(0,), length=1),
     _world("plain", plain=True, crash=1, lost=1, dup=1, ttl=1, expire=1, length=1),
     _world("poison", crash=2, expire=1, limit=2, lost=1, length=1),
+    _world("broken", broken=True, dup=1, crash=1, expire=1, cancel=1, lost=1, length=1),
     _world("slow", crash=2, expire=1, limit=2),
     _world("killer", killer=2, limit=2, lost=1, length=1),
     _world("killer-copies", killer=5, limit=2, dup=1, length=1),  # each copy is counted anew once another was acked

@@ -42,7 +42,8 @@ class Cfg(NamedTuple):
     """A scenario. `workers[i]` is the process that slot i belongs to; `killer`: how many workers task 0 may kill;
     `prompt`: tasks have an entry for their prompt, before their tokens; `lease`: task 0's reader holds a lease;
     `orphan`, `compact`: the sweeper settles what others left, and compacts streams; `scaled`: FETCH sorts what it does
-    not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know."""
+    not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know;
+    `broken`: no worker can make sense of a record that it has claimed, and keeps the message."""
 
     name: str
     tasks: int
@@ -63,6 +64,7 @@ class Cfg(NamedTuple):
     compact: bool
     scaled: bool
     strays: bool
+    broken: bool
     budget: tuple[int, ...]
 
     @property
@@ -79,7 +81,7 @@ class Cfg(NamedTuple):
 class Slot(NamedTuple):
     """A worker's slot: what it does next (`pc`), message, delivery, claim, the text it has seen, and what it was told:
     `condemned` by FETCH, or `dead` where the task was given up, or `taken` where another published the prompt;
-    `unscored`: it ends before its prompt was published."""
+    `unscored`: it ends before its prompt was published; `buried`: its record is broken."""
 
     pc: str
     msg: Any = None

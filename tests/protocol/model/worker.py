@@ -61,7 +61,7 @@ def take_back(s: State, cfg: Cfg, p: Slot, rules: Rules, keep: bool) -> list[Sta
             after = after._replace(queue=enqueue(s.queue, hit[0][2]))
         else:
             after = after._replace(reaped=put(s.reaped, p.msg[0], 0))
-            if p.note == "dead" and "ack_reason" in rules:
+            if p.note in ("dead", "buried") and "ack_reason" in rules:
                 after = after._replace(dead=s.dead | {p.msg[0]})
         outs = [after]
     if cfg.sqs and not hit and not keep:
@@ -162,6 +162,8 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         "busy": back if "busy_no_ack" in rules else "ack",
     }[answer]
     note = "dead" if answer == "settle" and r2 and r2.why == "dead" else "taken" if answer == "go" and scored else ""
+    if cfg.broken and answer in ("go", "settle"):
+        pc, note = "release_ack" if "bury_release" in rules else "ack", "buried"
     yield f"CLAIM -> {answer}", p._replace(pc=pc, prefix=r2.stream if answer == "go" and r2 else (), note=note), s2
 
 
@@ -238,7 +240,7 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         pc = "ack" if settled or "settle_answer" not in rules else "release_back"
         yield "SETTLE", p._replace(pc=pc), store(s, t, r2)
     elif p.pc in ("release_back", "release_ack"):
-        note = "released" if p.pc == "release_ack" else p.note
+        note = "released" if p.pc == "release_ack" and p.note != "buried" else p.note
         yield "RELEASE", p._replace(pc=p.pc[8:], note=note), store(s, t, scripts.release(r, p.c, rules)[1])
     elif p.pc == "release_end":
         yield "RELEASE", IDLE, store(s, t, scripts.release(r, p.c, rules)[1])
@@ -260,4 +262,4 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
 def _unsettled(s: State, p: Slot, cfg: Cfg) -> bool:
     """Of a task that its worker settled, as ACK sees it: SQS knows nothing of records."""
     r = s.recs[p.msg[0]]
-    return not cfg.sqs and p.note != "released" and r is not None and not r.settled
+    return not cfg.sqs and p.note not in ("released", "buried") and r is not None and not r.settled
