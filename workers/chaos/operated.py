@@ -3,6 +3,7 @@
     worker:NAME=PID     worker:NAME=/run/w1.pid (read anew each time)     worker:NAME (with commands for its name)
 
 A command is run for each verb it is given for: kill, pause, resume, drain (SIGTERM), start (after kill and drain).
+A process id is looked at before each signal: what is not what it was said to be is left alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from redis.exceptions import RedisError
 from workers.chaos.checker.store import workers_of
 from workers.chaos.injector import Gone, Handle, Healing
 from workers.chaos.plan import KINDS, PROCESSES, SERVERS, Fault
+from workers.proc import SERVER, argv_of, command_of, option
 
 VERBS: Final = ("kill", "pause", "resume", "drain", "start")
 #: Verbs that a kind of fault takes.
@@ -74,6 +76,34 @@ class Process:
         """Whether there is a way to do it."""
         return verb in self.commands or (bool(self.pid) and verb in _SIGNALS)
 
+    def look(self) -> None:
+        """Raises ValueError where its process id is somebody else's; one that is none may be another in a moment, where
+        it stands in a file."""
+        if not self.pid or self.commands.keys() >= _SIGNALS.keys():
+            return
+        try:
+            number = self._number()
+            os.kill(number, 0)
+        except PermissionError:
+            raise ValueError(f"{self.name}, process {self.pid}, is another user's: run this as that user") from None
+        except (OSError, ValueError) as error:
+            if self.pid.isdecimal():
+                raise ValueError(f"{self.name}: there is no process {self.pid}") from error
+            return
+        self._refuse_stranger(number)
+
+    def _refuse_stranger(self, number: int) -> None:
+        """Raises ValueError."""
+        argv = argv_of(number)
+        found, wanted = command_of(argv), SERVER if self.role in SERVERS else self.role
+        if found != wanted:
+            what = f"runs {' '.join(argv)[:100]!r}" if argv else "has ended"
+            reach = "if it is meant all the same, say with --exec how to reach it"
+            raise ValueError(f"process {number} is not {self.role} {self.name}: it {what}; {reach}")
+        called = option(argv, "--name")
+        if called not in (None, self.name):
+            raise ValueError(f"process {number} is {self.role} {called}, not {self.name}")
+
     def kill(self) -> None:
         self._do("kill")
 
@@ -115,7 +145,9 @@ class Process:
                 raise Gone(f"{shlex.join(argv)} exited with {done.returncode}: {(done.stderr or done.stdout)[-300:]}")
             return
         try:
-            os.kill(self._number(), _SIGNALS[verb])
+            number = self._number()
+            self._refuse_stranger(number)
+            os.kill(number, _SIGNALS[verb])
         except (OSError, ValueError) as error:
             raise Gone(f"{self.name}, process {self.pid}: {error}") from error
 
@@ -137,6 +169,11 @@ class Operated:
     @property
     def handles(self) -> Mapping[str, Handle]:
         return self._processes
+
+    def look(self) -> None:
+        """Raises ValueError where a process id is not what it was said to be."""
+        for one in self._processes.values():
+            one.look()
 
     def targets(self, kind: str) -> dict[str, list[str]]:
         """Names, by role, of what can suffer it."""

@@ -39,7 +39,8 @@ def chaos(
         typer.Option(
             metavar="ROLE:NAME[=PID]",
             help="What may be harmed: worker, gateway, sweeper, broker or store; a worker by its --name. PID is a "
-            "number or a file with one; without it, --exec says how to reach it. May be repeated.",
+            "number or a file with one, of what it is said to be; without it, --exec says how to reach it. May be "
+            "repeated.",
         ),
     ] = None,
     commands: Annotated[
@@ -106,6 +107,7 @@ def chaos(
         )
         if strange := {fault.target for fault in plan.faults} - {*names}:
             raise Failure(f"the plan names {', '.join(sorted(strange))}, which no --process does")
+        system.look()
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
     servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store or broker)))

@@ -6,16 +6,14 @@ import os
 import select
 import signal
 import sys
-from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
+from workers import proc
 from workers.cli.exits import Exit, Failure
 
 STATUS: Final = "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
-PROC: Final = Path("/proc")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -43,7 +41,7 @@ def drain(
     try:
         handle = os.pidfd_open(pid)
         # With the handle in hand the number cannot become another process': what it is can be looked at now.
-        if not _is_worker(_argv(pid)):
+        if not _is_worker(pid):
             raise Failure(f"process {pid} is no worker; there {_are(found)}")
         signal.pidfd_send_signal(handle, signal.SIGQUIT if now else signal.SIGTERM)
     except ProcessLookupError:
@@ -61,31 +59,12 @@ def drain(
 
 def workers_here() -> list[int]:
     """Process ids of workers; of one with `--gpus`, that of the process above them alone."""
-    found = [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit() and _is_worker(_argv(int(entry.name)))]
-    return sorted(pid for pid in found if _parent(pid) not in found)
+    found = [int(entry.name) for entry in proc.PROC.iterdir() if entry.name.isdigit() and _is_worker(int(entry.name))]
+    return sorted(pid for pid in found if proc.parent_of(pid) not in found)
 
 
-def _is_worker(argv: list[str]) -> bool:
-    """`penstock worker ...`, `python -m workers.cli worker ...`."""
-    for name, command in pairwise(argv):
-        if name == "workers.cli" or os.path.basename(name) == "penstock":
-            return command == "worker"
-    return False
-
-
-def _argv(pid: int) -> list[str]:
-    try:
-        return (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has just ended
-        return []
-
-
-def _parent(pid: int) -> int:
-    try:
-        # The name, in brackets, may hold anything.
-        return int((PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0
+def _is_worker(pid: int) -> bool:
+    return proc.command_of(proc.argv_of(pid)) == "worker"
 
 
 def _are(found: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,15 +19,69 @@ from workers.chaos.operated import Process
 URLS = ("--broker", "redis://127.0.0.1:1/0", "--url", "http://127.0.0.1:1")
 
 
-def test_nothing_is_done_without_a_word_for_it(run: Run, tmp_path: Path) -> None:
-    sleeping = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = f"worker:w1={sleeping.pid}"
-    ran = run("chaos", "tiny", *URLS, "--process", process, "--seed", "3", "--minutes", "0.5")
+@contextlib.contextmanager
+def sleeping(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing, with such words at the end of its command line; unharmed in the end."""
+    process = subprocess.Popen([sys.executable, "-c", "input()", *argv], stdin=subprocess.PIPE)
+    yield process
+    assert process.poll() is None
+    process.communicate(b"\n", timeout=10)
+    assert process.returncode == 0
+
+
+def test_nothing_is_done_without_a_word_for_it(run: Run) -> None:
+    with sleeping("/bin/penstock", "worker") as process:
+        target = f"worker:w1={process.pid}"
+        ran = run("chaos", "tiny", *URLS, "--process", target, "--seed", "3", "--minutes", "0.5")
+        assert ran.status == 2
+        assert "say --i-know" in ran.err
+        assert f"worker w1 (process {process.pid})" in ran.err
+
+
+STRANGERS = {
+    "another program": (("worker:w1",), ("make", "worker"), "is not worker w1: it runs"),
+    "another of our processes": (("gateway:g",), ("penstock", "worker"), "is not gateway g: it runs"),
+    "a worker for a server": (("broker:b",), ("penstock", "worker"), "is not broker b: it runs"),
+    "another worker": (("worker:w1",), ("penstock", "worker", "--name", "w2"), "is worker w2, not w1"),
+    "another worker, in one word": (("worker:w1",), ("penstock", "worker", "--name=w2"), "is worker w2, not w1"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_what_is_not_what_it_is_said_to_be_is_refused_and_left_alone(run: Run, name: str) -> None:
+    (said,), argv, why = STRANGERS[name]
+    with sleeping(*argv) as process:
+        target = f"{said}={process.pid}"
+        ran = run("chaos", "tiny", *URLS, "--process", target, "--faults", "kill,pause,drain,restart", "--i-know")
+        assert ran.status == 2
+        assert why in " ".join(ran.err.split())
+
+
+def test_a_process_id_that_has_become_another_process_s_is_left_alone(tmp_path: Path) -> None:
+    """In a file, or because the number was used anew."""
+    pid = tmp_path / "pid"
+    with sleeping("-m", "workers.cli", "worker", "--name", "w1") as worker, sleeping("sh") as stranger:
+        pid.write_text(str(worker.pid))
+        process = Process.parse(f"worker:w1={pid}", {})
+        process.look()
+        process.resume()
+        pid.write_text(str(stranger.pid))
+        assert process.alive
+        with pytest.raises(ValueError, match="is not worker w1"):
+            process.look()
+        for harm in (process.kill, process.pause, process.drain):
+            with pytest.raises(Gone, match="is not worker w1"):
+                harm()
+
+
+@pytest.mark.parametrize("pid", ["4194305", "no"])
+def test_a_process_that_is_not_there_is_told_of_before_anything_is_done(run: Run, tmp_path: Path, pid: str) -> None:
+    """Of one whose file says none, another may begin."""
+    (tmp_path / "pid").write_text("4194305")
+    process = f"worker:w1={pid if pid.isdecimal() else tmp_path / 'pid'}"
+    ran = run("chaos", "tiny", *URLS, "--process", process)
     assert ran.status == 2
-    assert "say --i-know" in ran.err
-    assert f"worker w1 (process {sleeping.pid})" in ran.err
-    assert sleeping.poll() is None
-    sleeping.communicate(b"\n", timeout=10)
+    assert ("there is no process 4194305" if pid.isdecimal() else "say --i-know") in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize(
@@ -54,13 +109,11 @@ def test_what_cannot_be_done_is_refused(run: Run, options: tuple[str, ...], said
 
 def test_nothing_is_harmed_where_nobody_serves_the_model(run: Run, valkey_url: str) -> None:
     """A run in which nothing was accepted would prove every promise."""
-    sleeping = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    urls = ("--broker", valkey_url, "--url", "http://127.0.0.1:1")
-    ran = run("chaos", "nobodys", *urls, "--process", f"gateway:g={sleeping.pid}", "--minutes", "0.05", "--i-know")
-    assert ran.status == 2
-    assert "no worker has ever announced 'nobodys'" in " ".join(ran.err.split())
-    assert sleeping.poll() is None
-    sleeping.communicate(b"\n", timeout=10)
+    with sleeping("penstock", "gateway") as process:
+        urls = ("--broker", valkey_url, "--url", "http://127.0.0.1:1")
+        ran = run("chaos", "nobodys", *urls, "--process", f"gateway:g={process.pid}", "--minutes", "0.05", "--i-know")
+        assert ran.status == 2
+        assert "no worker has ever announced 'nobodys'" in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize("said", ["0", "-1"])

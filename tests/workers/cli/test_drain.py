@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from workers import proc
 from workers.cli import drain
 from workers.cli.app import app
 from workers.cli.exits import Exit, Failure
@@ -99,7 +100,7 @@ def test_the_workers_here_are_found(
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_text(argv + "\0")
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) b) S {parent} 1 1")
-    monkeypatch.setattr(drain, "PROC", tmp_path)
+    monkeypatch.setattr(proc, "PROC", tmp_path)
     assert drain.workers_here() == found
     if len(found) != 1:
         assert ("choose one with --pid" if found else "no worker runs here") in str(refused())

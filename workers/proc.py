@@ -1,0 +1,59 @@
+"""Processes of this machine by their command lines: which are Penstock's, and what they are.
+
+pid -> argv_of -> command_of -> "worker", "gateway", "sweeper", "up", ...; "server" for a Redis or Valkey
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+PROC: Final = Path("/proc")
+SERVER: Final = "server"
+#: Names of the servers' programs.
+SERVERS: Final = ("redis-server", "valkey-server")
+
+
+def argv_of(pid: int) -> list[str]:
+    """Empty where there is no such process, or it has ended. Without /proc (macOS), `ps` is asked, which joins words
+    by blanks."""
+    if PROC.is_dir():
+        try:
+            line = (PROC / str(pid) / "cmdline").read_bytes()
+        except OSError:
+            return []
+        return line.decode(errors="replace").rstrip("\0").split("\0") if line else []
+    asked = subprocess.run(["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return asked.stdout.split()
+
+
+def command_of(argv: list[str]) -> str:
+    """Of `penstock worker ...` and `python -m workers.cli worker ...`, `worker`; of a server SERVER; else empty."""
+    for name, command in pairwise(argv):
+        if name == "workers.cli" or os.path.basename(name) == "penstock":
+            return command
+    # A server writes its address where its arguments were, behind a blank.
+    program = os.path.basename(argv[0].partition(" ")[0]) if argv else ""
+    return SERVER if program in SERVERS else ""
+
+
+def option(argv: list[str], name: str) -> str | None:
+    """What `--name VALUE` or `--name=VALUE` says; None where it is not given."""
+    for word, value in pairwise([*argv, ""]):
+        if word == name:
+            return value
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def parent_of(pid: int) -> int:
+    """0 where that is not known. Linux alone."""
+    try:
+        # The name, in brackets, may hold anything.
+        return int((PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
