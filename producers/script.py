@@ -3,7 +3,8 @@
     call = protocol.cancel("t1")          # pure: nothing is sent
     accepted, status = run(redis, call)   # or `await arun(redis, call)`, or `run_many(redis, calls)`
 
-Every script may be called again when its reply was lost, so a call that met NOSCRIPT is simply sent again.
+A server that does not know a script (it is new, or was told to forget them: SCRIPT FLUSH) is sent its text with the
+call, in one command, so that nobody's flush can come between.
 """
 
 from __future__ import annotations
@@ -34,15 +35,28 @@ class Script:
 
 @cache
 def script(package: str, name: str) -> Script:
-    """Read `<package>/scripts/<name>.lua`; a line `-- include: FILE` is replaced by that file's text."""
-    folder = resources.files(package) / "scripts"
+    """`<package>/scripts/<name>.lua`; a line `-- include: FILE` is replaced by that file's text. Raises RuntimeError
+    where the package is not whole."""
+    files = _files(package)
     lines = []
-    for line in (folder / f"{name}.lua").read_text("utf-8").splitlines():
-        if line.startswith(INCLUDE):
-            line = (folder / line.removeprefix(INCLUDE).strip()).read_text("utf-8")
-        lines.append(line)
+    for line in files[f"{name}.lua"].splitlines():
+        lines.append(files[line.removeprefix(INCLUDE).strip()] if line.startswith(INCLUDE) else line)
     text = "\n".join(lines)
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+@cache
+def _files(package: str) -> dict[str, str]:
+    """All of them at once, when the first is used: whoever installs another version under a process that runs must not
+    take away, or change, what it has not called yet."""
+    folder = resources.files(package) / "scripts"
+    try:
+        found = {file.name: file.read_text("utf-8") for file in folder.iterdir() if file.name.endswith(".lua")}
+    except OSError as error:  # which would look like a server that is away
+        raise RuntimeError(f"{folder} cannot be read ({error}): install Penstock again, and start this anew") from error
+    if not found:
+        raise RuntimeError(f"{folder} has no scripts: install Penstock again, and start this anew")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +71,18 @@ class Call:
     def command(self) -> tuple[Any, ...]:
         return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
 
+    @property
+    def whole(self) -> tuple[Any, ...]:
+        """For a server that does not know the script: it does from then on."""
+        return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
+
 
 def run(redis: Redis, call: Call) -> Any:
     """Send the call and return the script's answer (redis-py's types; see `text` for strings)."""
     try:
         return redis.execute_command(*call.command)
     except NoScriptError:
-        redis.script_load(call.script.text)
-        return redis.execute_command(*call.command)
+        return redis.execute_command(*call.whole)
 
 
 async def arun(redis: AsyncRedis, call: Call) -> Any:
@@ -72,8 +90,7 @@ async def arun(redis: AsyncRedis, call: Call) -> Any:
     try:
         return await redis.execute_command(*call.command)
     except NoScriptError:
-        await redis.script_load(call.script.text)
-        return await redis.execute_command(*call.command)
+        return await redis.execute_command(*call.whole)
 
 
 def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
@@ -84,12 +101,11 @@ def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
     """
     if not calls:
         return []
-    answers = _pipeline(redis, calls)
-    missing = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
-    if missing:
-        for text in {calls[i].script.text for i in missing}:
-            redis.script_load(text)
-        for i, answer in zip(missing, _pipeline(redis, [calls[i] for i in missing]), strict=True):
+    answers = _pipeline(redis, [call.command for call in calls])
+    while missing := [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]:
+        first = {calls[i].script.sha: i for i in reversed(missing)}
+        again = [calls[i].whole if first[calls[i].script.sha] == i else calls[i].command for i in missing]
+        for i, answer in zip(missing, _pipeline(redis, again), strict=True):
             answers[i] = answer
     for answer in answers:
         if isinstance(answer, Exception) and trouble(answer) is not None:
@@ -97,10 +113,10 @@ def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
     return answers
 
 
-def _pipeline(redis: Redis, calls: Sequence[Call]) -> list[Any]:
+def _pipeline(redis: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
     with redis.pipeline(transaction=False) as pipe:
-        for call in calls:
-            pipe.execute_command(*call.command)
+        for command in commands:
+            pipe.execute_command(*command)
         return list(pipe.execute(raise_on_error=False))
 
 

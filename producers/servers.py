@@ -11,7 +11,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from producers.connect import connect, shown
 from producers.errors import PenstockError
-from producers.script import script, text
+from producers.script import Call, script, text
 from producers.trouble import NotPrimary, Trouble, UnusableServer, trouble
 
 log = logging.getLogger(__name__)
@@ -44,10 +44,11 @@ def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
 
 def _may(client: Redis) -> None:
     """Whether this user may do what Penstock does. Raises what the server says, which names the command or the key."""
-    probe = script(__package__, "probe")
+    probe = Call(script(__package__, "probe"), ("penstock:task:probe",), ("penstock:tokens:probe",))
     try:
-        client.script_load(probe.text)
-        client.evalsha(probe.sha, 1, "penstock:task:probe", "penstock:tokens:probe")
+        client.script_load(probe.script.text)
+        for command in (probe.command, probe.whole):
+            client.execute_command(*command)
         client.execute_command("HGETALL", "penstock:task:probe")
         with closing(client.pubsub()) as channel:
             channel.subscribe("penstock:tokens:probe")
