@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("engine/kernels/native")
 COMMON = ["-std=c++17", "-O3", "-g0", "-pthread", "-fvisibility=hidden", "-Wno-psabi"]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-DLANES=16", *AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
 BUILDS = {
     "avx2": ["-DLANES=8", *AVX2],

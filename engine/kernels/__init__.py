@@ -86,11 +86,13 @@ def select(
 
 
 def _compressed(device: torch.device, dtype: torch.dtype, name: str, kind: str, deterministic: bool) -> Kernels:
-    if device.type != "cpu" or name not in ("auto", "cpu"):
+    if device.type != "cpu" or name not in ("auto", "native", "cpu"):
         raise EngineError(
-            f"kv_cache_dtype={kind!r} goes with kernels='cpu' on a CPU, and not with {name!r} on {device.type}; "
-            "use kv_cache_dtype='auto'"
+            f"kv_cache_dtype={kind!r} goes with kernels='native' or 'cpu' on a CPU, and not with {name!r} on "
+            f"{device.type}; use kv_cache_dtype='auto'"
         )
+    if name == "native" or (name == "auto" and load_library() is not None):
+        return _native(dtype, deterministic=deterministic, kv_cache_dtype=kind)
     return COMPRESSED[kind, deterministic](dtype if computes_natively(dtype) else torch.float32)
 
 
@@ -111,13 +113,13 @@ def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) 
     )
 
 
-def _native(dtype: torch.dtype, *, deterministic: bool = False) -> Kernels:
+def _native(dtype: torch.dtype, *, deterministic: bool = False, kv_cache_dtype: str = "auto") -> Kernels:
     built = load_library()
     if built is None:
         raise EngineError(
             "kernels='native' are not built for this CPU: install penstock where a C++ compiler is, or use 'auto'"
         )
-    return Native(dtype, built, deterministic=deterministic)
+    return Native(dtype, built, deterministic=deterministic, kv_cache_dtype=kv_cache_dtype)
 
 
 def _has_triton() -> bool:

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits each, for sets that gather them before attention.
+"""Keys and values of 8 bits each: how they lie in the cache of every set, and the sets that widen them by torch.
 
 Each key and each value of a head is rounded by itself when it is written, and is as wide again when it is gathered.
 "int8": -127 to 127 times one scale, which lies behind the numbers as fp32; "fp8": e4m3 as it is, no scale, as its
@@ -16,7 +16,8 @@ from engine.kernels.cpu import Cpu
 from engine.kernels.deterministic import DeterministicCpu
 from engine.kernels.fp8 import FP8, LARGEST
 
-_SCALE_BYTES: Final = 4
+#: Of "int8": what lies behind each key and each value.
+SCALE_BYTES: Final = 4
 
 
 class _Compressed(Cpu):
@@ -43,7 +44,7 @@ class Int8Kv(_Compressed):
         self.cache_dtype = torch.uint8
 
     def cache_width(self, head_dim: int) -> int:
-        return head_dim + _SCALE_BYTES
+        return head_dim + SCALE_BYTES
 
     def _narrow(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -53,8 +54,8 @@ class Int8Kv(_Compressed):
         return torch.cat((q.view(torch.uint8), scales.view(torch.uint8)), -1)
 
     def _widen(self, packed: Tensor) -> Tensor:
-        q = packed[..., :-_SCALE_BYTES].view(torch.int8)
-        scales = packed[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
+        q = packed[..., :-SCALE_BYTES].view(torch.int8)
+        scales = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
         return (q * scales).to(self.compute_dtype)
 
 

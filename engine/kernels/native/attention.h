@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "pool.h"
+#include "stored.h"
 #include "vectors.h"
 
 constexpr int kTile = 32;
@@ -23,7 +24,7 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 struct Attention {
     const float* query;  // [tokens, heads, head_dim], tokens `query_stride` apart
     int64_t query_stride;
-    const void *keys, *values;  // [blocks, block, kv_heads, head_dim]
+    const void *keys, *values;  // [blocks, block, kv_heads, as many bytes as a head is stored in]
     const int32_t* starts;  // [sequences + 1]
     const int32_t* lengths;  // [sequences]
     // [sequences], less than kChunk: places before a table begins, counted from the last chunk that begins before it.
@@ -32,6 +33,7 @@ struct Attention {
     int64_t table_stride;
     const int32_t* table_rows;  // [sequences]
     int64_t sequences, heads, kv_heads, head_dim, block;
+    int64_t kind;  // how they are stored
     int64_t window;  // 0: none
     float scale, cap;  // cap 0: none
     float* out;  // [tokens, heads, head_dim]
@@ -101,7 +103,7 @@ INLINE void weigh(const float* weight, int stride, const T* const* values, int p
         for (int v = 0; v < V; v++) store<W>(sum + r * dim + from + v * W, s[r][v]);
 }
 
-template <int W, class T> class Walk {
+template <int W> class Walk {
   public:
     static int64_t floats(int64_t rows, int64_t dim) {
         return rows * (kTile + 4) + 2 * kTile * dim + State::floats(rows, dim) + rows * 4;
@@ -134,7 +136,8 @@ template <int W, class T> class Walk {
         int last = place_ + p_.queries - 1;
         int from = chunk * kChunk, to = std::min(from + kChunk, last + 1);
         if (a_.window) from = std::max(from, std::max<int>(0, place_ - (int)a_.window + 1) / kTile * kTile);
-        for (int t = from; t < to; t += kTile) tile(t, std::min(kTile, to - t), state);
+        for (int t = from; t < to; t += kTile)
+            of_kind(a_.kind, [&](auto stored) { tile<decltype(stored)>(t, std::min(kTile, to - t), state); });
     }
 
     void finish(const State& state) {
@@ -146,21 +149,27 @@ template <int W, class T> class Walk {
     }
 
   private:
-    void tile(int first, int places, State& state) {
+    template <class T> void tile(int first, int places, State& state) {
         const T *keys[kTile + 4], *values[kTile + 4];
-        int64_t apart = a_.kv_heads * a_.head_dim;
+        int64_t stored = Stored<T>::bytes(dim_);
+        scaled_ = Stored<T>::scaled;
         for (int t = 0; t < places; t++) {
             // What lies before the table is behind the window: hidden, whatever it is.
             int place = std::max(first + t - lead_, 0);
-            int64_t at = ((int64_t)table_[place / a_.block] * a_.block + place % a_.block) * apart + p_.kv_head * dim_;
-            keys[t] = (const T*)a_.keys + at;
-            values[t] = (const T*)a_.values + at;
+            int64_t slot = (int64_t)table_[place / a_.block] * a_.block + place % a_.block;
+            int64_t at = (slot * a_.kv_heads + p_.kv_head) * stored;
+            keys[t] = (const T*)((const char*)a_.keys + at);
+            values[t] = (const T*)((const char*)a_.values + at);
+            if constexpr (Stored<T>::scaled) {
+                key_scales_[t] = Stored<T>::scale(keys[t], dim_);
+                value_scales_[t] = Stored<T>::scale(values[t], dim_);
+            }
         }
         if (sizeof(T) == 4 || rows_ <= 3) {
             attend(keys, values, first, places, state);
             return;
         }
-        // Widened once for all rows.
+        // Widened once for all rows, but for scales: numbers are the same as where they are not.
         const float *wide_keys[kTile + 4], *wide_values[kTile + 4];
         for (int t = 0; t < places; t++) {
             float *k = wide_ + t * dim_, *v = wide_ + (kTile + t) * dim_;
@@ -174,7 +183,8 @@ template <int W, class T> class Walk {
         attend(wide_keys, wide_values, first, places, state);
     }
 
-    template <class K> void attend(const K** keys, const K** values, int first, int places, State& state) {
+    template <class K>
+    __attribute__((noinline)) void attend(const K** keys, const K** values, int first, int places, State& state) {
         // Whole vectors of scores: what is beyond the last place repeats it, and is hidden like all that a row may not see.
         for (int t = places; t < (places + 3) / 4 * 4; t++) keys[t] = keys[places - 1];
         for (int r = 0; r < rows_;) {
@@ -191,10 +201,17 @@ template <int W, class T> class Walk {
     template <int R, class K>
     INLINE_MEMBER void rows(int r, const K** keys, const K** values, int first, int places, float* score, float* sum, State& state) {
         dots<W, R>(query_ + r, keys, places, dim_, score, kTile + 4);
+        if (scaled_) rescale<R>(score, key_scales_, places);
         for (int i = 0; i < R; i++) soften(r + i, first, places, score + i * (kTile + 4), sum + i * dim_, state);
+        if (scaled_) rescale<R>(score, value_scales_, places);
         int d = 0;
         for (; d + 4 * W <= dim_; d += 4 * W) weigh<W, R, 4>(score, kTile + 4, values, places, dim_, d, sum);
         for (; d < dim_; d += W) weigh<W, R, 1>(score, kTile + 4, values, places, dim_, d, sum);
+    }
+
+    template <int R> INLINE_MEMBER void rescale(float* score, const float* scales, int places) {
+        for (int i = 0; i < R; i++, score += kTile + 4)
+            for (int t = 0; t < places; t += 4) store<4>(score + t, load<4>(score + t) * load<4>(scales + t));
     }
 
     // Scores of one row to weights, relative to its largest score so far.
@@ -245,9 +262,11 @@ template <int W, class T> class Walk {
     const int32_t* table_;
     const float** query_;
     float *score_, *wide_;
+    bool scaled_ = false;
+    float key_scales_[kTile] = {}, value_scales_[kTile] = {};  // of a tile's places
 };
 
-template <int W, class T> static void attend(Pool& pool, const Attention& a) {
+template <int W> static void attend(Pool& pool, const Attention& a) {
     int share = (int)(a.heads / a.kv_heads), most = std::max(1, kPieceRows / share), rows = 0;
     std::vector<Piece> pieces;
     int partials = 0;
@@ -264,11 +283,11 @@ template <int W, class T> static void attend(Pool& pool, const Attention& a) {
             rows = std::max(rows, count * share);
         }
     }
-    int64_t walk = Walk<W, T>::floats(rows, a.head_dim), state = State::floats(rows, a.head_dim);
+    int64_t walk = Walk<W>::floats(rows, a.head_dim), state = State::floats(rows, a.head_dim);
     if (partials == (int)pieces.size() || (int)pieces.size() >= 4 * pool.threads() || pool.threads() == 1) {
         pool.run((int)pieces.size(), [&](int task, int thread) {
             float* memory = pool.own[thread].take(walk + state);
-            Walk<W, T> one(a, pieces[task], memory);
+            Walk<W> one(a, pieces[task], memory);
             const Piece& p = pieces[task];
             State all(memory + walk, one.rows()), part(memory + walk - state, one.rows());
             one.chunk(p.chunk, all);
@@ -286,13 +305,13 @@ template <int W, class T> static void attend(Pool& pool, const Attention& a) {
         for (int c = 0; c < pieces[i].chunks; c++) tasks.emplace_back(i, c);
     pool.run((int)tasks.size(), [&](int task, int thread) {
         const Piece& p = pieces[tasks[task].first];
-        Walk<W, T> one(a, p, pool.own[thread].take(walk));
+        Walk<W> one(a, p, pool.own[thread].take(walk));
         int chunk = tasks[task].second;
         one.chunk(p.chunk + chunk, State(memory + (p.partial + chunk) * state, one.rows()));
     });
     pool.run((int)pieces.size(), [&](int task, int thread) {
         const Piece& p = pieces[task];
-        Walk<W, T> one(a, p, pool.own[thread].take(walk));
+        Walk<W> one(a, p, pool.own[thread].take(walk));
         State all(memory + p.partial * state, one.rows());
         for (int c = 1; c < p.chunks; c++)
             join(all, State(memory + (p.partial + c) * state, one.rows()), one.rows(), a.head_dim);

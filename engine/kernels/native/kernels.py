@@ -1,13 +1,16 @@
-"""The kernel set over the native library: fp32 arithmetic over weights and a KV cache in fp32 or bf16."""
+"""The kernel set over the native library: fp32 arithmetic over weights in fp32 or bf16, and a KV cache in these or in 8
+bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.compressed_kv import SCALE_BYTES
 from engine.kernels.groups import AttentionBatch
 from engine.kernels.layer import LayerParts, PreparedLayers
 from engine.kernels.native.batch import NativeBatch, native_batch
@@ -18,6 +21,8 @@ from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended
 from engine.kernels.reference import PreparedLinear, Reference
 
+#: How a cache's numbers are stored, as stored.h has it.
+_KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 #: Attention takes heads of a multiple of it.
 _HEAD_MULTIPLE = 8
 #: Of a row that is sampled: more are within rounding of each other only where logits are huge.
@@ -32,15 +37,26 @@ class Native(Reference):
     padding = (float("inf"), 0)
 
     def __init__(
-        self, dtype: torch.dtype, library: Library, threads: int | None = None, *, deterministic: bool = False
+        self,
+        dtype: torch.dtype,
+        library: Library,
+        threads: int | None = None,
+        *,
+        deterministic: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """For weights of `dtype`: bfloat16 are held as such, all others in fp32. `threads`: None is as many as torch
-        has. `deterministic`: shapes that torch would have to help with are refused."""
+        has. `deterministic`: shapes that torch would have to help with are refused. `kv_cache_dtype`: "auto" is that of
+        the weights, "int8" and "fp8" are as compressed_kv.py has them."""
         super().__init__(torch.float32)
-        self.name = f"native-{library.isa}"
+        self._compressed = None if kv_cache_dtype == "auto" else kv_cache_dtype
+        self.name = f"native-{library.isa}" + (f"-{kv_cache_dtype}-kv" if self._compressed else "")
         self._deterministic = deterministic
         self._half = dtype == torch.bfloat16
         self.weight_dtype = self.cache_dtype = torch.bfloat16 if self._half else torch.float32
+        if self._compressed:
+            self.cache_dtype = torch.uint8
+        self._kind = _KINDS[self._compressed or str(self.cache_dtype).removeprefix("torch.")]
         self.rounds_rows = self._half and library.rounds
         self._library = library
         self._threads = Pool(library, threads or torch.get_num_threads())
@@ -54,11 +70,15 @@ class Native(Reference):
         # What is left for torch is small; threads of its own would spin where those of the pool compute.
         torch.set_num_threads(1)
 
+    def cache_width(self, head_dim: int) -> int:
+        return head_dim + SCALE_BYTES if self._compressed == "int8" else head_dim
+
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
-        if self._deterministic and head_dim % _HEAD_MULTIPLE:
+        asked = "deterministic=True" if self._deterministic else f"kv_cache_dtype={self._compressed!r}"
+        if (self._deterministic or self._compressed) and head_dim % _HEAD_MULTIPLE:
             raise EngineError(
-                f"deterministic=True on native kernels goes with heads of a multiple of {_HEAD_MULTIPLE}, and the "
-                f"model has heads of {head_dim}; use kernels='cpu'"
+                f"{asked} on native kernels goes with heads of a multiple of {_HEAD_MULTIPLE}, and the model has heads "
+                f"of {head_dim}; use kernels='cpu'"
             )
 
     def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> NativeBatch:
@@ -81,7 +101,7 @@ class Native(Reference):
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
             return None
-        return NativeLayers(self._library, self._threads, layers, norm)
+        return NativeLayers(self._library, self._threads, layers, norm, self._kind)
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None
@@ -166,7 +186,7 @@ class Native(Reference):
             sin.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
-            int(cache.dtype == torch.bfloat16),
+            self._kind,
             batch.slots.data_ptr(),
             tokens,
             count,
@@ -196,7 +216,7 @@ class Native(Reference):
             query.stride(0),
             keys.data_ptr(),
             values.data_ptr(),
-            int(cache.dtype == torch.bfloat16),
+            self._kind,
             step.starts.data_ptr(),
             step.lengths.data_ptr(),
             step.leads.data_ptr(),

@@ -32,9 +32,9 @@ struct Layer {
 
 // What the layers of one KV group see of a step.
 struct Group {
-    void* cache;  // [layers, 2, blocks, block, kv_heads, head_dim]
+    void* cache;  // [layers, 2, blocks, block, kv_heads, as many bytes as a head is stored in]
     int64_t layer_bytes, half_bytes;  // from one layer to the next, from keys to values
-    int64_t half, block;
+    int64_t kind, block;
     const int64_t* slots;
     const int32_t *starts, *lengths, *leads, *tables, *table_rows;
     int64_t table_stride, sequences, window;
@@ -79,15 +79,14 @@ INLINE void norm_heads(Pool& pool, float* heads, const float* query_weight, cons
     });
 }
 
-INLINE void turn_and_write(Pool& pool, const Rotation& r, bool half) {
-    if (half) rotate_and_write<bf16>(pool, r);
-    else rotate_and_write<float>(pool, r);
+INLINE void turn_and_write(Pool& pool, const Rotation& r, int64_t kind) {
+    of_kind(kind, [&](auto stored) { rotate_and_write<decltype(stored)>(pool, r); });
 }
 
-INLINE void attend(Pool& pool, const Attention& a, bool half) {
+INLINE void attend(Pool& pool, const Attention& a) {
     // Heads of a multiple of 8 that is none of a wider vector.
-    if (a.head_dim % LANES) half ? attend<8, bf16>(pool, a) : attend<8, float>(pool, a);
-    else half ? attend<LANES, bf16>(pool, a) : attend<LANES, float>(pool, a);
+    if (a.head_dim % LANES) attend<8>(pool, a);
+    else attend<LANES>(pool, a);
 }
 
 INLINE void activate(Pool& pool, const float* x, float* out, bool gelu, int64_t rows, int64_t width) {
@@ -105,10 +104,10 @@ static void attention_block(Pool& pool, const Layer& l, const Step& s, float* he
     if (l.query_norm)
         norm_heads(pool, heads, l.query_norm, l.key_norm, s.tokens, all, l.kv_heads, l.head_dim, (float)l.eps);
     turn_and_write(pool, {heads, turn.cos, turn.sin, keys, keys + g.half_bytes, g.slots, s.tokens, all, l.kv_heads,
-                          l.head_dim, turn.turning}, g.half);
+                          l.head_dim, turn.turning}, g.kind);
     attend(pool, {heads, all * l.head_dim, keys, keys + g.half_bytes, g.starts, g.lengths, g.leads, g.tables,
-                  g.table_stride, g.table_rows, g.sequences, l.heads, l.kv_heads, l.head_dim, g.block, g.window,
-                  (float)l.scale, (float)l.cap, attended}, g.half);
+                  g.table_stride, g.table_rows, g.sequences, l.heads, l.kv_heads, l.head_dim, g.block, g.kind,
+                  g.window, (float)l.scale, (float)l.cap, attended});
     int64_t own = g.starts[g.sequences], row = l.heads * l.head_dim;
     std::fill(attended + own * row, attended + s.tokens * row, 0.0f);
     multiply(pool, l.output, attended, out, s.tokens);

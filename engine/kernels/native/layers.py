@@ -81,12 +81,12 @@ class PackedProduct:
 class NativeLayers:
     """PreparedLayers: built when a model is packed, called once a step."""
 
-    def __init__(self, library: Library, pool: Pool, layers: Sequence[LayerParts], norm: Tensor) -> None:
-        """For `layers` that are `fit`."""
+    def __init__(self, library: Library, pool: Pool, layers: Sequence[LayerParts], norm: Tensor, kind: int) -> None:
+        """For `layers` that are `fit`. `kind`: how the cache is stored, as stored.h has it."""
         self._run, self._pool = library.layers, pool
         self._kept = (list(layers), norm)
         self._table = (_Layer * len(layers))(*map(_entry, layers))
-        self._norm = norm.data_ptr()
+        self._norm, self._kind = norm.data_ptr(), kind
 
     def __call__(
         self,
@@ -99,7 +99,8 @@ class NativeLayers:
         out = torch.empty_like(residual)
         turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         batches = [native_batch(one) for one in attention]
-        groups = (_Group * len(batches))(*map(_group, batches, caches))
+        seen = zip(batches, caches, strict=True)
+        groups = (_Group * len(batches))(*(_group(batch, cache, self._kind) for batch, cache in seen))
         turns = (_Turn * len(turned))(*(_Turn(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in turned))
         step = _Step(
             residual.data_ptr(),
@@ -164,13 +165,13 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _group(batch: NativeBatch, cache: Tensor) -> _Group:
+def _group(batch: NativeBatch, cache: Tensor, kind: int) -> _Group:
     size = cache.element_size()
     return _Group(
         cache.data_ptr(),
         cache.stride(0) * size,
         cache.stride(1) * size,
-        int(cache.dtype == torch.bfloat16),
+        kind,
         cache.shape[3],
         batch.slots.data_ptr(),
         batch.starts.data_ptr(),
@@ -221,7 +222,7 @@ class _Group(Structure):
         ("cache", c_void_p),
         ("layer_bytes", c_int64),
         ("half_bytes", c_int64),
-        ("half", c_int64),
+        ("kind", c_int64),
         ("block", c_int64),
         ("slots", c_void_p),
         ("starts", c_void_p),

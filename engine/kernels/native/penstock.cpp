@@ -7,7 +7,7 @@
 extern "C" {
 
 // Bumped with every change of what is below.
-int penstock_version() { return 6; }
+int penstock_version() { return 7; }
 int penstock_columns() { return kColumns; }
 // Whether products by weights in bf16 round the rows to bf16 too.
 int penstock_rounds() {
@@ -57,10 +57,10 @@ void penstock_norm_heads(void* pool, float* heads, const float* query_weight, co
 }
 
 void penstock_rope_and_write(void* pool, float* heads, const float* cos, const float* sin, void* keys, void* values,
-                             int half, const int64_t* slots, int64_t tokens, int64_t all_heads, int64_t kv_heads,
+                             int kind, const int64_t* slots, int64_t tokens, int64_t all_heads, int64_t kv_heads,
                              int64_t head_dim, int64_t turning) {
     turn_and_write(*(Pool*)pool, {heads, cos, sin, keys, values, slots, tokens, all_heads, kv_heads, head_dim, turning},
-                   half);
+                   kind);
 }
 
 void penstock_gate(void* pool, const float* x, float* out, int gelu, int64_t rows, int64_t width) {
@@ -68,13 +68,13 @@ void penstock_gate(void* pool, const float* x, float* out, int gelu, int64_t row
 }
 
 void penstock_attention(void* pool, const float* query, int64_t query_stride, const void* keys, const void* values,
-                        int half, const int32_t* starts, const int32_t* lengths, const int32_t* leads, const int32_t* tables,
+                        int kind, const int32_t* starts, const int32_t* lengths, const int32_t* leads, const int32_t* tables,
                         int64_t table_stride, const int32_t* table_rows, int64_t sequences, int64_t heads,
                         int64_t kv_heads, int64_t head_dim, int64_t block, int64_t window, float scale, float cap,
                         float* out) {
     Attention a{query, query_stride, keys, values, starts, lengths, leads, tables, table_stride, table_rows, sequences,
-                heads, kv_heads, head_dim, block, window, scale, cap, out};
-    attend(*(Pool*)pool, a, half);
+                heads, kv_heads, head_dim, block, kind, window, scale, cap, out};
+    attend(*(Pool*)pool, a);
 }
 
 void penstock_layers(void* pool, const void* layers, int64_t count, const void* step) {

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "pool.h"
+#include "stored.h"
 #include "vectors.h"
 
 // Rows are shared out among threads from so many numbers on: below, waking them takes longer.
@@ -57,29 +58,27 @@ INLINE void rotate(float* x, const float* cos, const float* sin, int64_t half) {
     }
 }
 
-template <class T> INLINE void put_row(T* to, const float* from, int64_t width) {
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) store<LANES>(to + i, load<LANES>(from + i));
-    for (; i < width; i++) put(to + i, from[i]);
-}
-
 struct Rotation {
     float* heads;  // [tokens, heads + 2 * kv_heads, head_dim]
     const float *cos, *sin;  // [tokens, turning]
-    void *keys, *values;  // [slots, kv_heads, head_dim]
+    void *keys, *values;  // [slots, kv_heads, as many bytes as a head is stored in]
     const int64_t* slots;  // [tokens]; -1: not written
     int64_t tokens, all_heads, kv_heads, head_dim, turning;
 };
 
 template <class T> static void rotate_and_write(Pool& pool, const Rotation& r) {
-    int64_t width = r.all_heads * r.head_dim, row_of = r.kv_heads * r.head_dim;
+    int64_t width = r.all_heads * r.head_dim, stored = Stored<T>::bytes(r.head_dim);
     each_row(pool, r.tokens, width, [&](int64_t token) {
         float* heads = r.heads + token * width;
         const float *cos = r.cos + token * r.turning, *sin = r.sin + token * r.turning;
         for (int64_t h = 0; h < r.all_heads - r.kv_heads; h++) rotate(heads + h * r.head_dim, cos, sin, r.turning / 2);
         if (r.slots[token] < 0) return;
-        put_row((T*)r.keys + r.slots[token] * row_of, heads + width - 2 * row_of, row_of);
-        put_row((T*)r.values + r.slots[token] * row_of, heads + width - row_of, row_of);
+        for (int64_t h = 0; h < r.kv_heads; h++) {
+            int64_t to = (r.slots[token] * r.kv_heads + h) * stored;
+            const float* key = heads + width - (2 * r.kv_heads - h) * r.head_dim;
+            Stored<T>::write((char*)r.keys + to, key, r.head_dim);
+            Stored<T>::write((char*)r.values + to, key + r.kv_heads * r.head_dim, r.head_dim);
+        }
     });
 }
 

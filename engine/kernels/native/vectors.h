@@ -8,7 +8,7 @@
 #ifndef LANES
 #error "LANES: floats in a vector, 8 (AVX2) or 16 (AVX-512)"
 #endif
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -37,12 +37,37 @@ template <int W> INLINE F<W> load(const float* from) {
     return x;
 }
 
-// Exact: a bf16 is the upper half of a float.
-template <int W> INLINE F<W> load(const bf16* from) {
+// Numbers of a byte or two, widened. By name of the instruction where there is one: GCC (12) widens vectors of the
+// machine's size in halves, and bytes to floats one by one.
+template <int W> INLINE U<W> load_wide(const uint16_t* from) {
+#ifdef __AVX2__
+    if constexpr (W == 8) return (U<W>)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#endif
+#ifdef __AVX512F__
+    if constexpr (W == 16) return (U<W>)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#endif
     H<W> x;
     memcpy(&x, from, sizeof x);
-    return (F<W>)(__builtin_convertvector(x, U<W>) << 16);
+    return __builtin_convertvector(x, U<W>);
 }
+
+template <int W> INLINE I<W> load_wide(const int8_t* from) {
+#ifdef __AVX2__
+    if constexpr (W == 8) return (I<W>)_mm256_cvtepi8_epi32(_mm_loadu_si64(from));
+#endif
+#ifdef __AVX512F__
+    if constexpr (W == 16) return (I<W>)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#endif
+    typedef int8_t B __attribute__((vector_size(W)));
+    B x;
+    memcpy(&x, from, sizeof x);
+    return __builtin_convertvector(x, I<W>);
+}
+
+// Exact: a bf16 is the upper half of a float.
+template <int W> INLINE F<W> load(const bf16* from) { return (F<W>)(load_wide<W>(from) << 16); }
+
+template <int W> INLINE F<W> load(const int8_t* from) { return __builtin_convertvector(load_wide<W>(from), F<W>); }
 
 // Pairs of bf16.
 template <int W> INLINE U<W> load_words(const bf16* from) {

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import engine.kernels.native
 from engine.kernels.native import Native, load_library
@@ -18,8 +17,8 @@ from engine.kernels.native.library import Library
 
 SOURCE = Path(engine.kernels.native.__file__).parent / "penstock.cpp"
 
-#: (dtype of the weights, threads) -> a kernel set
-Make = Callable[[torch.dtype, int], Native]
+#: (dtype of the weights, threads, other settings) -> a kernel set
+Make = Callable[..., Native]
 
 
 def _wide(factory: pytest.TempPathFactory, name: str, *flags: str) -> Library:
@@ -59,4 +58,4 @@ def make(request: pytest.FixtureRequest) -> Make:
             pytest.skip("native kernels are not built for this CPU")
     else:
         built = request.getfixturevalue(f"{request.param}_library")
-    return lambda dtype, threads: Native(dtype, built, threads)
+    return lambda dtype, threads, **settings: Native(dtype, built, threads, **settings)
