@@ -10,18 +10,21 @@
 #include <algorithm>
 
 #include "pool.h"
+#include "tile_avx2.h"
 #include "vectors.h"
 
 constexpr int kVectors = 3;
 constexpr int kColumns = kVectors * LANES;
 // Rows of a tile: its sums fill the registers (12 of 16, 24 of 32).
 constexpr int kRows = LANES == 16 ? 8 : 4;
-// Inputs at a time where a bf16 panel is widened for several tiles of rows: 24 KB of fp32.
-constexpr int kDepth = 256;
-// From so many rows on a panel is widened once for all, and not by each tile for itself.
-constexpr int kWidenFrom = 4 * kRows;
+// Bytes of a panel that several tiles read one after the other: they stay in the nearest cache.
+constexpr int kPiece = 12288;
+// Bytes of a task's rows that are read again for each of its panels: they stay in a core's own cache.
+constexpr int kStay = 262144;
+// How far ahead of a single tile weights are asked for, in bytes.
+constexpr int kAhead = 1024;
 // Rows of a task.
-constexpr int kTaskRows = 32 * kRows;
+constexpr int kTaskRows = 16 * kRows;
 
 struct Gemm {
     const float* x;
@@ -34,10 +37,15 @@ struct Gemm {
 
 #if defined(__AVX512BF16__) || defined(PENSTOCK_EMULATED_DOTS)
 #define DOTS 1
+// What a product goes through one by one: pairs of inputs, or inputs.
+template <class W> constexpr bool kPairs = sizeof(W) == 2;
+#else
+template <class W> constexpr bool kPairs = false;
 #endif
 
 INLINE int64_t panels_of(int64_t outputs) { return (outputs + kColumns - 1) / kColumns; }
 INLINE int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
+template <class W> INLINE int64_t units_of(int64_t inputs) { return kPairs<W> ? pairs_of(inputs) : inputs; }
 
 template <int M> struct Tile {
     F<LANES> sums[M][kVectors];
@@ -60,28 +68,50 @@ template <int M> struct Tile {
     }
 };
 
+// What a tile asks of memory while it computes: what is at `at`, and at every input, or pair, from `step` bytes on.
+struct Ahead {
+    const char* at;
+    int64_t step;
+    INLINE_MEMBER void ask() {
+        __builtin_prefetch(at);
+        __builtin_prefetch(at + 64);
+        at += step;
+    }
+};
+
 template <int M>
-static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const float* w, int64_t inputs, float* c, int64_t ldc) {
+static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const float* w, int64_t inputs, float* c,
+                                           int64_t ldc, Ahead ahead) {
     Tile<M> t;
     t.begin(c, ldc);
     for (int64_t k = 0; k < inputs; k++, w += kColumns) {
         F<LANES> columns[kVectors];
         for (int j = 0; j < kVectors; j++) columns[j] = load<LANES>(w + j * LANES);
+        ahead.ask();
         t.add(x + k, ldx, columns);
     }
     t.end(c, ldc);
 }
 
 template <int M>
-static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf16* w, int64_t inputs, float* c, int64_t ldc) {
+static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf16* w, int64_t inputs, float* c,
+                                           int64_t ldc, Ahead ahead) {
+    int64_t k = 0;
+#ifdef PENSTOCK_TILE_BY_HAND
+    if constexpr (M == 4) {
+        if (inputs > 1) tile_by_hand(x, ldx, w, inputs / 2, c, ldc, ahead.at, ahead.step);
+        if (inputs % 2 == 0) return;
+        k = inputs - 1;
+        w += k * kColumns;
+    }
+#endif
     Tile<M> t;
     t.begin(c, ldc);
-    for (int64_t k = 0; k < inputs; k += 2, w += 2 * kColumns) {
+    for (; k < inputs; k += 2, w += 2 * kColumns) {
         U<LANES> words[kVectors];
         F<LANES> columns[kVectors];
         for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
-        __builtin_prefetch((const char*)w + 1024);
-        __builtin_prefetch((const char*)w + 1088);
+        ahead.ask();
         for (int j = 0; j < kVectors; j++) columns[j] = (F<LANES>)(words[j] << 16);
         t.add(x + k, ldx, columns);
         if (k + 1 == inputs) break;
@@ -104,13 +134,14 @@ INLINE F<LANES> add_dots(F<LANES> sums, U<LANES> x, U<LANES> w) {
 
 // `x` and `w` are pairs; rows of `x` are `ldx` words apart.
 template <int M>
-static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const bf16* w, int64_t pairs, float* c, int64_t ldc) {
+static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const bf16* w, int64_t pairs, float* c,
+                                           int64_t ldc, Ahead ahead) {
     Tile<M> t;
     t.begin(c, ldc);
     for (int64_t k = 0; k < pairs; k++, w += 2 * kColumns) {
         U<LANES> words[kVectors];
         for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
-        for (int j = 0; j < kVectors; j++) __builtin_prefetch((const char*)w + 1536 + 64 * j);
+        ahead.ask();
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++) {
             U<LANES> pair = x[i * ldx + k] - U<LANES>{};
@@ -139,46 +170,12 @@ static void round_rows(Pool& pool, const float* x, uint32_t* to, int64_t rows, i
 #endif
 
 template <int M = kRows, class X, class W>
-INLINE void tiles(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t inputs, float* c, int64_t ldc) {
-    for (; rows >= M; rows -= M, x += M * ldx, c += M * ldc) tile<M>(x, ldx, w, inputs, c, ldc);
-    if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, inputs, c, ldc);
+INLINE void tiles(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t depth, float* c, int64_t ldc, Ahead ahead,
+                  int64_t share) {
+    for (; rows >= M; rows -= M, x += M * ldx, c += M * ldc, ahead.at += share)
+        tile<M>(x, ldx, w, depth, c, ldc, ahead);
+    if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, depth, c, ldc, ahead, share);
 }
-
-// Pairs of bf16 as columns of fp32.
-INLINE void widen_panel(const bf16* w, int64_t pairs, float* wide) {
-    for (int64_t k = 0; k < pairs; k++, w += 2 * kColumns, wide += 2 * kColumns) {
-        U<LANES> words[kVectors];
-        for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
-        for (int j = 0; j < kVectors; j++) {
-            store<LANES>(wide + j * LANES, (F<LANES>)(words[j] << 16));
-            store<LANES>(wide + kColumns + j * LANES, (F<LANES>)(words[j] & 0xffff0000u));
-        }
-    }
-}
-
-// c [rows, kColumns], which has the bias already, plus x times one panel.
-INLINE void panel(const Gemm& g, int64_t first, int64_t rows, const float* w, float* c, int64_t ldc) {
-    const float* x = g.x + first * g.inputs;
-    for (int64_t k = 0; k < g.inputs; k += kDepth)
-        tiles(x + k, g.inputs, rows, w + k * kColumns, std::min<int64_t>(kDepth, g.inputs - k), c, ldc);
-}
-#ifdef DOTS
-INLINE void panel(const Gemm& g, int64_t first, int64_t rows, const bf16* w, float* c, int64_t ldc) {
-    int64_t pairs = pairs_of(g.inputs);
-    tiles(g.rounded + first * pairs, pairs, rows, w, pairs, c, ldc);
-}
-#else
-INLINE void panel(const Gemm& g, int64_t first, int64_t rows, const bf16* w, float* c, int64_t ldc) {
-    const float* x = g.x + first * g.inputs;
-    if (rows < kWidenFrom) return tiles(x, g.inputs, rows, w, g.inputs, c, ldc);
-    alignas(64) float wide[kDepth * kColumns];
-    for (int64_t k = 0; k < g.inputs; k += kDepth) {
-        int64_t depth = std::min<int64_t>(kDepth, g.inputs - k);
-        widen_panel(w + k * kColumns, pairs_of(depth), wide);
-        tiles(x + k, g.inputs, rows, wide, depth, c, ldc);
-    }
-}
-#endif
 
 // What products need before their first task.
 template <class W> INLINE void prepare(Pool& pool, Gemm& g) {
@@ -211,15 +208,33 @@ struct Cut {
     }
 };
 
-// One panel's columns of a part's rows into `c`, whole also where it is the last panel and has fewer.
-template <class W> INLINE void product(const Gemm& g, const Part& part, int64_t p, float* c, int64_t ldc) {
-    int64_t depth = sizeof(W) == 2 ? 2 * pairs_of(g.inputs) : g.inputs;
+// The rows of a part as tiles read them.
+template <class W> INLINE auto rows_of(const Gemm& g, const Part& part) {
+    if constexpr (kPairs<W>) return g.rounded + part.first * pairs_of(g.inputs);
+    else return g.x + part.first * g.inputs;
+}
+
+// c [rows, kColumns] is set to the bias, where k is 0, and the product of the units from `k` to `end` is added. What
+// several tiles read is taken in pieces, and while they compute, the next piece is on its way: it lies behind, and so
+// does the next panel.
+template <class W>
+INLINE void product(const Gemm& g, const Part& part, int64_t p, int64_t k, int64_t end, float* c, int64_t ldc) {
+    constexpr int64_t kBytes = kColumns * (kPairs<W> ? 4 : sizeof(W)), kAsked = kPairs<W> || sizeof(W) == 4 ? 1 : 2;
     int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
-    for (int64_t i = 0; i < part.rows; i++) {
+    for (int64_t i = 0; k == 0 && i < part.rows; i++) {
         memset(c + i * ldc, 0, kColumns * sizeof(float));
         if (g.bias) memcpy(c + i * ldc, g.bias + column, columns * sizeof(float));
     }
-    panel(g, part.first, part.rows, (const W*)g.weight + p * kColumns * depth, c, ldc);
+    const auto* x = rows_of<W>(g, part);
+    int64_t units = units_of<W>(g.inputs), depth = sizeof(W) == 2 ? 2 * pairs_of(g.inputs) : g.inputs;
+    const W* weight = (const W*)g.weight + p * kColumns * depth;
+    int64_t count = (part.rows + kRows - 1) / kRows, most = count == 1 ? end - k : kPiece / kBytes;
+    for (; k < end; k += most) {
+        int64_t some = std::min(most, end - k), share = some * kBytes / count;
+        const char* w = (const char*)weight + k * kBytes;
+        const char* ahead = count == 1 ? w + kAhead : w + some * kBytes;
+        tiles(x + k, units, part.rows, (const W*)w, some, c, ldc, {ahead, kAsked * kBytes / count}, share);
+    }
 }
 
 template <class W> static void gemm(Pool& pool, Gemm g) {
@@ -227,17 +242,22 @@ template <class W> static void gemm(Pool& pool, Gemm g) {
     Cut cut(pool, g);
     pool.run((int)(cut.across * cut.down), [&](int task, int) {
         Part part = cut.part(g, task);
-        for (int64_t p = part.begin; p < part.end; p++) {
-            int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
-            float* to = g.out + part.first * g.outputs + column;
-            if (columns == kColumns) {
-                product<W>(g, part, p, to, g.outputs);
-                continue;
+        int64_t units = units_of<W>(g.inputs), deep = std::max<int64_t>(256, kStay / 4 / part.rows / 2 * 2);
+        for (int64_t k = 0; k < units; k += deep) {
+            for (int64_t p = part.begin; p < part.end; p++) {
+                int64_t end = std::min(k + deep, units), column = p * kColumns;
+                int64_t columns = std::min<int64_t>(kColumns, g.outputs - column);
+                float* to = g.out + part.first * g.outputs + column;
+                if (columns == kColumns) {
+                    product<W>(g, part, p, k, end, to, g.outputs);
+                    continue;
+                }
+                if (k) continue;
+                alignas(64) float edge[kTaskRows * kColumns];
+                product<W>(g, part, p, 0, units, edge, kColumns);
+                for (int64_t i = 0; i < part.rows; i++)
+                    memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
             }
-            alignas(64) float edge[kTaskRows * kColumns];
-            product<W>(g, part, p, edge, kColumns);
-            for (int64_t i = 0; i < part.rows; i++)
-                memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
         }
     });
 }

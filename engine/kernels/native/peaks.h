@@ -65,7 +65,7 @@ template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_
         for (int64_t p = part.begin; p < part.end; p++) {
             alignas(64) float c[kTaskRows * kColumns];
             int64_t columns = std::min<int64_t>(kColumns, g.outputs - p * kColumns);
-            product<W>(g, part, p, c, kColumns);
+            product<W>(g, part, p, 0, units_of<W>(g.inputs), c, kColumns);
             for (int64_t r = 0; r < part.rows; r++)
                 std::fill(c + r * kColumns + columns, c + (r + 1) * kColumns, -std::numeric_limits<float>::infinity());
             own.take(c, part.rows, p * kColumns, columns);
