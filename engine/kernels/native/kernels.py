@@ -16,6 +16,7 @@ from engine.kernels.layer import LayerParts, PreparedLayers
 from engine.kernels.native.batch import NativeBatch, native_batch
 from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct, fit
 from engine.kernels.native.library import VERSION, Library, Pool
+from engine.kernels.native.pages import Pages
 from engine.kernels.native.quantised import quantised_product
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended
@@ -61,6 +62,7 @@ class Native(Reference):
         self._library = library
         self._threads = Pool(library, threads or torch.get_num_threads())
         self._pool = self._threads.address
+        self._pages = Pages()
 
     @property
     def identity(self) -> str:
@@ -88,7 +90,7 @@ class Native(Reference):
         outputs, inputs = weight.shape
         half = int(self._half)
         panels = -(-outputs // self._library.columns)
-        packed = torch.zeros(panels * self._library.columns, inputs + inputs % 2 * half, dtype=self.weight_dtype)
+        packed = self._pages.zeros(panels * self._library.columns, inputs + inputs % 2 * half, dtype=self.weight_dtype)
         weight = weight.to(self.weight_dtype).contiguous()
         self._library.pack(self._pool, weight.data_ptr(), packed.data_ptr(), half, inputs, outputs)
         kind = BF16 if self._half else FP32

@@ -1,0 +1,54 @@
+import gc
+import mmap
+import weakref
+
+import pytest
+import torch
+
+from engine.kernels.native import pages
+from engine.kernels.native.pages import Pages
+
+
+def test_memory_is_zero_aligned_and_nobody_elses() -> None:
+    memory = Pages()
+    tensors = [memory.zeros(rows, 3, dtype=torch.bfloat16) for rows in range(1, 40)]
+    for number, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % 64 == 0
+        assert not tensor.any()
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, tensor in enumerate(tensors))
+
+
+def test_what_is_larger_than_a_chunk_gets_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_CHUNK", 1 << 12)
+    memory = Pages()
+    small, large = memory.zeros(8, dtype=torch.float32), memory.zeros(1 << 20, dtype=torch.float32)
+    large.fill_(1)
+    assert not small.any()
+    assert large.shape == (1 << 20,)
+
+
+def test_nothing_takes_no_memory() -> None:
+    assert Pages().zeros(0, 3, dtype=torch.float32).shape == (0, 3)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has them")
+def test_a_chunk_begins_at_a_large_page_and_lives_as_long_as_a_tensor_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Watched(mmap.mmap):
+        def __new__(cls, *args: object, **more: object) -> "Watched":
+            one = super().__new__(cls, *args, **more)
+            made.append(weakref.ref(one))
+            return one
+
+    monkeypatch.setattr(mmap, "mmap", Watched)
+    memory = Pages()
+    first, second = memory.zeros(5, dtype=torch.float32), memory.zeros(5, dtype=torch.float32)
+    assert first.data_ptr() % (2 << 20) == 0
+    del memory, first
+    gc.collect()
+    assert made[0]() is not None
+    del second
+    gc.collect()
+    assert made[0]() is None
