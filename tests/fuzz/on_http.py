@@ -39,7 +39,7 @@ from tests.processes import ROOT, Worker, free_port, running_valkey
 MODEL = "tiny"
 #: torch's CPU library keeps what it has compiled for each number of rows, 1024 of each kind, before it lets go: some
 #: hundreds of MiB, and an hour until there is no more to come. So its caches are small where growth is judged.
-SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 64, "LRU_CACHE_CAPACITY": 64}
+SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 64, "LRU_CACHE_CAPACITY": 64, "MALLOC_ARENA_MAX": 1}
 ENGINE = {"dtype": "float32", "threads": 1, "max_num_seqs": 32, "kv_cache_bytes": 16 << 20}
 #: A process that is not there after so long (s) never will be.
 BOOT_S = 90.0
