@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from engine.params import SamplingParams
 from engine.placement import place, runner_for, speculation_for
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.scheduler import Scheduler
+from engine.stats import SchedulerStats
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
@@ -38,30 +39,10 @@ _BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Gauges of this moment and counters since the start."""
+class EngineStats(SchedulerStats):
+    """And what the engine knows besides."""
 
-    running: int
-    waiting: int
-    kv_blocks_total: int
-    kv_blocks_used: int
     kv_tokens_total: int
-    steps: int
-    generated_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    preemptions: int
-    aborted: int
-    out_of_memory: int
-    """Steps for which the device had no memory."""
-    shrinks: int
-    """Times that steps were made smaller for it."""
-    not_finite: int
-    """Sequences that ended because the model's logits were NaN or infinite."""
-    drafted: int
-    """Tokens that were guessed, and computed with the model's own."""
-    draft_accepted: int
-    """Of these, how many were what the model chose."""
     last_step_ms: float
     dtype: str
     """Of the weights."""
@@ -228,24 +209,9 @@ class Engine:
         self._loop.on_step = call
 
     def stats(self) -> EngineStats:
-        found = self._loop.stats()
         return EngineStats(
-            running=found.running,
-            waiting=found.waiting,
-            kv_blocks_total=found.kv_blocks_total,
-            kv_blocks_used=found.kv_blocks_used,
+            **asdict(self._loop.stats()),
             kv_tokens_total=self.kv_tokens_total,
-            steps=found.steps,
-            generated_tokens=found.generated_tokens,
-            prompt_tokens=found.prompt_tokens,
-            cached_tokens=found.cached_tokens,
-            preemptions=found.preemptions,
-            aborted=found.aborted,
-            out_of_memory=found.out_of_memory,
-            shrinks=found.shrinks,
-            not_finite=found.not_finite,
-            drafted=found.drafted,
-            draft_accepted=found.draft_accepted,
             last_step_ms=self._loop.last_step_s * 1e3,
             dtype=_name(self._model.dtype),
             compute_dtype=_name(self._model.kernels.compute_dtype),

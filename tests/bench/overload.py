@@ -10,6 +10,8 @@ run, since the machine may do other things meanwhile:
   that was seen at any load. Who is told 429 comes again as late as it was told, as the SDKs do, while there is time.
 
 `queued` and `first` are parts of the priority tier's TTFT by the store's clock: until its run starts, and from then on.
+`cores` says how many processor cores each process kept busy (this one, which sends and reads, is `senders`): where they
+add up to what the machine has, latencies are those of a queue for processors.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 from redis import Redis
 
 from tests.bench.ttft import wait_for
+from tests.fuzz.watch import processor_s
 from tests.processes import ROOT, Worker, free_port, valkey
 from workers.bench.connection import Connections
 
@@ -168,7 +171,26 @@ def _p95(values: list[float]) -> float:
     return round(statistics.quantiles(values, n=20)[-1], 1) if len(values) > 1 else 0.0
 
 
-async def measure(redis: Redis, port: int, args: argparse.Namespace, vocab: int) -> None:
+@dataclass(slots=True)
+class Cores:
+    """How many cores each process keeps busy. `pids`, by name."""
+
+    pids: dict[str, int]
+    _began: float = 0.0
+    _before: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        self._began, self._before = time.perf_counter(), self._had()
+
+    def since(self) -> dict[str, float]:
+        wall = time.perf_counter() - self._began
+        return {name: round((had - self._before[name]) / wall, 2) for name, had in self._had().items()}
+
+    def _had(self) -> dict[str, float]:
+        return {"senders": time.process_time()} | {name: processor_s(pid) for name, pid in self.pids.items()}
+
+
+async def measure(redis: Redis, port: int, args: argparse.Namespace, vocab: int, cores: Cores) -> None:
     http = Connections(f"http://127.0.0.1:{port}")
 
     def load(seed: object) -> Load:
@@ -177,14 +199,16 @@ async def measure(redis: Redis, port: int, args: argparse.Namespace, vocab: int)
     await closed(load(args.seed), http, 3.0)  # warms everything up
     capacity = await closed(load(args.seed), http, args.seconds / 2)
     print(json.dumps({"capacity_tokens_per_s": round(capacity, 1)}), flush=True)
+    cores.begin()
     idle = await alone(redis, load(f"{args.seed} alone"), http, ALONE)
-    print(json.dumps({"alone": ALONE, **idle}), flush=True)
+    print(json.dumps({"alone": ALONE, **idle, "cores": cores.since()}), flush=True)
     found = []
     for share in args.loads:
         rate = share * capacity / args.output
+        cores.begin()
         figures = await open_loop(redis, load(f"{args.seed} {share}"), http, rate, args.seconds)
         found.append(figures)
-        print(json.dumps({"load": share, **figures}), flush=True)
+        print(json.dumps({"load": share, **figures, "cores": cores.since()}), flush=True)
     best = max(one["good_tokens_per_s"] for one in found)
     ratio = found[-1]["priority_ttft_ms_p95"] / idle["priority_ttft_ms_p95"]
     print(json.dumps({"priority_ttft": round(ratio, 2), "goodput": round(found[-1]["good_tokens_per_s"] / best, 3)}))
@@ -211,7 +235,9 @@ def main() -> None:
                 worker.wait_ready()
                 wait_for(port)
                 vocab = json.loads(redis.hget("penstock:models", "tiny"))["vocab_size"]
-                asyncio.run(measure(redis, port, args, vocab))
+                server: Any = redis.info("server")
+                pids = {"gateway": gateway.pid, "worker": worker.process.pid, "server": server["process_id"]}
+                asyncio.run(measure(redis, port, args, vocab, Cores(pids)))
                 stats = [json.loads(redis.get(name)) for name in redis.keys("penstock:lease:*")]
                 print(json.dumps([{k: one[k] for k in ("preemptions", "steps", "generated_tokens")} for one in stats]))
         finally:

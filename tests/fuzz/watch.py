@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,25 @@ def held(pid: int) -> Held:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return Held(int(status["VmRSS"].split()[0]) * 1024, files, int(status["Threads"]))
+
+
+def processor_s(pid: int) -> float:
+    """Processor time that a process and its descendants have had, in seconds. Raises FileNotFoundError as `held`."""
+    stats: dict[int, tuple[int, float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        stats[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    if pid not in stats:
+        raise FileNotFoundError(f"no process {pid}")
+    found, todo = 0.0, [pid]
+    while todo:
+        one = todo.pop()
+        found += stats[one][1]
+        todo += [child for child, (parent, _) in stats.items() if parent == one]
+    return found
 
 
 def leases(redis: Redis) -> list[dict[str, Any]]:
