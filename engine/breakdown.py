@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.device import DeviceRunner
 from engine.engine import Engine
 from engine.kernels import Kernels
+from engine.kernels.native.layers import PackedProduct
 from engine.plan import StepPlan
 from engine.runner import Runner
 
@@ -96,14 +97,28 @@ class Meter:
 
         setattr(target, name, timed)
 
+    def took(self, name: str, seconds: float) -> None:
+        """Enter what was timed elsewhere, within the part that is open, as the part `name`."""
+        self._now[name] = self._now.get(name, 0.0) + seconds
+        if self._open:
+            self._open[-1][2] += seconds
+
     def kernels(self, found: Kernels) -> Kernels:
-        """The set, with every operation timed as its kernel class; to be called before a model is made with it."""
+        """The set, with every operation timed as its kernel class; to be called before a model is made with it.
+
+        A set that runs all layers in one call times them itself.
+        """
         for name, part in KERNELS.items():
             self.around(found, name, part)
+        found.told = self.took
         prepare = found.prepare_linear
 
         def prepare_linear(*args: Any) -> Callable[[Tensor], Tensor]:
             run = prepare(*args)
+            if isinstance(run, PackedProduct):
+                # It stays what it is, for the one call of all layers; what is left is called one by one.
+                self.around(run, "_run", "linear")
+                return run
 
             def linear(x: Tensor) -> Tensor:
                 with self.part("linear"):

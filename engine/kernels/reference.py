@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.groups import AttentionBatch
-from engine.kernels.layer import LayerParts, PreparedLayers
+from engine.kernels.layer import LayerParts, PreparedLayers, Told
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
 
@@ -38,6 +38,8 @@ class Reference:
     ragged = False
     #: Whether a CUDA graph may record its operations: with a ragged batch they ask the device for nothing.
     recordable = False
+    #: Where set before a model's layers are prepared: sets that run them in one call tell it what each went into.
+    told: Told | None = None
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self.compute_dtype = compute_dtype

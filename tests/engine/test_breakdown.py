@@ -12,7 +12,8 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.breakdown import Meter, shown
 from engine.kernels import Kernels, select
-from engine.models import load_model
+from engine.kernels.native import load_library
+from engine.models import Model, load_model
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 31], [7, 7, 90, 14, 3, 250, 11]]
@@ -48,6 +49,42 @@ def test_every_part_is_found_and_the_tokens_are_the_same(
     text = shown("a", report)
     assert "a, decode:" in text
     assert "100.0%" not in text
+
+
+def native_model(folder: Path, meter: Meter) -> Model:
+    return load_model(folder, "auto", torch.device("cpu"), partial(timed, meter, torch.device("cpu"), "native"))
+
+
+@pytest.mark.skipif(load_library() is None, reason="the native kernels are not built for this CPU")
+def test_layers_that_run_in_one_call_tell_by_themselves_where_their_time_goes(model_folder: Path) -> None:
+    config = EngineConfig(device="cpu", kernels="native", threads=1, kv_cache_bytes=1 << 20, max_num_seqs=4)
+    with Engine.load(model_folder, config) as plain:
+        expected = [one.token_ids for one in plain.generate(PROMPTS, PARAMS)]
+    meter = Meter()
+    model = native_model(model_folder, meter)
+    assert model._together is not None
+    with Engine(model, config, folder=model_folder, version="") as engine:
+        meter.watch(engine)
+        assert [one.token_ids for one in engine.generate(PROMPTS, PARAMS)] == expected
+    for found in meter.report().values():
+        parts = found["parts_ms"]
+        assert sum(parts.values()) == pytest.approx(found["ms"])
+        assert all(parts[name] > 0 for name in KERNELS)
+        # Time that is told twice would be missing from what is around it.
+        assert parts["forward, rest"] > 0
+
+
+def test_what_was_timed_elsewhere_is_taken_from_the_part_around_it() -> None:
+    meter = Meter()
+    before = time.perf_counter()
+    with meter.part("outer"):
+        began = time.perf_counter()
+        meter.took("inner", 0.01)
+        meter.took("inner", 0.002)
+        least = time.perf_counter() - began
+    most = time.perf_counter() - before
+    assert meter._now["inner"] == pytest.approx(0.012)
+    assert least <= meter._now["outer"] + 0.012 <= most
 
 
 def test_a_part_is_told_without_those_within_it() -> None:

@@ -103,7 +103,7 @@ class Native(Reference):
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
             return None
-        return NativeLayers(self._library, self._threads, layers, norm, self._kind)
+        return NativeLayers(self._library, self._threads, layers, norm, self._kind, self.told)
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None

@@ -2,6 +2,8 @@
 // ABI also has one by one, in the same order, so that both ways give the same bits.
 #pragma once
 
+#include <chrono>
+
 #include "attention.h"
 #include "gemm.h"
 #include "quantised.h"
@@ -52,7 +54,32 @@ struct Step {
     const Group* groups;
     const Turn* turns;
     int64_t tokens, width;
+    int64_t* spent;  // [kClasses], nanoseconds are added; null: nothing is timed
 };
+
+// What a step's time is told by; spelled again in layers.py.
+enum Class { kLinear, kNorm, kWrite, kAttention, kGate, kClasses };
+
+// Adds the time until its end.
+class Watch {
+  public:
+    Watch(const Step& s, Class which) : to_(s.spent ? s.spent + which : nullptr) {
+        if (to_) began_ = Clock::now();
+    }
+    ~Watch() {
+        if (to_) *to_ += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began_).count();
+    }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    int64_t* to_;
+    Clock::time_point began_;
+};
+
+template <class Call> INLINE void timed(const Step& s, Class which, Call&& call) {
+    Watch watch(s, which);
+    call();
+}
 
 INLINE void multiply(Pool& pool, const Product& p, const float* x, float* out, int64_t rows) {
     if (p.kind == 2)
@@ -94,31 +121,42 @@ INLINE void activate(Pool& pool, const float* x, float* out, bool gelu, int64_t 
     else gate<false>(pool, x, out, rows, width);
 }
 
+INLINE void step_norm(Pool& pool, const Step& s, const Layer& l, const float* x, float* residual, const float* weight,
+                      float* out) {
+    timed(s, kNorm, [&] { norm(pool, x, residual, weight, out, s.tokens, s.width, (float)l.eps); });
+}
+
 // What is between a layer's norms, into `out`.
 static void attention_block(Pool& pool, const Layer& l, const Step& s, float* heads, float* attended, float* out) {
     const Group& g = s.groups[l.group];
     const Turn& turn = s.turns[l.rope];
     int64_t all = l.heads + 2 * l.kv_heads;
     char* keys = (char*)g.cache + l.place * g.layer_bytes;
-    multiply(pool, l.qkv, s.out, heads, s.tokens);
-    if (l.query_norm)
-        norm_heads(pool, heads, l.query_norm, l.key_norm, s.tokens, all, l.kv_heads, l.head_dim, (float)l.eps);
-    turn_and_write(pool, {heads, turn.cos, turn.sin, keys, keys + g.half_bytes, g.slots, s.tokens, all, l.kv_heads,
-                          l.head_dim, turn.turning}, g.kind);
-    attend(pool, {heads, all * l.head_dim, keys, keys + g.half_bytes, g.starts, g.lengths, g.leads, g.tables,
-                  g.table_stride, g.table_rows, g.sequences, l.heads, l.kv_heads, l.head_dim, g.block, g.kind,
-                  g.window, (float)l.scale, (float)l.cap, attended});
-    int64_t own = g.starts[g.sequences], row = l.heads * l.head_dim;
-    std::fill(attended + own * row, attended + s.tokens * row, 0.0f);
-    multiply(pool, l.output, attended, out, s.tokens);
-    if (l.attended_norm) norm(pool, out, nullptr, l.attended_norm, out, s.tokens, s.width, (float)l.eps);
+    timed(s, kLinear, [&] { multiply(pool, l.qkv, s.out, heads, s.tokens); });
+    timed(s, kNorm, [&] {
+        if (l.query_norm)
+            norm_heads(pool, heads, l.query_norm, l.key_norm, s.tokens, all, l.kv_heads, l.head_dim, (float)l.eps);
+    });
+    timed(s, kWrite, [&] {
+        turn_and_write(pool, {heads, turn.cos, turn.sin, keys, keys + g.half_bytes, g.slots, s.tokens, all, l.kv_heads,
+                              l.head_dim, turn.turning}, g.kind);
+    });
+    timed(s, kAttention, [&] {
+        attend(pool, {heads, all * l.head_dim, keys, keys + g.half_bytes, g.starts, g.lengths, g.leads, g.tables,
+                      g.table_stride, g.table_rows, g.sequences, l.heads, l.kv_heads, l.head_dim, g.block, g.kind,
+                      g.window, (float)l.scale, (float)l.cap, attended});
+        int64_t own = g.starts[g.sequences], row = l.heads * l.head_dim;
+        std::fill(attended + own * row, attended + s.tokens * row, 0.0f);
+    });
+    timed(s, kLinear, [&] { multiply(pool, l.output, attended, out, s.tokens); });
+    if (l.attended_norm) step_norm(pool, s, l, out, nullptr, l.attended_norm, out);
 }
 
 static void feed_forward_block(Pool& pool, const Layer& l, const Step& s, float* both, float* gated, float* out) {
-    multiply(pool, l.gate_up, s.out, both, s.tokens);
-    activate(pool, both, gated, l.gelu, s.tokens, l.down.inputs);
-    multiply(pool, l.down, gated, out, s.tokens);
-    if (l.fed_norm) norm(pool, out, nullptr, l.fed_norm, out, s.tokens, s.width, (float)l.eps);
+    timed(s, kLinear, [&] { multiply(pool, l.gate_up, s.out, both, s.tokens); });
+    timed(s, kGate, [&] { activate(pool, both, gated, l.gelu, s.tokens, l.down.inputs); });
+    timed(s, kLinear, [&] { multiply(pool, l.down, gated, out, s.tokens); });
+    if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
 }
 
 static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Step& s) {
@@ -129,13 +167,13 @@ static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Ste
     }
     float* memory = pool.step.take(s.tokens * (wide + narrow + s.width));
     float *a = memory, *b = a + s.tokens * wide, *given = b + s.tokens * narrow;
-    norm(pool, s.residual, nullptr, layers[0].input_norm, s.out, s.tokens, s.width, (float)layers[0].eps);
+    step_norm(pool, s, layers[0], s.residual, nullptr, layers[0].input_norm, s.out);
     for (int64_t i = 0; i < count; i++) {
         const Layer& l = layers[i];
         attention_block(pool, l, s, a, b, given);
-        norm(pool, given, s.residual, l.middle_norm, s.out, s.tokens, s.width, (float)l.eps);
+        step_norm(pool, s, l, given, s.residual, l.middle_norm, s.out);
         feed_forward_block(pool, l, s, a, b, given);
         const float* after = i + 1 < count ? layers[i + 1].input_norm : s.norm;
-        norm(pool, given, s.residual, after, s.out, s.tokens, s.width, (float)l.eps);
+        step_norm(pool, s, l, given, s.residual, after, s.out);
     }
 }

@@ -9,13 +9,15 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from engine.kernels.layer import LayerParts
+from engine.kernels.layer import LayerParts, Told
 from engine.kernels.native.batch import NativeBatch, native_batch
 from engine.kernels.native.library import Library, Pool
 from engine.kernels.ragged import Attended
 
 #: What a product's weight is, as layers.h has it: numbers in fp32 or bf16, or the table of quantised.h.
 FP32, BF16, QUANTISED = 0, 1, 2
+#: Kernel classes, as Class of layers.h has them and breakdown.py names them.
+_CLASSES = ("linear", "norm", "rope and cache", "attention", "gate")
 
 
 class PackedProduct:
@@ -81,12 +83,15 @@ class PackedProduct:
 class NativeLayers:
     """PreparedLayers: built when a model is packed, called once a step."""
 
-    def __init__(self, library: Library, pool: Pool, layers: Sequence[LayerParts], norm: Tensor, kind: int) -> None:
-        """For `layers` that are `fit`. `kind`: how the cache is stored, as stored.h has it."""
+    def __init__(
+        self, library: Library, pool: Pool, layers: Sequence[LayerParts], norm: Tensor, kind: int, told: Told | None
+    ) -> None:
+        """For `layers` that are `fit`. `kind`: how the cache is stored, as stored.h has it. `told`: what each call's
+        time went into."""
         self._run, self._pool = library.layers, pool
         self._kept = (list(layers), norm)
         self._table = (_Layer * len(layers))(*map(_entry, layers))
-        self._norm, self._kind = norm.data_ptr(), kind
+        self._norm, self._kind, self._told = norm.data_ptr(), kind, told
 
     def __call__(
         self,
@@ -102,6 +107,7 @@ class NativeLayers:
         seen = zip(batches, caches, strict=True)
         groups = (_Group * len(batches))(*(_group(batch, cache, self._kind) for batch, cache in seen))
         turns = (_Turn * len(turned))(*(_Turn(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in turned))
+        spent = None if self._told is None else (c_int64 * len(_CLASSES))()
         step = _Step(
             residual.data_ptr(),
             out.data_ptr(),
@@ -109,8 +115,12 @@ class NativeLayers:
             ctypes.addressof(groups),
             ctypes.addressof(turns),
             *residual.shape,
+            None if spent is None else ctypes.addressof(spent),
         )
         self._run(self._pool.address, self._table, len(self._table), ctypes.byref(step))
+        if self._told is not None and spent is not None:
+            for name, nanoseconds in zip(_CLASSES, spent, strict=True):
+                self._told(name, nanoseconds / 1e9)
         return out
 
 
@@ -249,4 +259,5 @@ class _Step(Structure):
         ("turns", c_void_p),
         ("tokens", c_int64),
         ("width", c_int64),
+        ("spent", c_void_p),
     ]
