@@ -20,6 +20,8 @@ import torch
 from engine.kernels.cpu import computes_natively
 from engine.models import Model
 from engine.models.loader import locate
+from engine.text.checkpoint import HEADS, NO_PARAMETERS, PACKED
+from engine.text.config import packed_bits, read_config
 
 #: Larger than any cache: 256 MiB in fp32.
 _NUMBERS = 1 << 26
@@ -59,23 +61,36 @@ class Work:
     head: int
     """Of the output head: a prompt takes it once."""
     weight_bytes: float
+    """On average, with the scales of those that are quantised."""
     kv_bytes: int
     """Keys and values of one token, in all layers."""
 
     @classmethod
     def of(cls, model: Model, folder: str | Path) -> Work:
-        """By the checkpoint's tensors and in the model's own dtypes. Raises ModelError."""
-        shapes = {name: found.stored.shape for name, found in locate(Path(folder)).items()}
-        matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
-        tables = [name for name in matrices if name.endswith("embed_tokens.weight")]
-        heads = [name for name in matrices if name.endswith("lm_head.weight")]
+        """By the checkpoint's tensors and in the model's own dtypes; quantised matrices are read as they are stored.
+        Raises ModelError."""
+        kernels, config = model.kernels, read_config(Path(folder))
+        numbers: dict[str, int] = {}
+        read = 0
+        for name, found in locate(Path(folder)).items():
+            matrix, _, end = name.rpartition(".")
+            size = math.prod(found.stored.shape)
+            if end in PACKED:
+                numbers[matrix] = size * (32 // packed_bits(config, head=matrix.endswith(HEADS)))
+            elif end not in NO_PARAMETERS and len(found.stored.shape) == 2:
+                numbers[matrix] = size
+                read += 0 if found.stored.dtype == "I8" else size * kernels.weight_dtype.itemsize
+            if end in PACKED | NO_PARAMETERS or found.stored.dtype == "I8":
+                read += found.stored.nbytes
+        tables = [name for name in numbers if name.endswith("embed_tokens")]
+        heads = [name for name in numbers if name.endswith("lm_head")]
         # A tied table is the head as well; one that is not is only looked up.
-        looked_up = sum(matrices[name] for name in tables) if heads else 0
-        kernels = model.kernels
+        looked_up = sum(numbers[name] for name in tables) if heads else 0
+        weights = sum(numbers.values()) - looked_up
         return cls(
-            weights=sum(matrices.values()) - looked_up,
-            head=sum(matrices[name] for name in heads or tables),
-            weight_bytes=kernels.weight_dtype.itemsize,
+            weights=weights,
+            head=sum(numbers[name] for name in heads or tables),
+            weight_bytes=(read - looked_up * kernels.weight_dtype.itemsize) / weights,
             kv_bytes=sum(
                 2 * group.layers * group.kv_heads * kernels.cache_width(group.head_dim) * kernels.cache_dtype.itemsize
                 for group in model.kv_groups

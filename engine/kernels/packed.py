@@ -79,6 +79,13 @@ class Int4Weight:
         shape = (stop - start, self.shape[1])
         return Int4Weight(self.packed[:, start:stop], self.scales[:, start:stop], zeros, self.group, shape)
 
+    def rows(self, outputs: Tensor) -> Tensor:
+        """fp32 [len(outputs), inputs]: those of int64 `outputs`, dequantised."""
+        zeros = None if self.zeros is None else self.zeros.index_select(1, outputs)
+        shape = (len(outputs), self.shape[1])
+        scales = self.scales.index_select(1, outputs)
+        return Int4Weight(self.packed.index_select(1, outputs), scales, zeros, self.group, shape).dequantise()
+
     def values(self) -> Tensor:
         """uint8 [outputs, inputs]: q."""
         outputs, inputs = self.shape
@@ -135,6 +142,12 @@ class Int8Weight:
         """Outputs from `start` to `stop`; views."""
         shape = (stop - start, self.shape[1])
         return Int8Weight(self.packed[:, start:stop], self.scales[:, start:stop], self.group, shape)
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """fp32 [len(outputs), inputs]: those of int64 `outputs`, dequantised."""
+        shape = (len(outputs), self.shape[1])
+        scales = self.scales.index_select(1, outputs)
+        return Int8Weight(self.packed.index_select(1, outputs), scales, self.group, shape).dequantise()
 
     def values(self) -> Tensor:
         """int8 [outputs, inputs]: q."""

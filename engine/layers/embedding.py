@@ -7,10 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import Kernels, PreparedLinear
+from engine.kernels.packed import Int4Weight, Int8Weight
+from engine.quant.formats import Stored
 
 
 class Embedding:
-    """The table keeps the checkpoint's dtype also where the kernels compute wider: only looked-up rows widen."""
+    """The table keeps the checkpoint's dtype, or its 4 or 8 bits, also where the kernels compute wider: only looked-up
+    rows widen."""
 
     def __init__(
         self,
@@ -27,17 +30,43 @@ class Embedding:
         self._kernels = kernels
         self._tied = tied
         self._scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
-        self._table = torch.empty(rows, width, dtype=dtype, device=device)
+        self.shape, self.device = (rows, width), device
+        self._dtype = dtype
+        self._table: Tensor | Int4Weight | Int8Weight | None = None
+        self._stored: Stored | None = None
         self.head: PreparedLinear | None = None
         """The table as output head [rows, width] -> [rows, vocabulary], when tied and packed."""
 
+    def store(self, stored: Stored | None) -> None:
+        """Before `weights`: how the checkpoint has the table, where it is quantised there."""
+        self._stored = stored
+
     def weights(self, prefix: str) -> dict[str, Tensor]:
+        if self._stored is not None:
+            return {f"{prefix}{end}": place for end, place in self._stored.places.items()}
+        if not isinstance(self._table, Tensor):
+            self._table = torch.empty(self.shape, dtype=self._dtype, device=self.device)
         return {f"{prefix}weight": self._table}
 
     def pack(self) -> None:
-        if self._tied:
-            self.head = self._kernels.prepare_head(self._table.to(self._kernels.weight_dtype), None)
+        if self._stored is not None:
+            matrix = self._stored.read()
+            found = matrix.table()
+            self._table = matrix.dequantise().to(self._dtype) if found is None else found
+            self._stored = None
+        if not self._tied:
+            return
+        table = self._packed_table()
+        if isinstance(table, Tensor):
+            self.head = self._kernels.prepare_head(table.to(self._kernels.weight_dtype), None)
+        else:
+            self.head = self._kernels.prepare_quantised(table, None)
+
+    def _packed_table(self) -> Tensor | Int4Weight | Int8Weight:
+        return self._table if self._table is not None else self.weights("")["weight"]
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        rows = F.embedding(tokens, self._table).to(self._kernels.compute_dtype)
+        table = self._packed_table()
+        found = F.embedding(tokens, table) if isinstance(table, Tensor) else table.rows(tokens)
+        rows = found.to(self._kernels.compute_dtype)
         return rows if self._scale is None else rows.mul_(self._scale)

@@ -13,6 +13,9 @@ from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
 
+#: The checkpoint's name of the embedding.
+_TABLE = "model.embed_tokens"
+
 
 class DecoderLayer:
     """Norm, attention, sum, norm, feed-forward, sum. The sums and the norms after them are the decoder's to call."""
@@ -152,8 +155,16 @@ class Decoder(ABC):
         found = [one for i, layer in enumerate(self._layers) for one in layer.linears(f"model.layers.{i}.")]
         return found if self._head is None else [*found, ("", self._head)]
 
+    def embedding(self) -> tuple[str, Embedding]:
+        return _TABLE, self._embedding
+
+    @property
+    def head_name(self) -> str:
+        """Of the matrix that makes logits, without the end; the embedding's where they are one."""
+        return _TABLE if self._head is None else "lm_head"
+
     def weights(self) -> dict[str, Tensor]:
-        places = self._embedding.weights("model.embed_tokens.") | self._norm.weights("model.norm.")
+        places = self._embedding.weights(f"{_TABLE}.") | self._norm.weights("model.norm.")
         for i, layer in enumerate(self._layers):
             places |= layer.weights(f"model.layers.{i}.")
         if self._head is not None:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from engine.errors import ModelError
-from engine.layers import Linear
+from engine.layers import Embedding, Linear
 from engine.models.loader import Found
-from engine.quant.formats import Scheme, stored_as
+from engine.quant.formats import Scheme, Stored, stored_as
 from engine.text.checkpoint import StoredTensor
 
 
 class Quantisable(Protocol):
     def linears(self) -> Iterable[tuple[str, Linear]]: ...
+    def embedding(self) -> tuple[str, Embedding]: ...
     def canonical(self, name: str) -> str | None: ...
 
 
@@ -29,7 +32,8 @@ class Adopted:
 
 
 def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str, Found]) -> Adopted:
-    """Tell each Linear of `model`, before its weights are asked for, in which form the checkpoint has it.
+    """Tell each Linear of `model`, and its embedding, before their weights are asked for, in which form the checkpoint
+    has them.
 
     Raises ModelError where no matrix is quantised, or one cannot be as `scheme` says.
     """
@@ -39,17 +43,26 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
         if ours is not None:
             matrix, _, end = ours.rpartition(".")
             held[matrix][end] = found.stored
-    exact, ignored = set(), set()
+    exact: set[str] = set()
+    ignored: set[str] = set()
+
+    def form_of(name: str, outputs: int, inputs: int, device: torch.device, *, head: bool) -> Stored | None:
+        own = scheme.head if head and scheme.head is not None else scheme
+        one = stored_as(own, name, outputs, inputs, held[name], device)
+        if one is not None:
+            exact.update(f"{name}.{end}" for end in one.places)
+            ignored.update(f"{name}.{end}" for end in one.ignored() - one.places.keys())
+        return one
+
     for prefix, linear in model.linears():
         stored = {}
         for part, outputs in linear.parts.items():
-            name = prefix + part
-            one = stored_as(scheme, name, outputs, linear.inputs, held[name], linear.device)
+            one = form_of(prefix + part, outputs, linear.inputs, linear.device, head=not prefix)
             if one is not None:
                 stored[part] = one
-                exact |= {f"{name}.{end}" for end in one.places}
-                ignored |= {f"{name}.{end}" for end in one.ignored() - one.places.keys()}
         linear.store(stored, [part for part in stored if "bias" in held[prefix + part]])
+    name, embedding = model.embedding()
+    embedding.store(form_of(name, *embedding.shape, embedding.device, head=True))
     if not exact:
         raise ModelError(f"{folder}: config.json has a quantization_config ({scheme.form}), and no matrix is quantised")
 

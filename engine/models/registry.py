@@ -14,7 +14,7 @@ from engine.bounds import shown
 from engine.errors import ModelError
 from engine.kernels import Attended, Kernels, select
 from engine.kv import KvGroup
-from engine.layers import Linear
+from engine.layers import Embedding, Linear
 from engine.memory import check_weights
 from engine.models.loader import load_weights, locate, match
 from engine.models.quantised import adopt
@@ -58,6 +58,9 @@ class Model(Protocol):
 
     def linears(self) -> list[tuple[str, Linear]]:
         """What may be quantised, each with the prefix of its tensors' names."""
+
+    def embedding(self) -> tuple[str, Embedding]:
+        """The table of tokens, which may be quantised too, and its tensor's name without the end."""
 
     def weights(self) -> dict[str, Tensor]:
         """Tensor name -> where to copy it."""

@@ -34,14 +34,16 @@ _WIDTHS = {
 
 
 #: Ends of the names of what quantised matrices have besides their numbers.
-_NO_PARAMETERS = frozenset(
+NO_PARAMETERS = frozenset(
     {
         *("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"),
         *("weight_shape", "input_scale", "input_zero_point"),
     }
 )
 #: Ends of the names of what holds several numbers in a word.
-_PACKED = frozenset({"qweight", "weight_packed"})
+PACKED = frozenset({"qweight", "weight_packed"})
+#: Ends of the names of the output head, and of the embedding that it may be tied to.
+HEADS = ("lm_head", "embed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,10 @@ class StoredTensor:
     dtype: str
     """As safetensors spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _WIDTHS[self.dtype]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -67,7 +73,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} has a header that is not a JSON object")
     room = size - 8 - len(data)
     found = {name: _stored(path, name, entry, room) for name, entry in header.items() if name != "__metadata__"}
-    held = sum(math.prod(tensor.shape) * _WIDTHS[tensor.dtype] for tensor in found.values())
+    held = sum(tensor.nbytes for tensor in found.values())
     if held != room:
         raise ModelError(
             f"{path} is truncated or not a safetensors file: it has {room} bytes of data, its header lists {held}"
@@ -84,12 +90,16 @@ def count_parameters(folder: str | Path) -> int:
     paths = [path for name in names if (path := file_in(root, name)) is not None]
     if not paths:
         raise ModelError(f"{folder} has no *.safetensors file")
-    found = [(name.rpartition(".")[2], tensor) for path in paths for name, tensor in read_header(path).items()]
-    counts = {True: 0, False: 0}
-    for end, tensor in found:
-        if end not in _NO_PARAMETERS:
-            counts[end in _PACKED] += math.prod(tensor.shape)
-    return counts[False] + (counts[True] * (32 // packed_bits(read_config(root))) if counts[True] else 0)
+    plain = 0
+    packed = {True: 0, False: 0}
+    for name, tensor in (one for path in paths for one in read_header(path).items()):
+        matrix, _, end = name.rpartition(".")
+        if end in PACKED:
+            packed[matrix.endswith(HEADS)] += math.prod(tensor.shape)
+        elif end not in NO_PARAMETERS:
+            plain += math.prod(tensor.shape)
+    config = read_config(root) if any(packed.values()) else {}
+    return plain + sum(words * (32 // packed_bits(config, head=head)) for head, words in packed.items())
 
 
 def model_version(folder: str | Path) -> str:

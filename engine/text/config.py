@@ -25,6 +25,8 @@ MOST_LAYERS = 4096
 MOST_CONTEXT = 1 << 27
 #: Where a number has no bound of its own.
 _LARGEST = 1e30
+#: Ends of the targets that are the output head, or the embedding that it may be tied to.
+_HEADS = ("lm_head", "embed_tokens", "Embedding")
 
 #: What transformers takes for settings that config.json leaves out, where that is more than an error message.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -237,15 +239,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return values
 
 
-def packed_bits(values: Mapping[str, Any]) -> int:
-    """Of a weight in the 32-bit words of a quantised checkpoint; 32 where config.json does not say."""
+def is_of_head(targets: object) -> bool:
+    """Whether a group of a quantised checkpoint's matrices is the output head, or the embedding, alone."""
+    named = targets if isinstance(targets, list) else []
+    return bool(named) and all(isinstance(one, str) and one.rstrip("$").endswith(_HEADS) for one in named)
+
+
+def packed_bits(values: Mapping[str, Any], *, head: bool = False) -> int:
+    """Of a weight in the 32-bit words of a quantised checkpoint, or of its output head (or embedding); 32 where
+    config.json does not say."""
     section = values.get("quantization_config")
     given = section if isinstance(section, dict) else {}
     bits = given.get("bits") or given.get("w_bit")
     groups = given.get("config_groups")
     if isinstance(groups, dict):
-        weights = [one["weights"] for one in groups.values() if isinstance(one, dict) and "weights" in one]
-        bits = weights[0].get("num_bits") if weights and isinstance(weights[0], dict) else bits
+        known = [one for one in groups.values() if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
+        own = [one for one in known if is_of_head(one.get("targets")) == head] or known
+        bits = own[0]["weights"].get("num_bits") if own else bits
     return bits if bits in (4, 8) else 32
 
 

@@ -9,6 +9,7 @@ import torch
 
 from engine.ceilings import Ceilings, Work
 from engine.models import load_model
+from engine.quant.make import Recipe, quantise
 from tests.engine.random_models import VARIANTS, write_model
 
 
@@ -22,6 +23,21 @@ def test_a_models_work_is_its_products_and_its_cache(tmp_path: Path, name: str, 
     layer = 2 * 64 * 64 + 2 * 64 * 16 * kv_heads + 3 * 64 * 96
     itemsize = model.kernels.weight_dtype.itemsize
     assert found == Work(2 * layer + head, head, itemsize, 2 * 2 * kv_heads * 16 * itemsize)
+
+
+def test_quantised_matrices_are_read_as_they_are_stored(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "one", tokenizer=False)
+    (tmp_path / "out").mkdir()
+    quantise(folder, tmp_path / "out", Recipe(4, "nearest", head=8), [], torch.device("cpu"))
+    before, found = (
+        Work.of(load_model(where, "bfloat16", torch.device("cpu"), "reference"), where)
+        for where in (folder, tmp_path / "out")
+    )
+    assert (found.weights, found.head) == (before.weights, before.head)
+    layers = found.weights - found.head
+    # Half a byte a number, a scale of four bytes for each group of 32 or row of the head; shapes of 16 bytes each.
+    shapes = 16 * (2 * 7 + 1)
+    assert round(found.weight_bytes * found.weights) == layers // 2 + layers // 32 * 4 + found.head + 320 * 4 + shapes
 
 
 def test_a_step_takes_the_longer_of_reading_and_multiplying() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -18,6 +15,7 @@ import typer
 from workers.cli.exits import Failure
 from workers.cli.options import Device, Threads
 from workers.cli.references import MODEL, complete_model, find_models
+from workers.cli.unfinished import unfinished
 
 if TYPE_CHECKING:
     from engine.quant.make import Comparison, Recipe
@@ -57,6 +55,9 @@ def quantize(
             help="Inputs that share a scale: 128, 64 or 32. Unset: with 8 bits all, with 4 the most that fit."
         ),
     ] = None,
+    head: Annotated[
+        int, typer.Option(help="Bits of the output head, and of an embedding that is tied to it: 16, as it is, or 8.")
+    ] = 16,
     calibration: Annotated[
         Path | None,
         typer.Option(help="A text like what the model will read; its end judges. Unset: Python's own library."),
@@ -78,6 +79,8 @@ def quantize(
         raise Failure(f"--bits is {bits}; it must be 8 or 4")
     if method not in _METHODS:
         raise Failure(f"--method is {method!r}; it must be one of {', '.join(_METHODS)}")
+    if head not in (16, 8):
+        raise Failure(f"--head is {head}; it must be 16 (as it is) or 8")
     with needs("worker"):
         from engine.config import EngineConfig
         from engine.errors import EngineError
@@ -94,8 +97,8 @@ def quantize(
     try:
         EngineConfig(device=device or "auto", threads=threads)  # type: ignore[arg-type]  # it checks what it is given
         verify(found.folder)
-        recipe = Recipe(bits, method, group_size)  # type: ignore[arg-type]  # one of _METHODS
-        with _folder(out) as work:
+        recipe = Recipe(bits, method, group_size, 8 if head == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
+        with unfinished(out, _say) as work:
             report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), device, threads)
     except (EngineError, Refused) as error:
         raise Failure(str(error)) from error
@@ -107,21 +110,6 @@ def quantize(
 
 def _say(line: str) -> None:
     typer.echo(line, err=True)
-
-
-@contextmanager
-def _folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it at the end, or goes: there is never half of one by that name."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
-    work.mkdir()
-    try:
-        yield work
-        if os.path.lexists(out):
-            raise Failure(f"{out} was made meanwhile; it is left as it is")
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _texts(calibration: Path | None) -> Texts:
@@ -208,6 +196,7 @@ def _report(
         "bits": recipe.bits,
         "method": recipe.method,
         "group_size": recipe.group,
+        "head_bits": recipe.head,
         "text": texts.source,
         "calibration_tokens": calibrated if recipe.method == "gptq" else 0,
         **found.to_json(),
@@ -220,6 +209,7 @@ def _told(report: dict[str, Any]) -> str:
         "folder": report["folder"],
         "made of": f"{report['of']['name']} {report['of']['version']}",
         "weights": f"{report['bits']} bits, {group}, {report['method']}",
+        "output head": "as it was" if report["head_bits"] is None else f"{report['head_bits']} bits",
         "size": f"{report['bytes'] / 1e6:,.1f} MB, was {report['of']['bytes'] / 1e6:,.1f} MB",
         "text": f"{report['text']}: {report['calibration_tokens']:,} tokens calibrated, {report['tokens']:,} judge",
         "perplexity": f"{report['perplexity']:.3f}, was {report['perplexity_before']:.3f} "

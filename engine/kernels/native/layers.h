@@ -82,10 +82,9 @@ template <class Call> INLINE void timed(const Step& s, Class which, Call&& call)
 }
 
 INLINE void multiply(Pool& pool, const Product& p, const float* x, float* out, int64_t rows) {
-    if (p.kind == 2)
-        return quantised_product(pool, *(const Quantised*)p.weight, p.bias, x, out, rows, p.inputs, p.outputs);
     Gemm g{x, p.weight, p.bias, out, rows, p.inputs, p.outputs};
-    if (p.kind) gemm<bf16>(pool, g);
+    if (p.kind == 2) quantised_product(pool, g);
+    else if (p.kind) gemm<bf16>(pool, g);
     else gemm<float>(pool, g);
 }
 

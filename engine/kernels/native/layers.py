@@ -57,10 +57,8 @@ class PackedProduct:
         )
         return out
 
-    def peaks(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    def peaks(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As Reference.peaks, of the product of `x`, which is not written anywhere."""
-        if self._kind == QUANTISED:
-            return None
         x = x.contiguous()
         places, finite = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
         self._find(

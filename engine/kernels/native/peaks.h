@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "gemm.h"
+#include "quantised.h"
 
 // Of each row and lane the largest so far and where it was; of each row whether all were finite.
 struct Peaks {
@@ -54,8 +55,8 @@ INLINE bool before(const Peak& a, float value, int32_t place) {
 }
 
 // `places` and `finite` [rows]. A row that is not finite has any place within the outputs.
-template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_t* finite) {
-    prepare<W>(pool, g);
+// `panel(part, p, c)` writes a whole panel of columns.
+template <class Panel> INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, Panel&& panel) {
     Cut cut(pool, g);
     std::vector<Peak> found(cut.across * g.rows);
     pool.run((int)(cut.across * cut.down), [&](int task, int) {
@@ -65,7 +66,7 @@ template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_
         for (int64_t p = part.begin; p < part.end; p++) {
             alignas(64) float c[kTaskRows * kColumns];
             int64_t columns = std::min<int64_t>(kColumns, g.outputs - p * kColumns);
-            product<W>(g, part, p, 0, units_of<W>(g.inputs), c, kColumns);
+            panel(part, p, c);
             for (int64_t r = 0; r < part.rows; r++)
                 std::fill(c + r * kColumns + columns, c + (r + 1) * kColumns, -std::numeric_limits<float>::infinity());
             own.take(c, part.rows, p * kColumns, columns);
@@ -90,4 +91,18 @@ template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_
         places[r] = std::min<int64_t>(all.place, g.outputs - 1);
         finite[r] = all.finite;
     }
+}
+
+template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_t* finite) {
+    prepare<W>(pool, g);
+    peaks(pool, g, places, finite, [&](const Part& part, int64_t p, float* c) {
+        product<W>(g, part, p, 0, units_of<W>(g.inputs), c, kColumns);
+    });
+}
+
+static void quantised_peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite) {
+    const Quantised& q = *(const Quantised*)g.weight;
+    Rounded r = rounded_rows(pool, q, g.x, g.rows, g.inputs);
+    peaks(pool, g, places, finite,
+          [&](const Part& part, int64_t p, float* c) { product(q, r, g, part, p, c, kColumns); });
 }

@@ -32,10 +32,11 @@ void penstock_linear(void* pool, const float* x, const void* weight, const float
 }
 
 // Where each row of the product has its largest number, the first of equals, and whether all of its numbers are finite.
-void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int half, int64_t rows,
+void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
                     int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite) {
     Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
-    if (half) peaks<bf16>(*(Pool*)pool, g, places, finite);
+    if (kind == 2) quantised_peaks(*(Pool*)pool, g, places, finite);
+    else if (kind) peaks<bf16>(*(Pool*)pool, g, places, finite);
     else peaks<float>(*(Pool*)pool, g, places, finite);
 }
 

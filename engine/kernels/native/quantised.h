@@ -199,34 +199,43 @@ INLINE void quantised_panel(const Quantised& q, const Rounded& x, int64_t row, i
     }
 }
 
-static void quantised_product(Pool& pool, const Quantised& q, const float* bias, const float* x, float* out,
-                              int64_t rows, int64_t inputs, int64_t outputs) {
-    int64_t depth = q.blocks * q.block;
-    size_t room = (rows * depth * sizeof(int16_t) + 63) / 64 * 64;
+static Rounded rounded_rows(Pool& pool, const Quantised& q, const float* x, int64_t rows, int64_t inputs) {
+    size_t room = (rows * q.blocks * q.block * sizeof(int16_t) + 63) / 64 * 64;
     char* memory = (char*)pool.shared.take((room + rows * q.blocks * 8) / sizeof(float) + 1);
     Rounded r{(int16_t*)memory, (float*)(memory + room), (int32_t*)(memory + room) + rows * q.blocks};
     each_row(pool, rows, inputs, [&](int64_t row) { round_row(x + row * inputs, inputs, q, r, row); });
-    int64_t panels = panels_of(outputs);
-    int64_t share = std::max<int64_t>(1, std::min<int64_t>(panels / (8 * pool.threads()), 16));
-    int64_t across = (panels + share - 1) / share, down = (rows + kTaskRows - 1) / kTaskRows;
-    pool.run((int)(across * down), [&](int task, int) {
-        int64_t first = task / across * kTaskRows, count = std::min<int64_t>(kTaskRows, rows - first);
-        int64_t begin = task % across * share, end = std::min(begin + share, panels);
-        for (int64_t p = begin; p < end; p++) {
-            int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, outputs - column);
-            alignas(64) float edge[kTaskRows * kColumns];
-            bool whole = columns == kColumns;
-            float* c = whole ? out + first * outputs + column : edge;
-            int64_t ldc = whole ? outputs : kColumns;
-            for (int64_t i = 0; i < count; i++) {
-                std::fill(c + i * ldc, c + i * ldc + kColumns, 0.0f);
-                if (bias) memcpy(c + i * ldc, bias + column, columns * sizeof(float));
+    return r;
+}
+
+// As gemm.h's product: one panel's columns of a part's rows into `c`, whole also where the last panel has fewer.
+INLINE void product(const Quantised& q, const Rounded& r, const Gemm& g, const Part& part, int64_t p, float* c,
+                    int64_t ldc) {
+    int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
+    for (int64_t i = 0; i < part.rows; i++) {
+        memset(c + i * ldc, 0, kColumns * sizeof(float));
+        if (g.bias) memcpy(c + i * ldc, g.bias + column, columns * sizeof(float));
+    }
+    if (q.bits == 8) quantised_panel<8>(q, r, part.first, part.rows, p, c, ldc);
+    else quantised_panel<4>(q, r, part.first, part.rows, p, c, ldc);
+}
+
+static void quantised_product(Pool& pool, const Gemm& g) {
+    const Quantised& q = *(const Quantised*)g.weight;
+    Rounded r = rounded_rows(pool, q, g.x, g.rows, g.inputs);
+    Cut cut(pool, g);
+    pool.run((int)(cut.across * cut.down), [&](int task, int) {
+        Part part = cut.part(g, task);
+        for (int64_t p = part.begin; p < part.end; p++) {
+            int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
+            float* to = g.out + part.first * g.outputs + column;
+            if (columns == kColumns) {
+                product(q, r, g, part, p, to, g.outputs);
+                continue;
             }
-            if (q.bits == 8) quantised_panel<8>(q, r, first, count, p, c, ldc);
-            else quantised_panel<4>(q, r, first, count, p, c, ldc);
-            if (!whole)
-                for (int64_t i = 0; i < count; i++)
-                    memcpy(out + (first + i) * outputs + column, edge + i * kColumns, columns * sizeof(float));
+            alignas(64) float edge[kTaskRows * kColumns];
+            product(q, r, g, part, p, edge, kColumns);
+            for (int64_t i = 0; i < part.rows; i++)
+                memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
         }
     });
 }

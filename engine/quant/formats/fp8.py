@@ -36,6 +36,9 @@ class Fp8Matrix(Quantised):
         wide = self.scales.repeat_interleave(self.block, 1)[:, : self.values.shape[1]]
         return self.values.float() * wide
 
+    def table(self) -> None:
+        return None
+
     def stacked_on(self, others: Sequence[Quantised]) -> Fp8Matrix | None:
         alike = [one for one in others if isinstance(one, Fp8Matrix) and one.block == self.block]
         if len(alike) < len(others):

@@ -26,6 +26,10 @@ class Quantised(ABC):
         """fp32 [outputs, inputs], in the order in which inputs come."""
 
     @abstractmethod
+    def table(self) -> Int4Weight | Int8Weight | None:
+        """As kernel sets take it, of which rows can be looked up; None where it has to be written out for that."""
+
+    @abstractmethod
     def stacked_on(self, others: Sequence[Quantised]) -> Quantised | None:
         """This one and `others` below it as one matrix; None where they are not alike."""
 
@@ -59,6 +63,9 @@ class Matrix(Quantised):
         if order is None:
             return run
         return lambda x: run(x.index_select(1, order))
+
+    def table(self) -> Int4Weight | Int8Weight | None:
+        return None if self.order is not None or (self.bits == 8 and self.zeros is not None) else self.packed()
 
     def packed(self) -> Int4Weight | Int8Weight:
         """Without the order. Of 8 bits only without zero points."""

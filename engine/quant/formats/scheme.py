@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from engine.errors import ModelError
-from engine.text.config import Config
+from engine.text.config import Config, is_of_head
 
 Form = Literal["gptq", "awq", "packed", "int8", "fp8"]
 
@@ -19,7 +19,7 @@ _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "int8", "float-quant
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What holds of all quantised matrices of a checkpoint."""
+    """What holds of the quantised matrices of a checkpoint."""
 
     form: Form
     bits: int
@@ -33,6 +33,8 @@ class Scheme:
     """Inputs are in groups in an order of their own."""
     block: tuple[int, int] | None = None
     """FP8: (outputs, inputs) that share a scale; None: one for each output, or one for all."""
+    head: Scheme | None = None
+    """What holds of the output head, and of the embedding, in place of this; None: the same."""
 
     def groups(self, inputs: int) -> int:
         """Raises ModelError where that is no whole number."""
@@ -101,13 +103,22 @@ def _compressed(section: Config) -> Scheme:
     groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
         raise section.wrong("config_groups", "must be an object of at least one group")
-    settings: list[Any] = [one.get("weights") for one in groups.values()]
+    heads = [one for one in groups.values() if is_of_head(one.get("targets"))]
+    others = [one for one in groups.values() if one not in heads]
+    main = _of_groups(section, others or heads)
+    return replace(main, head=_of_groups(section, heads)) if heads and others else main
+
+
+def _of_groups(section: Config, groups: list[dict[str, Any]]) -> Scheme:
+    settings: list[Any] = [one.get("weights") for one in groups]
     if not isinstance(settings[0], dict) or any(one != settings[0] for one in settings):
-        raise section.wrong("config_groups", "is not supported: all matrices must be quantised alike")
+        raise section.wrong(
+            "config_groups", "is not supported: all matrices but the head and the embedding must be quantised alike"
+        )
     stored = section.text("format")
     if stored not in _COMPRESSED:
         raise section.wrong("format", f"is not supported; {', '.join(_COMPRESSED)} are")
-    if _COMPRESSED[stored] == "packed" and any(one.get("input_activations") for one in groups.values()):
+    if _COMPRESSED[stored] == "packed" and any(one.get("input_activations") for one in groups):
         raise section.wrong("config_groups", "is not supported: activations of packed weights are not quantised")
     weights = Config(settings[0], f"{_WITHIN}weights ")
     bits, strategy = weights.integer("num_bits"), weights.text("strategy", "tensor")

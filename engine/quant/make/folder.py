@@ -15,6 +15,8 @@ from engine.quant.formats import Matrix
 
 #: Bytes of tensors after which a file is full.
 _FULL = 4 << 30
+#: Where the output head is tied to the embedding, there is only this.
+_HEADS = ["re:.*lm_head$", "re:.*embed_tokens$"]
 
 
 class Writer:
@@ -71,8 +73,23 @@ def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(bits: int, group: int | None, ignored: list[str]) -> dict[str, Any]:
-    """As compressed-tensors writes it. `ignored`: matrices that are not quantised."""
+def quantization_config(bits: int, group: int | None, ignored: list[str], head: int | None = None) -> dict[str, Any]:
+    """As compressed-tensors writes it. `ignored`: matrices that are not quantised. `head`: bits of the output head, or
+    of the embedding that is one, with one scale for each output."""
+    groups = {"group_0": _alike(["Linear"], bits, group)}
+    if head is not None:
+        groups["group_1"] = _alike(_HEADS, head, None)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
+
+
+def _alike(targets: list[str], bits: int, group: int | None) -> dict[str, Any]:
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -81,12 +98,4 @@ def quantization_config(bits: int, group: int | None, ignored: list[str]) -> dic
         "group_size": group,
         "dynamic": False,
     }
-    every = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": every},
-        "ignore": ignored,
-        "kv_cache_scheme": None,
-    }
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}

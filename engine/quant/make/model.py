@@ -28,6 +28,7 @@ from engine.text.config import read_config
 
 Method = Literal["gptq", "nearest"]
 GROUPS = (128, 64, 32)
+_HEAD = "lm_head.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -40,6 +41,9 @@ class Recipe:
     group: int | None = None
     """Inputs that share a scale, one of GROUPS; None: all of an output with 8 bits, with 4 the largest group that
     divides all matrices."""
+    head: int | None = None
+    """8: bits of the output head, rounded to nearest with one scale for each output; where it is tied to the embedding,
+    of both. None: it stays as it is."""
 
 
 def plain(folder: Path, device: torch.device) -> Decoder:
@@ -97,11 +101,21 @@ def quantise(
                 linear.replace(partial(_of_weight, torch.cat(dense)))
         walk.step()
         say(f"layer {i + 1} of {len(layers)}")
+    head = f"{model.head_name}.weight"
+    if recipe.head is not None:
+        found = located[head]
+        matrix = nearest(_finite(found, device), Grid(recipe.head, None, _DTYPES[found.stored.dtype]))
+        for end, tensor in packed_tensors(matrix).items():
+            writer.put(found.name.removesuffix("weight") + end, tensor)
+        # Tied checkpoints may have the table a second time, under the head's name.
+        done |= {found.name} | {name for name in stored if model.canonical(name) is None and name.endswith(_HEAD)}
+        say("output head")
     rest = [found for found in stored.values() if found.name not in done]
     for found in rest:
         writer.put(found.name, _read(found, torch.device("cpu")))
     others = {found.name.removesuffix(".weight") for found in rest if _may_be_matrix(found)}
-    config = quantization_config(recipe.bits, recipe.group, sorted({"lm_head"} | others))
+    ignored = others if recipe.head is not None else {"lm_head"} | others
+    config = quantization_config(recipe.bits, recipe.group, sorted(ignored), recipe.head)
     writer.finish(settings | {"quantization_config": config})
     return recipe
 
@@ -157,11 +171,17 @@ def _of_weight(weight: Tensor, run: PreparedLinear) -> PreparedLinear:
 
 
 def _round(found: Found, recipe: Recipe, hessian: Tensor | None, device: torch.device) -> Matrix:
+    weight = _finite(found, device)
+    grid = Grid(recipe.bits, recipe.group, _DTYPES[found.stored.dtype])
+    return nearest(weight, grid) if hessian is None else compensated(weight, hessian, grid)
+
+
+def _finite(found: Found, device: torch.device) -> Tensor:
+    """fp32. Raises ModelError."""
     weight = _read(found, device).float()
     if not bool(torch.isfinite(weight).all()):
         raise ModelError(f"{found.path}: {found.name} has numbers that are not finite")
-    grid = Grid(recipe.bits, recipe.group, _DTYPES[found.stored.dtype])
-    return nearest(weight, grid) if hessian is None else compensated(weight, hessian, grid)
+    return weight
 
 
 def _read(found: Found, device: torch.device) -> Tensor:

@@ -219,6 +219,14 @@ def test_a_broken_checkpoint_is_refused_by_the_tensor(tmp_path: Path, how: str) 
         load_model(tmp_path / "packed", "float32", CPU, "reference")
 
 
+PACKED = compressed_config("pack-quantized", 4, 32)
+TWO_KINDS = PACKED | {
+    "config_groups": {
+        f"group_{bits}": compressed_config("pack-quantized", bits, 32)["config_groups"]["group_0"] for bits in (4, 8)
+    }
+}
+
+
 def test_act_order_without_an_order_is_refused(tmp_path: Path) -> None:
     write_quantised(tmp_path, *FORMS["gptq-act-order"])
     change(tmp_path / "packed", DOWN + "g_idx", None)
@@ -243,6 +251,7 @@ def test_act_order_without_an_order_is_refused(tmp_path: Path) -> None:
         (compressed_config("marlin-24", 4, 32), "format='marlin-24' is not supported"),
         (compressed_config("pack-quantized", 3, 32), "num_bits=3 with type 'int' is not supported"),
         (compressed_config("int-quantized", 8, None, symmetric=False), "symmetric=False is not supported"),
+        (TWO_KINDS, "all matrices but the head and the embedding must be quantised alike"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two sizes"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2' is not supported"),
         ([1], "must be an object"),

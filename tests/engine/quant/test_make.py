@@ -15,6 +15,7 @@ from engine.quant.make import Recipe, compare, quantise, windows
 from engine.quant.make.model import plain
 from engine.quant.make.walk import hidden
 from engine.text import ModelCard, Tokenizer
+from engine.text.checkpoint import count_parameters
 from tests.engine.quant.forward import in_chunks
 from tests.engine.random_models import FAMILIES, write_model
 from workers.library.reference import bundled
@@ -44,6 +45,40 @@ def test_the_group_is_the_largest_that_fits_and_others_are_refused(tmp_path: Pat
         quantise(folder, tmp_path / "out", Recipe(4, "nearest", 64), [], CPU)
     with pytest.raises(ModelError, match="is quantised already"):
         quantise(tmp_path / "out", tmp_path / "out", Recipe(8, "nearest"), [], CPU)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_rounded_where_that_is_asked_for_and_with_it_a_tied_embedding(tmp_path: Path, tied: bool) -> None:
+    """Also where a tied checkpoint has the table twice."""
+    folder = write_model(tmp_path / "model", tokenizer=False, tie_word_embeddings=tied)
+    before = load_file(folder / "model.safetensors")
+    if tied:
+        save_file(
+            before | {"lm_head.weight": before["model.embed_tokens.weight"].clone()}, folder / "model.safetensors"
+        )
+    (tmp_path / "out").mkdir()
+    quantise(folder, tmp_path / "out", Recipe(4, "nearest", head=8), [], CPU)
+    name = "model.embed_tokens" if tied else "lm_head"
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert {one for one in after if "embed" in one or "head" in one} == {
+        *(f"{name}.{end}" for end in ("weight_packed", "weight_scale", "weight_shape")),
+        *([] if tied else ["model.embed_tokens.weight"]),
+    }
+    assert count_parameters(tmp_path / "out") == sum(one.numel() for one in before.values())
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert said["ignore"] == []
+    assert [one["weights"]["num_bits"] for one in said["config_groups"].values()] == [4, 8]
+
+    table = before[f"{name}.weight"].float()
+    model = plain(tmp_path / "out", CPU)
+    ids = torch.tensor([5, 319, 0, 5])
+    rows = model.embedding()[1](ids)
+    if tied:
+        assert (rows - table[ids]).abs().max() <= table.abs().max() / 127
+        assert not torch.equal(rows, table[ids])
+        torch.testing.assert_close(model.logits(torch.eye(64))[:, ids].T, rows)
+    else:
+        assert torch.equal(rows, before["model.embed_tokens.weight"][ids].float())
 
 
 def test_what_is_not_a_matrix_stays_as_it_is(tmp_path: Path) -> None:

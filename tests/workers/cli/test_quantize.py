@@ -53,7 +53,8 @@ def test_a_folder_is_made_that_is_whole_and_says_what_changed(folder: Path, tmp_
 
 
 def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_path: Path) -> None:
-    quantize(folder, tmp_path / "out", "--bits", "4", "--method", "nearest", "--calibration", folder.parent / "text.py")
+    given = ("--bits", "4", "--head", "8", "--method", "nearest", "--calibration", folder.parent / "text.py")
+    quantize(folder, tmp_path / "out", *given)
     assert ModelCard.from_folder(tmp_path / "out").parameters == ModelCard.from_folder(folder).parameters
     shown = CliRunner().invoke(app, ["models", "show", str(tmp_path / "out")])
     assert "4 bits" in shown.stdout
@@ -65,6 +66,7 @@ def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_pa
     ("arguments", "message"),
     [
         (("--bits", "3"), "--bits is 3; it must be 8 or 4"),
+        (("--head", "4"), r"--head is 4; it must be 16 \(as it is\) or 8"),
         (("--method", "awq"), "--method is 'awq'; it must be one of gptq, nearest"),
         (("--group-size", "48"), "--group-size is 48; it must be one of 128, 64, 32"),
         (("--bits", "4", "--group-size", "128"), "a group of 128 does not divide"),

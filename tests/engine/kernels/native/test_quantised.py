@@ -90,7 +90,18 @@ def test_what_is_no_number_stays_so_and_harms_no_other_row(make: Make, kind: str
     assert not run(torch.full((2, 192), 1e-40)).any()
 
 
-def test_a_head_that_is_quantised_is_written_out_for_the_sampler(make: Make) -> None:
-    native = make(torch.bfloat16, 1)
-    head = native.prepare_quantised(Int8Weight.quantise(torch.randn(48, 128, generator=GIVEN)), None)
-    assert native.peaks(head, torch.randn(2, 128, generator=GIVEN)) is None
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_largest_of_a_quantised_head_are_found_without_its_logits(make: Make, kind: str, threads: int) -> None:
+    kernels = make(torch.bfloat16, threads)
+    for outputs in (7, 1151):
+        bias = torch.randn(outputs, generator=GIVEN) - 100
+        head = kernels.prepare_quantised(WEIGHTS[kind](torch.randn(outputs, 96, generator=GIVEN)), bias)
+        for rows in (1, 9, 150):
+            x = torch.randn(rows, 96, generator=GIVEN)
+            x[rows // 2, 3] = float("nan") if rows > 1 else 0
+            found = kernels.peaks(head, x)
+            assert found is not None
+            logits = head(x)
+            assert torch.equal(found[1], logits.isfinite().all(-1))
+            assert torch.equal(found[0][found[1]], logits[found[1]].argmax(-1))

@@ -1,0 +1,61 @@
+"""Folders that appear under their name when they are whole, and what killed processes left of such."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from workers.cli.exits import Failure
+
+
+@contextmanager
+def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """A folder beside `out` that becomes it at the end, or goes: there is never half of one by that name.
+
+    It is locked for as long as the process lives, also one that is killed: the next for the same target takes away
+    those that are not. Raises Failure where `out` was made meanwhile.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in sorted(out.parent.glob(f".{_escaped(out.name)}.*.partial")):
+        if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", left.name):
+            _sweep(left, say)
+    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    work.mkdir()
+    lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Nobody waits for it: whoever saw the folder before it was locked has taken it away, and is told so here.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield work
+        if os.path.lexists(out):
+            raise Failure(f"{out} was made meanwhile; it is left as it is")
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
+
+
+def _sweep(left: Path, say: Callable[[str], None]) -> None:
+    """Take the folder away, unless the process that makes it is alive."""
+    try:
+        lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return  # gone meanwhile, or no folder of ours
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(left, ignore_errors=True)
+        say(f"removed {left}, which a run that was killed had left")
+    except BlockingIOError:
+        say(f"{left} is being made by another process; it is left alone")
+    finally:
+        os.close(lock)
+
+
+def _escaped(name: str) -> str:
+    """For a glob."""
+    return re.sub(r"([*?[])", r"[\1]", name)
