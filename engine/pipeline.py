@@ -209,7 +209,7 @@ class Pipeline:
         self.last_step_s = now - max(flight.began, self._last)
         self._last = now
         if self._speculation is not None and flight.error is None:
-            self._speculation.took(flight.plan, self.last_step_s - flight.guessing)
+            self._speculation.took(flight.plan, self.last_step_s - flight.guessing, flight.guessing)
         self._entered(failures + events)
 
     def _take_back(self, plans: list[StepPlan]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What a trial counts less with each draft after it: the last ten matter.
+#: What a trial counts less with each draft after it: of one sequence the last ten matter, of all the last twenty.
 _FADE = 0.9
+FADE_OF_ALL = 0.95
 #: The longest that a sequence for which nothing was guessed is planned ahead again, in tokens.
 _LONGEST_REST = 32
 
@@ -22,11 +23,14 @@ class Guessed:
     """For so many steps the sequence need not wait for a draft, because there was none."""
     missed: int = 0
     """Times in a row that there was none."""
+    barred: bool = False
+    """Whether there is to be none any more."""
+    fade: float = _FADE
 
     def take(self, drafted: int, accepted: int) -> None:
         """Enter a draft of so many tokens. What comes after the first wrong one was not tried."""
-        self.right = self.right * _FADE + accepted
-        self.tried = self.tried * _FADE + accepted + (accepted < drafted)
+        self.right = self.right * self.fade + accepted
+        self.tried = self.tried * self.fade + accepted + (accepted < drafted)
         self.missed = self.rest = 0
 
     def miss(self) -> None:

@@ -65,6 +65,14 @@ class Times:
                 return found.seconds
         return 0.0
 
+    def expected(self, size: int, known: list[tuple[int, float]]) -> float:
+        """Seconds; of a size that is not known as much more than the last of `known` smaller ones, (size, seconds), as
+        is to be hoped: half of what each token made a step longer between the last two."""
+        if self.known(size) or len(known) < 2:
+            return self.of(size)
+        (below, least), (last, most) = known[-2:]
+        return most + max(0.0, most - least) / (last - below) * (size - last) / 2
+
 
 def _key(size: int) -> int:
     return size if size <= _EXACT else _EXACT + int(8 * math.log2(size / _EXACT))
@@ -109,10 +117,15 @@ class Pace:
         plain = self.steps.of(count)
         best, rate, hopeless = 0, count / plain, True
         powers, tokens = [1.0] * count, float(count)
+        known = [(count, plain)]
         for length in range(1, self._most + 1):
             powers = [power * share for power, share in zip(powers, shares, strict=True)]
             tokens += sum(powers)
-            seconds = max(plain, self.steps.of(count * (length + 1))) + length * self.passes.of(count)
+            size = count * (length + 1)
+            step = max(plain, self.steps.expected(size, known))
+            if self.steps.known(size):
+                known.append((size, step))
+            seconds = step + length * self.passes.of(count)
             if count * (length + 1) / seconds > _MARGIN * count / plain:
                 hopeless = False
             if tokens / seconds > rate * (1.0 if best else _MARGIN):

@@ -10,15 +10,17 @@ from typing import Protocol
 
 from engine.plan import ScheduledSeq, StepPlan
 from engine.request import Sequence
-from engine.speculate.guessed import Guessed
+from engine.speculate.balance import Balance
+from engine.speculate.guessed import FADE_OF_ALL, Guessed
 from engine.speculate.pace import Depth, Pace
 
 logger = logging.getLogger("penstock.engine")
 
 #: Steps for which a chosen length stays, unless the number of sequences changes.
 _TURNS = 8
-#: Steps between tries with sequences whose tokens were last guessed badly; then one in so many gets a draft of so many.
-_TRY_EVERY, _TRY_ONE_IN, _TRY_TOKENS = 32, 8, 2
+#: Steps between tries with sequences whose tokens were last guessed badly: twice as many after each that fails, up to
+#: the second. One sequence in so many then gets a draft of so many.
+_TRY_EVERY, _TRY_SELDOM, _TRY_ONE_IN, _TRY_TOKENS = 32, 512, 8, 2
 #: What is thought of a sequence before its first draft: as of all others, with the weight of so many trials.
 _WEIGHT, _FIRST = 2.0, 0.7
 #: Failures of the proposer in a row after which it is not asked any more.
@@ -55,11 +57,15 @@ class Speculation:
         self._rope_switch = rope_switch
         self._barred = barred
         self._pace = Pace(most)
-        self._all = Guessed()
+        self._all = Guessed(fade=FADE_OF_ALL)
+        self._balance = Balance()
         self._depth = Depth(0 if adaptive else most)
         self._decoding = -1
         self._turn = self._tried = 0
         self._trying: frozenset[int] = frozenset()
+        self._try_every = _TRY_EVERY
+        # Of the step that is entered: tokens that drafts have brought.
+        self._brought = 0
         self._failures = 0
         #: Tokens that were guessed and computed, and those of them that were accepted.
         self.drafted = self.accepted = 0
@@ -72,13 +78,20 @@ class Speculation:
         self._trying = frozenset()
         if not self._adaptive or self._failures >= _PATIENCE:
             return
+        if not self._balance.allows:
+            self._depth, self._decoding = Depth(0), -1
+            return
         if len(decoding) != self._decoding or self._turn % _TURNS == 0:
             self._decoding = len(decoding)
             self._depth = self._pace.choose([self._share(seq) for seq in decoding])
-        if self._turn - self._tried >= _TRY_EVERY and not self._depth.hopeless:
-            idle = [seq for seq in decoding if self._turn - self._of(seq).latest >= _TRY_EVERY]
+        if self._turn - self._tried >= self._try_every and not self._depth.hopeless:
+            idle = [
+                seq for seq in decoding if self._turn - self._of(seq).latest >= _TRY_EVERY and not self._barred(seq)
+            ]
             if idle and self._pace.steps.known(len(decoding)):
                 self._tried = self._turn
+                # Until one is seen to be right.
+                self._try_every = min(2 * self._try_every, _TRY_SELDOM)
                 idle.sort(key=lambda seq: self._of(seq).latest)
                 self._trying = frozenset(seq.serial for seq in idle[: -(-len(decoding) // _TRY_ONE_IN)])
 
@@ -95,16 +108,20 @@ class Speculation:
             return False
         return self._wanted(seq, 2) > 0
 
+    def bar(self, seq: Sequence) -> None:
+        """No draft for this sequence any more: one may have spoilt its numbers."""
+        self._of(seq).barred = True
+
     def _wanted(self, seq: Sequence, ahead: int) -> int:
         """`ahead`: tokens that come without a draft until its last one does."""
         left = seq.output.limit - seq.output.count - ahead
         if self._rope_switch is not None and len(seq.tokens) <= self._rope_switch:
             left = min(left, self._rope_switch + 1 - ahead - len(seq.tokens))
-        if left <= 0 or self._failures >= _PATIENCE or self._barred(seq):
+        if left <= 0 or self._failures >= _PATIENCE or self._barred(seq) or self._of(seq).barred:
             return 0
         if not self._adaptive:
             return min(left, self._most)
-        length = self._depth.of(self._share(seq))
+        length = self._depth.of(self._share(seq)) if self._depth.most else 0
         if seq.serial in self._trying:
             length = max(length, min(_TRY_TOKENS, self._most))
         return min(left, length)
@@ -144,9 +161,18 @@ class Speculation:
         self._pace.passes.take(len(rows), took / max(row.room for row in rows))
         return took
 
-    def took(self, plan: StepPlan, seconds: float) -> None:
-        """A step has gone well, in so many seconds without the proposer's."""
-        if all(row.samples and row.known - row.start == 1 for row in plan.rows):
+    def took(self, plan: StepPlan, seconds: float, guessing: float) -> None:
+        """A step has been entered that took so many seconds, and `guessing` more to have its drafts made."""
+        brought, self._brought = self._brought, 0
+        self._balance.passed()
+        decoding = sum(row.samples and row.known - row.start == 1 for row in plan.rows)
+        whole = decoding == len(plan.rows)
+        plain = self._pace.steps.of(decoding) if decoding else 0.0
+        if plain and (guessing or any(row.draft for row in plan.rows)):
+            # What drafts cost a step in which there are prompts too is not to be told apart.
+            more = seconds - plain if whole else 0.0
+            self._balance.entered((guessing + more) / plain, brought / decoding)
+        if whole:
             self._pace.steps.take(plan.num_tokens, seconds)
 
     def entered(self, row: ScheduledSeq, accepted: int) -> None:
@@ -160,3 +186,6 @@ class Speculation:
         self._all.take(len(row.draft), accepted)
         self.drafted += len(row.draft)
         self.accepted += accepted
+        self._brought += accepted
+        if accepted:
+            self._try_every = _TRY_EVERY

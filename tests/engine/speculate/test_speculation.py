@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,10 +32,10 @@ def step(guessing: Speculation, seqs: list[Sequence], seconds: float, accepted: 
     plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, room=guessing.wanted(seq)) for seq in seqs]
     guessing.propose(plan)
     assert plan.num_tokens == sum(row.count for row in plan.rows)
-    guessing.took(plan, seconds * (1 + 0.01 * plan.num_tokens))
     for row in plan.rows:
         if row.room:
             guessing.entered(row, int(accepted * len(row.draft)))
+    guessing.took(plan, seconds * (1 + 0.01 * plan.num_tokens), 0.0)
     return [len(row.draft) for row in plan.rows]
 
 
@@ -109,12 +110,14 @@ def test_of_many_that_are_guessed_badly_few_are_tried_at_a_time() -> None:
     many = [running(slot) for slot in range(16)]
     for _ in range(100):
         step(guessing, many, 1.0, accepted=0.0)
-    tried: set[int] = set()
-    for _ in range(400):
+    tried: list[int] = []
+    for _ in range(1200):
         lengths = step(guessing, many, 1.0, accepted=0.0)
-        assert sum(map(bool, lengths)) <= 2
-        tried |= {slot for slot, length in enumerate(lengths) if length}
-    assert len(tried) == 16
+        found = [slot for slot, length in enumerate(lengths) if length]
+        assert len(found) <= 2
+        tried += found
+    # Whoever was not tried for longest comes first.
+    assert 4 < len(tried) == len(set(tried))
 
 
 class Broken:
@@ -148,3 +151,45 @@ def test_a_proposer_that_fails_costs_the_drafts_alone_and_after_a_while_is_left_
     assert step(guessing, [one], 1.0) == [0]
     assert broken.asked == 6
     assert "they are not guessed any more" in caplog.records[-1].message
+
+
+def test_tries_that_fail_are_made_ever_more_seldom_until_one_is_right() -> None:
+    guessing = speculation()
+    one = running()
+    tried: list[int] = []
+    for turn in range(3000):
+        # A guess costs little here: what is spared is the trying itself.
+        if step(guessing, [one], 1.0, accepted=0.0)[0]:
+            tried.append(turn)
+    late = [turn for turn in tried if turn > 100]
+    gaps = [after - before for before, after in pairwise(late)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == 512
+    turn = 0
+    while not step(guessing, [one], 1.0)[0]:
+        turn += 1
+    # The first that is right is followed by others.
+    assert sum(bool(step(guessing, [one], 1.0)[0]) for _ in range(50)) > 25
+
+
+def test_where_drafts_cost_more_than_was_thought_they_are_given_up() -> None:
+    """Steps with drafts take three times as long as plain ones, and as long as they take the times that are believed
+    are others: every size is new."""
+    guessing = speculation(most=1)
+    many = [running(slot) for slot in range(4)]
+    plain, total = 0.0, 0.0
+    for turn in range(2000):
+        guessing.begin(many)
+        plan = StepPlan(num_tokens=4)
+        plan.rows += [ScheduledSeq(one, len(one.tokens) - 1, 1, True, room=guessing.wanted(one)) for one in many]
+        guessing.propose(plan)
+        for row in plan.rows:
+            if row.room:
+                guessing.entered(row, 1 if turn % 2 else 0)
+        took = 3.0 if plan.num_tokens > 4 else 1.0
+        # What a proposer takes counts as well.
+        guessing.took(plan, took, 0.5 if plan.num_tokens > 4 else 0.0)
+        guessing._pace.steps._times.pop(8, None)
+        plain += 1.0
+        total += took
+    assert total < 1.03 * plain
