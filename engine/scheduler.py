@@ -249,7 +249,7 @@ class Scheduler:
                 continue
             group = self._groups[seq.request.id]
             if result is not None and result.error is not None:
-                events += self._spoilt(seq, result)
+                events += self._spoilt(row, result, now)
                 continue
             if row.scored is not None and row.scored.error is not None:
                 self._not_finite += 1
@@ -294,7 +294,7 @@ class Scheduler:
                 break
         event = group.event(seq, reason, match, entered, texts)
         events = [event] if group.candidates is None else group.candidates.take(event)
-        return events if one.error is None else events + self._spoilt(seq, one)
+        return events if one.error is None else events + self._spoilt(row, one, now)
 
     def _append(
         self, group: Group, seq: Sequence, token_id: int, now: float
@@ -316,7 +316,16 @@ class Scheduler:
                 self._planner.preempt(seq, now)
         return text, reason, match
 
-    def _spoilt(self, seq: Sequence, result: Sampled) -> list[Event]:
+    def _spoilt(self, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
+        """A sequence has no next token. Where it had a draft, that may be to blame (attention weighs what is masked
+        with 0, and 0 x NaN is NaN): it is computed again, and from now on without."""
+        seq = row.seq
+        if row.draft and not result.refused and self._speculation is not None:
+            self._speculation.bar(seq)
+            self._tables.forget(seq, row.start)
+            if seq.status is Status.RUNNING:
+                self._planner.preempt(seq, now)
+            return []
         self._not_finite += not result.refused
         return self.fail(seq, result.error or "", refused=result.refused)
 

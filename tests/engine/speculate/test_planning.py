@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.plan import Sampled, StepPlan, accepted
 from engine.scheduler import Scheduler
 from engine.speculate import Speculation
@@ -100,19 +102,31 @@ def test_what_comes_after_an_end_is_dropped() -> None:
     s.check_idle()
 
 
-def test_logits_that_are_not_finite_after_a_right_guess_end_the_sequence_after_it() -> None:
+@pytest.mark.parametrize("right", [0, 1])
+def test_logits_that_are_not_finite_are_computed_again_without_a_draft_and_end_the_sequence_then(right: int) -> None:
     s, speculation = guessing()
     s.add(request("a"))
     step(s, speculation, [1])
     plan = s.schedule(0.0)
     assert plan is not None
     speculation.propose(plan)
-    chosen = [Sampled(1), Sampled(-1, error="not finite"), Sampled(1), Sampled(1), Sampled(1)]
-    told, failed = s.update(plan, [accepted(plan.rows[0].draft, chosen)], 0.0)
-    assert (told.token_ids, told.finish_reason) == ([1], None)
+    assert len(plan.rows[0].draft) == 4
+    chosen = [*[Sampled(1)] * right, Sampled(-1, error="not finite"), *[Sampled(1)] * (4 - right)]
+    told = s.update(plan, [accepted(plan.rows[0].draft, chosen)], 0.0)
+    assert [(one.token_ids, one.finish_reason) for one in told] == [([1], None)] * right
+    assert (s.stats().not_finite, s.stats().running, s.stats().waiting) == (0, 0, 1)
+    plan = s.schedule(0.0)
+    assert plan is not None
+    (row,) = plan.rows
+    # What that step wrote is not to be trusted, nor found by others; the block of the prompt before it is.
+    assert (row.start, row.room, row.samples) == (4, 0, True)
+    (failed,) = s.update(plan, [Sampled(-1, error="not finite")], 0.0)
     assert (failed.token_ids, failed.finish_reason, failed.error, failed.done) == ([], "error", "not finite", True)
     assert s.stats().not_finite == 1
-    # After a wrong guess they are nobody's.
+
+
+def test_logits_that_are_not_finite_after_a_wrong_guess_are_nobodys() -> None:
+    s, speculation = guessing()
     s.add(request("b", 5))
     step(s, speculation, [1])
     plan = s.schedule(0.0)
