@@ -97,7 +97,7 @@ class Native(Reference):
         return PackedProduct(self._library, self._threads, packed.data_ptr(), kind, packed, bias, outputs, inputs)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
-        found = quantised_product(self._library, self._threads, weight, bias)
+        found = quantised_product(self._library, self._threads, self._pages, weight, bias)
         return found or self.prepare_linear(weight.dequantise(), bias)
 
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels.native.layers import QUANTISED, PackedProduct
 from engine.kernels.native.library import Library, Pool
+from engine.kernels.native.pages import Pages
 from engine.kernels.packed import Int4Weight, Int8Weight
 
 #: Inputs that share a scale of the activations, the largest that divides a group.
@@ -30,7 +31,7 @@ class _Quantised(Structure):
 
 
 def quantised_product(
-    library: Library, pool: Pool, weight: Int4Weight | Int8Weight, bias: Tensor | None
+    library: Library, pool: Pool, pages: Pages, weight: Int4Weight | Int8Weight, bias: Tensor | None
 ) -> PackedProduct | None:
     """None where the weight's groups are no multiple of a block."""
     outputs, inputs = weight.shape
@@ -43,10 +44,11 @@ def quantised_product(
     values = F.pad(weight.values(), (0, depth - inputs, 0, missing))
     zeros = None
     if isinstance(weight, Int8Weight):
-        packed = values.view(-1, columns, depth // 2, 2).transpose(1, 2).contiguous()
+        ordered = values.view(-1, columns, depth // 2, 2).transpose(1, 2)
     else:
-        packed = _words(values.view(-1, columns, depth // 8, 4, 2)).transpose(1, 2).contiguous()
+        ordered = _words(values.view(-1, columns, depth // 8, 4, 2)).transpose(1, 2)
         zeros = None if weight.zeros is None else _by_panel(weight.zeros.to(torch.int16), columns)
+    packed = pages.zeros(*ordered.shape, dtype=ordered.dtype).copy_(ordered)
     scales = _by_panel(weight.scales.float(), columns)
     groups = len(weight.scales)
     table = _Quantised(
