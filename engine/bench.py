@@ -126,6 +126,7 @@ def workloads(args: argparse.Namespace, vocab_size: int) -> dict[str, list[list[
 
 
 def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> EngineConfig:
+    """With room for the jobs of `plans` and no more; where there are none, for as many and as long ones as a worker."""
     every = [jobs for repeats in plans.values() for jobs in repeats]
     return EngineConfig(
         dtype=args.dtype,
@@ -133,9 +134,9 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
         kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
         threads=args.threads,
-        max_num_seqs=max(map(len, every)),
+        max_num_seqs=max(map(len, every), default=EngineConfig().max_num_seqs),
         max_num_batched_tokens=args.max_num_batched_tokens,
-        max_model_len=max(len(prompt) + output for jobs in every for prompt, output in jobs),
+        max_model_len=max((len(prompt) + output for jobs in every for prompt, output in jobs), default=None),
         kernels=args.kernels,
         deterministic=args.deterministic,
         graphs=args.graphs,
@@ -143,22 +144,6 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
         speculate=args.speculate,
         draft_model=args.draft_model,
         speculate_tokens=args.speculate_tokens,
-    )
-
-
-def load_settings(args: argparse.Namespace) -> EngineConfig:
-    """As a worker has them: sequences and memory by default."""
-    return EngineConfig(
-        dtype=args.dtype,
-        quantization=args.quantization,
-        kv_cache_dtype=args.kv_cache_dtype,
-        device=args.device,
-        threads=args.threads,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        kernels=args.kernels,
-        deterministic=args.deterministic,
-        graphs=args.graphs,
-        overlap=args.overlap,
     )
 
 
@@ -324,7 +309,7 @@ def _rates(text: str) -> list[float]:
     return rates
 
 
-def main() -> None:
+def every_argument() -> argparse.ArgumentParser:
     parser = arguments()
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument("--peer", choices=["transformers-cb"], default=None)
@@ -342,12 +327,16 @@ def main() -> None:
     parser.add_argument("--rates", type=_rates, default="0.5,1,2,4", help="requests a second, by commas; with --load")
     parser.add_argument("--requests", type=int, default=60, help="of each rate; with --load")
     parser.add_argument("--plot", default=None, help="with --load: a chart, as SVG")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = every_argument().parse_args()
     vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
     report: dict[str, Any] = {"torch": torch.__version__, "seed": args.seed, "threads": args.threads}
     report["load_average_before"] = os.getloadavg()
     if args.load:
-        report["load"] = bench_load(args, load_settings(args), vocab_size)
+        report["load"] = bench_load(args, settings(args, {}), vocab_size)
     elif args.breakdown:
         report["breakdown"] = bench_breakdown(args, vocab_size)
     else:

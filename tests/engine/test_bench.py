@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import measure, workload
+from engine import EngineConfig
+from engine.bench import every_argument, measure, settings, workload, workloads
 
 
 def digest(name: str, repeat: int) -> str:
@@ -28,6 +29,20 @@ def test_lengths_depend_on_the_seed_alone() -> None:
     assert all(16 <= prompt <= 512 and 16 <= output <= 256 for prompt, output in shapes[0])
     assert workload("W32", 500, 7, 0) != workload("W32", 500, 7, 1)
     assert [(len(prompt), output) for prompt, output in workload("W32", 500, 7, 0)] == [(128, 128)] * 32
+
+
+def test_engines_have_room_for_the_jobs_and_without_any_for_as_many_as_a_worker() -> None:
+    told = ["--model", "m", "--workload", "W8,W64mix", "--repeats", "1", "--speculate", "lookup", "--kernels", "cpu"]
+    args = every_argument().parse_args(told)
+    offline, under_load = settings(args, workloads(args, 500)), settings(args, {})
+    assert (offline.max_num_seqs, offline.max_model_len) == (64, 714)
+    assert (under_load.max_num_seqs, under_load.max_model_len) == (EngineConfig().max_num_seqs, None)
+    assert {(one.speculate, one.kernels) for one in (offline, under_load)} == {("lookup", "cpu")}
+
+
+def test_a_workload_of_one_takes_steps_of_few_tokens() -> None:
+    args = every_argument().parse_args(["--model", "m", "--workload", "W1", "--max-num-batched-tokens", "32"])
+    assert settings(args, workloads(args, 500)).max_num_batched_tokens == 32
 
 
 def test_measures_are_of_the_times_of_delivery() -> None:
