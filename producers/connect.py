@@ -226,7 +226,7 @@ def _read(url: str) -> tuple[str, sentinel.Sentinels | None]:
     """The URL as redis-py reads it, and whom to ask for the primary."""
     if not is_redis(url):
         kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ValueError(f"a server of kind {url.partition('://')[0] or url!r}:// is not spoken to here; use {kinds}")
+        raise ValueError(f"{shown(url)!r} is not spoken to here: a server's URL begins with {kinds}")
     return _split(url) if sentinel.is_sentinel(url) else (url, None)
 
 

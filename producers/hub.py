@@ -160,7 +160,7 @@ class Hub:
                     group.create_task(self._obey(connection))
             except* FAILURES as failures:
                 # Readers go on meanwhile: they read the stream whenever it was silent for some seconds.
-                complain(log, "pub/sub connection lost, connecting again: %r", failures.exceptions[0])
+                complain(log, "pub/sub connection lost, connecting again: %s", failures.exceptions[0])
             finally:
                 for channel in self._channels.values():
                     channel.live = False

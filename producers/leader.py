@@ -19,6 +19,7 @@ from producers.aio import AsyncClient
 from producers.protocol import PACKAGE
 from producers.script import Call, script
 from producers.steps import FAILURES, Steps
+from producers.trouble import said
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Leadership:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):
                 left = int(await self._client.run(_one(lead(self.name, int(self._lease_s * 1000)))))
         except FAILURES as error:
-            log.warning("cannot ask the store who sweeps, trying again: %r", error)
+            log.warning("cannot ask the store who sweeps, trying again: %s", said(error))
             return None
         if left == 0:
             self._until = asked + self._lease_s

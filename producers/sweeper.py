@@ -37,6 +37,7 @@ from producers.retired import RETIRE_AFTER_S, RetiredPools
 from producers.script import Call
 from producers.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
 from producers.steps import FAILURES
+from producers.trouble import said
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], ev
                     log.info("swept: %s", ", ".join(f"{count} {what}" for what, count in done.items()))
                     await _count(client, done)
         except FAILURES as error:
-            log.warning("sweep broken off, trying again: %r", error)
+            log.warning("sweep broken off, trying again: %s", said(error))
         except Exception:  # whatever one record is made of must not end the sweeping of all others
             log.exception("a sweep failed, going on")
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart

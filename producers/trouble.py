@@ -71,13 +71,18 @@ _SAID: Final = (
 )
 
 
+def said(error: BaseException) -> str:
+    """What it says, or its name where it says nothing. redis-py's `repr` does not hold what was said."""
+    return str(error) or type(error).__name__
+
+
 def trouble(error: BaseException) -> Trouble | None:
     """None where the error is the call's own: the same call would fail again on any server."""
     for classes, found in _CLASSES:
         if isinstance(error, classes):
             return found
-    said = str(error)
+    text = str(error)
     for found, pattern in _PATTERNS:
-        if pattern.search(said):
+        if pattern.search(text):
             return found
-    return next((found for words, found in _SAID if words in said), None)
+    return next((found for words, found in _SAID if words in text), None)

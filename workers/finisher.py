@@ -118,7 +118,7 @@ class Finisher(threading.Thread):
             self._tell_celery(end)
             end.traced = True
         except AWAY as exc:
-            complain(logger, "Celery's side of task %s has to wait: %r", end.delivery.task_id, exc)
+            complain(logger, "Celery's side of task %s has to wait: %s", end.delivery.task_id, exc)
         except Exception as exc:
             logger.exception("Celery's side of task %s failed", end.delivery.task_id)
             end.failures += 1

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from celery.apps.worker import install_cry_handler
-from celery.exceptions import SecurityWarning
+from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
 from celery.worker import state
 
 from producers import keys
@@ -42,6 +42,8 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
     warnings.filterwarnings("ignore", category=SecurityWarning)
+    # And, each time that the broker was away, of a setting for tasks that cannot be acknowledged afterwards: these can.
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module="celery.worker.consumer")
     for name in ("celery.app.trace", "celery.worker.strategy"):  # a line or two for every task
         logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
     stopping = Stopping()

@@ -14,7 +14,7 @@ from producers.complaints import EVERY_S, complain
 from producers.hello import check_hello
 from producers.sentinel import split
 from producers.servers import RIGHTS, ServerRefused, check_server
-from producers.trouble import NotPrimary, Trouble, UnusableServer, trouble
+from producers.trouble import NotPrimary, Trouble, UnusableServer, said, trouble
 
 HELLO = {"server": "redis", "version": "7.2.4", "mode": "standalone", "role": "master"}
 
@@ -121,3 +121,8 @@ def test_the_same_complaint_is_made_once_in_a_while(
     monkeypatch.setattr(time, "monotonic", lambda: now + EVERY_S)
     complain(log, "try %d: %s", 4, OSError("away"))
     assert caplog.records[-1].getMessage() == "try 4: away (and 2 times more since that was last said)"
+
+
+def test_what_an_error_says_is_told_and_else_its_name() -> None:
+    assert said(redis.ConnectionError("Connection closed by server.")) == "Connection closed by server."
+    assert said(TimeoutError()) == "TimeoutError"

@@ -70,7 +70,10 @@ UNREADABLE = {
     "half a base64 body": (json.dumps(envelope(body="abc")), ""),
     "an unknown body encoding": (json.dumps(envelope(properties__body_encoding="zip")), ""),
     "a body that is no JSON": (json.dumps(envelope(body=base64.b64encode(b"{oops").decode())), ""),
-    "a body of one number": (json.dumps(envelope(body=base64.b64encode(b"7").decode())), ""),
+    "a body of one number": (
+        json.dumps(envelope(body=base64.b64encode(b"7").decode())),
+        "cannot be decoded as Celery's: TypeError",
+    ),
     "a body of two parts": (json.dumps(envelope(body=body([], {}))), ""),
     "a pickled body": (json.dumps(envelope(**{"content-type": "application/x-python-serialize"})), ""),
     "an unknown content type": (json.dumps(envelope(**{"content-type": "application/x-what"})), ""),

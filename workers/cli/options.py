@@ -74,7 +74,7 @@ Gpus = Annotated[
     str | None,
     typer.Option(help="One process for each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; unset: torch's choice.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; unset: as many as cores, or as a container may use.")]
 StepLimit = Annotated[
     float,
     typer.Option(

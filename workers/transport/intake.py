@@ -161,7 +161,9 @@ class Intake(threading.Thread):
                 deliver(arrival.payload, arrival.queue)
             except Exception as exc:
                 logger.exception("A message could not be decoded: dead-lettered")
-                self._holder.refused(arrival.fetched.uuid, f"{type(exc).__name__}: {exc}")
+                self._holder.refused(
+                    arrival.fetched.uuid, f"cannot be decoded as Celery's: {type(exc).__name__}: {exc}"
+                )
 
     def _next(self) -> Arrival | None:
         try:
