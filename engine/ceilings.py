@@ -1,8 +1,9 @@
 """What this machine could do at best: its memory's bandwidth and its rate of multiplication, measured on the spot, and
 the least time that a workload takes by them.
 
-Each step reads every weight of a product once, and the keys and values of every sequence that it goes on with; each
-token takes a multiplication and an addition for each such weight. A step takes at least the longer of both, prompts
+Each step reads every weight of a product once, and the keys and values that the sequences it goes on with see, both in
+as many bytes as they are kept in (numbers of 4 and 8 bits with their scales); each token takes a multiplication and an
+addition for each such weight. A step takes at least the longer of both, prompts
 likewise; nothing else is counted, so no engine reaches it.
 """
 
@@ -60,39 +61,36 @@ class Work:
     """Of all products, the head's too."""
     head: int
     """Of the output head: a prompt takes it once."""
-    weight_bytes: float
-    """On average, with the scales of those that are quantised."""
-    kv_bytes: int
-    """Keys and values of one token, in all layers."""
+    weight_bytes: int
+    """Of all products' weights and their scales, as the kernel set keeps them."""
+    kv: tuple[tuple[int, int | None], ...]
+    """Of each KV group: bytes of one token's keys and values in all of its layers, scales too; and its window."""
 
     @classmethod
     def of(cls, model: Model, folder: str | Path) -> Work:
-        """By the checkpoint's tensors and in the model's own dtypes; quantised matrices are read as they are stored.
-        Raises ModelError."""
+        """Of a model that was loaded from `folder`. Raises ModelError."""
         kernels, config = model.kernels, read_config(Path(folder))
         numbers: dict[str, int] = {}
-        read = 0
         for name, found in locate(Path(folder)).items():
             matrix, _, end = name.rpartition(".")
-            size = math.prod(found.stored.shape)
-            if end in PACKED:
-                numbers[matrix] = size * (32 // packed_bits(config, head=matrix.endswith(HEADS)))
-            elif end not in NO_PARAMETERS and len(found.stored.shape) == 2:
-                numbers[matrix] = size
-                read += 0 if found.stored.dtype == "I8" else size * kernels.weight_dtype.itemsize
-            if end in PACKED | NO_PARAMETERS or found.stored.dtype == "I8":
-                read += found.stored.nbytes
-        tables = [name for name in numbers if name.endswith("embed_tokens")]
-        heads = [name for name in numbers if name.endswith("lm_head")]
+            if matrix.endswith(HEADS) and end not in NO_PARAMETERS:
+                words = 32 // packed_bits(config, head=True) if end in PACKED else 1
+                numbers[matrix] = math.prod(found.stored.shape) * words
         # A tied table is the head as well; one that is not is only looked up.
-        looked_up = sum(numbers[name] for name in tables) if heads else 0
-        weights = sum(numbers.values()) - looked_up
+        heads = [name for name in numbers if name.endswith("lm_head")] or list(numbers)
         return cls(
-            weights=weights,
-            head=sum(numbers[name] for name in heads or tables),
-            weight_bytes=(read - looked_up * kernels.weight_dtype.itemsize) / weights,
-            kv_bytes=sum(
-                2 * group.layers * group.kv_heads * kernels.cache_width(group.head_dim) * kernels.cache_dtype.itemsize
+            weights=kernels.weights,
+            head=sum(numbers[name] for name in heads),
+            weight_bytes=kernels.weight_bytes,
+            kv=tuple(
+                (
+                    2
+                    * group.layers
+                    * group.kv_heads
+                    * kernels.cache_width(group.head_dim)
+                    * kernels.cache_dtype.itemsize,
+                    group.window,
+                )
                 for group in model.kv_groups
             ),
         )
@@ -101,11 +99,14 @@ class Work:
         """Seconds that jobs of (prompt tokens, output tokens), all there at once, take at the least."""
         prompts = sum(prompt for prompt, _ in jobs)
         operations = 2 * (prompts * (self.weights - self.head) + len(jobs) * self.head)
-        read = self.weights * self.weight_bytes
-        total = max(operations / ceilings.operations_per_s, read / ceilings.read_bytes_per_s)
+        total = max(operations / ceilings.operations_per_s, self.weight_bytes / ceilings.read_bytes_per_s)
         for step in range(1, max(output for _, output in jobs)):
             going = [prompt + step for prompt, output in jobs if output > step]
-            by_memory = (read + self.kv_bytes * sum(going)) / ceilings.read_bytes_per_s
+            seen = sum(
+                size * (sum(going) if window is None else sum(min(window, length) for length in going))
+                for size, window in self.kv
+            )
+            by_memory = (self.weight_bytes + seen) / ceilings.read_bytes_per_s
             total += max(by_memory, 2 * self.weights * len(going) / ceilings.operations_per_s)
         return total
 

@@ -32,6 +32,7 @@ class Cpu(Sdpa):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         if not self._packs:
             return super().prepare_linear(weight, bias)
+        self.keeps(weight.shape, weight.nbytes)
         # Without a batch size oneDNN picks a layout that was within 5% of the best one for every count of rows
         # from 1 to 512, and up to twice as fast as F.linear, which packs the weight again at every call.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)

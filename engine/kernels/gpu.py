@@ -44,11 +44,13 @@ class Gpu(Reference):
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """As `prepare_linear`, of a weight that is packed already."""
+        self.keeps(weight.shape, weight.nbytes)
         return int4_linear(weight, bias) if isinstance(weight, Int4Weight) else int8_linear(weight, bias)
 
     def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
         if self.compute_dtype != torch.bfloat16 or not multiplies_fp8(values.device):
             return super().prepare_fp8(values, scales, bias)
+        self.keeps(values.shape, values.nbytes + scales.nbytes)
         return fp8_product(len(values), padded(values), scales, bias, quantise_rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -87,6 +89,8 @@ class Fp8Gpu(Gpu):
     name = "triton-fp8"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        # A byte each, and a scale in fp32 for each output.
+        self.keeps(weight.shape, weight.numel() + 4 * len(weight))
         return fp8_linear(weight, bias, quantise_rows)
 
     def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:

@@ -73,6 +73,12 @@ class Int4Weight:
         kept = None if zeros is None else zeros.T.to(torch.uint8).contiguous()
         return cls.pack(q, scales.T.contiguous(), kept, group)
 
+    @property
+    def nbytes(self) -> int:
+        """Without what tiles are filled up with."""
+        outputs, inputs = self.shape
+        return outputs * inputs // 2 + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
     def part(self, start: int, stop: int) -> Int4Weight:
         """Outputs from `start` to `stop`; views."""
         zeros = None if self.zeros is None else self.zeros[:, start:stop]
@@ -137,6 +143,12 @@ class Int8Weight:
         scales = torch.where(scale > 0, scale, 1).to(weight.dtype)
         q = (grouped / scales.float()[..., None]).round().clamp(-127, 127).view(outputs, inputs)
         return cls.pack(q, scales.T.contiguous(), group)
+
+    @property
+    def nbytes(self) -> int:
+        """Without what tiles are filled up with."""
+        outputs, inputs = self.shape
+        return outputs * inputs + self.scales.nbytes
 
     def part(self, start: int, stop: int) -> Int8Weight:
         """Outputs from `start` to `stop`; views."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,6 +46,8 @@ class Reference:
         self.compute_dtype = compute_dtype
         #: In which weights of products come to `prepare_linear`, and keys and values lie in the cache.
         self.weight_dtype = self.cache_dtype = compute_dtype
+        #: Numbers of all weights that were prepared, and the bytes in which the set keeps them: what a step reads.
+        self.weights = self.weight_bytes = 0
 
     def use_threads(self, threads: int | None) -> None:
         """Called on the thread that steps, before it does. `threads`: EngineConfig.threads."""
@@ -56,8 +59,14 @@ class Reference:
         """Goes into the engine's fingerprint: another where the same weights and tokens may give other tokens."""
         return self.name
 
+    def keeps(self, shape: Sequence[int], nbytes: int) -> None:
+        """Called for every weight that is prepared, without what its layout is padded by."""
+        self.weights += math.prod(shape)
+        self.weight_bytes += nbytes
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         """`weight` is [outputs, inputs], `bias` [outputs]; the caller drops both, so a set may repack them."""
+        self.keeps(weight.shape, weight.nbytes)
 
         def linear(x: Tensor) -> Tensor:
             return F.linear(x, weight, bias)
@@ -72,6 +81,7 @@ class Reference:
         """As `prepare_linear`, of a weight that is quantised already. It stays so: what a product takes of it is
         dequantised for that product, some outputs at a time."""
         outputs, inputs = weight.shape
+        self.keeps(weight.shape, weight.nbytes)
         step = max(1, _DEQUANTISED // inputs)
 
         def linear(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from engine.kernels.native.batch import NativeBatch, native_batch
 from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct, fit
 from engine.kernels.native.library import VERSION, Library, Pool
 from engine.kernels.native.pages import Pages
-from engine.kernels.native.quantised import quantised_product
+from engine.kernels.native.quantised import kept_bytes, quantised_product
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended
 from engine.kernels.reference import PreparedLinear, Reference
@@ -92,13 +92,17 @@ class Native(Reference):
         panels = -(-outputs // self._library.columns)
         packed = self._pages.zeros(panels * self._library.columns, inputs + inputs % 2 * half, dtype=self.weight_dtype)
         weight = weight.to(self.weight_dtype).contiguous()
+        self.keeps(weight.shape, weight.nbytes)
         self._library.pack(self._pool, weight.data_ptr(), packed.data_ptr(), half, inputs, outputs)
         kind = BF16 if self._half else FP32
         return PackedProduct(self._library, self._threads, packed.data_ptr(), kind, packed, bias, outputs, inputs)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         found = quantised_product(self._library, self._threads, self._pages, weight, bias)
-        return found or self.prepare_linear(weight.dequantise(), bias)
+        if found is None:
+            return self.prepare_linear(weight.dequantise(), bias)
+        self.keeps(weight.shape, kept_bytes(weight))
+        return found
 
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):

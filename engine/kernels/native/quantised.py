@@ -64,6 +64,14 @@ def quantised_product(
     return PackedProduct(library, pool, ctypes.addressof(table), QUANTISED, kept, bias, outputs, inputs)
 
 
+def kept_bytes(weight: Int4Weight | Int8Weight) -> int:
+    """Of numbers, of scales in fp32, and of zeros of two bytes each."""
+    outputs, inputs = weight.shape
+    if isinstance(weight, Int8Weight):
+        return outputs * inputs + 4 * weight.scales.numel()
+    return outputs * inputs // 2 + (4 if weight.zeros is None else 6) * weight.scales.numel()
+
+
 def _words(q: Tensor) -> Tensor:
     """int16 [panels, columns, eights, 2] of numbers [panels, columns, eights, 4 pairs, 2]."""
     words = torch.zeros(*q.shape[:3], 2, dtype=torch.int32)
