@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.device import DeviceRunner
 from engine.engine import Engine
-from engine.kernels import Kernels
+from engine.kernels import Kernels, PreparedLinear
 from engine.kernels.native.layers import PackedProduct
 from engine.plan import StepPlan
 from engine.runner import Runner
@@ -111,9 +111,14 @@ class Meter:
         for name, part in KERNELS.items():
             self.around(found, name, part)
         found.told = self.took
-        prepare = found.prepare_linear
+        for name in ("prepare_linear", "prepare_quantised", "prepare_fp8"):
+            self._products(found, name)
+        return found
 
-        def prepare_linear(*args: Any) -> Callable[[Tensor], Tensor]:
+    def _products(self, found: Kernels, name: str) -> None:
+        prepare: Callable[..., PreparedLinear] = getattr(found, name)
+
+        def prepared(*args: Any) -> PreparedLinear:
             run = prepare(*args)
             if isinstance(run, PackedProduct):
                 # It stays what it is, for the one call of all layers; what is left is called one by one.
@@ -126,10 +131,7 @@ class Meter:
 
             return linear
 
-        # By its name in a variable, as `around` does: to assign a method is no mistake here.
-        operation = "prepare_linear"
-        setattr(found, operation, prepare_linear)
-        return found
+        setattr(found, name, prepared)
 
     def watch(self, engine: Engine) -> None:
         """Time the parts of an engine that has nothing to do yet."""

@@ -50,8 +50,9 @@ class EngineConfig:
     """Memory for keys and values; None takes a bounded part of what is free."""
     kv_cache_dtype: KvCacheDType = "auto"
     """Of keys and values: "auto" is what the kernels compute with; "int8", with one scale for each key and value of a
-    head, and "fp8" (e4m3) take a half or a quarter of the memory, so that as much more context fits. On CPUs, with
-    kernels="native", or "cpu", whose attention they slow."""
+    head, and "fp8" (e4m3) take a half or a quarter of the memory, so that as much more context fits. With
+    kernels="native" or "triton", or "cpu", whose attention they slow; on a GPU not in deterministic mode, and "fp8"
+    from compute capability 8.9 on."""
     memory_share: float = 0.85
     """On a GPU, the part of its memory that weights, steps and KV cache may take together where kv_cache_bytes is None.
     What a step takes is found out by running the largest ones; what is left is for what nobody foresees."""

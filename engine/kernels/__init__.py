@@ -66,7 +66,7 @@ def select(
     or none whose cache has `kv_cache_dtype` ("auto", "int8" or "fp8").
     """
     if kv_cache_dtype != "auto":
-        return _compressed(device, dtype, name, kv_cache_dtype, deterministic)
+        return _compressed(device, dtype, name, quantization, kv_cache_dtype, deterministic)
     if deterministic:
         return _deterministic(device, dtype, select(device, dtype, name, quantization))
     if quantization == "fp8":
@@ -85,15 +85,41 @@ def select(
     return _SETS[name](dtype if native else torch.float32)
 
 
-def _compressed(device: torch.device, dtype: torch.dtype, name: str, kind: str, deterministic: bool) -> Kernels:
+def _compressed(
+    device: torch.device, dtype: torch.dtype, name: str, quantization: str, kind: str, deterministic: bool
+) -> Kernels:
+    if device.type == "cuda" or name == "triton":
+        return _compressed_gpu(device, dtype, name, quantization, kind, deterministic)
+    if quantization == "fp8":
+        return _fp8(device, dtype, name)
     if device.type != "cpu" or name not in ("auto", "native", "cpu"):
         raise EngineError(
-            f"kv_cache_dtype={kind!r} goes with kernels='native' or 'cpu' on a CPU, and not with {name!r} on "
-            f"{device.type}; use kv_cache_dtype='auto'"
+            f"kv_cache_dtype={kind!r} goes with kernels='native' or 'cpu' on a CPU and kernels='triton' on a CUDA "
+            f"device, and not with {name!r} on {device.type}; use kv_cache_dtype='auto'"
         )
     if name == "native" or (name == "auto" and load_library() is not None):
         return _native(dtype, deterministic=deterministic, kv_cache_dtype=kind)
     return COMPRESSED[kind, deterministic](dtype if computes_natively(dtype) else torch.float32)
+
+
+def _compressed_gpu(
+    device: torch.device, dtype: torch.dtype, name: str, quantization: str, kind: str, deterministic: bool
+) -> Kernels:
+    if deterministic:
+        raise EngineError(f"kv_cache_dtype={kind!r} with deterministic=True is for CPUs; use one of the two")
+    if name not in ("auto", "triton"):
+        raise EngineError(
+            f"kv_cache_dtype={kind!r} on {device.type} goes with kernels='triton', not with {name!r}; use 'auto'"
+        )
+    chosen = _triton(device)
+    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        raise EngineError(
+            f"kv_cache_dtype='fp8' needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more (Ada, "
+            "Hopper); use 'int8'"
+        )
+    if quantization == "fp8":
+        chosen = type(_fp8(device, dtype, name))
+    return chosen(dtype, kv_cache_dtype=kind)
 
 
 def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) -> Kernels:
@@ -136,7 +162,7 @@ def _triton(device: torch.device) -> type[Gpu]:
     return Gpu
 
 
-def _fp8(device: torch.device, dtype: torch.dtype, name: str) -> Kernels:
+def _fp8(device: torch.device, dtype: torch.dtype, name: str) -> Gpu:
     if device.type != "cuda":
         raise EngineError(f"quantization='fp8' needs a CUDA device, and the device is {device.type}; use 'none'")
     found, least = torch.cuda.get_device_capability(device), CAPABILITY

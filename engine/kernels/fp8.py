@@ -44,6 +44,11 @@ def padded(values: Tensor) -> Tensor:
     return F.pad(values.view(torch.uint8), (0, missing)).view(FP8) if missing else values
 
 
+def fp8_bytes(weight: Tensor) -> int:
+    """What `weight` [outputs, inputs] takes once it is rounded: a byte each, and a scale in fp32 for each output."""
+    return weight.numel() + 4 * len(weight)
+
+
 def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from engine.kernels.fp8 import fp8_linear, fp8_product, multiplies_fp8, padded
+from engine.errors import EngineError
+from engine.kernels.compressed_kv import SCALE_BYTES
+from engine.kernels.fp8 import fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import PreparedLinear, Reference
 from engine.kernels.triton.attention import PagedAttention
+from engine.kernels.triton.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.fp8 import quantise_rows
 from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
 from engine.kernels.triton.norm import WIDEST, add_rms_norm, norm_heads, rms_norm
@@ -33,9 +36,16 @@ class Gpu(Reference):
     ragged = True
     recordable = True
 
-    def __init__(self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None) -> None:
-        """`multiprocessors`: how many attention is cut for; None asks the GPU."""
+    def __init__(
+        self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None, kv_cache_dtype: str = "auto"
+    ) -> None:
+        """`multiprocessors`: how many attention is cut for; None asks the GPU. `kv_cache_dtype`: "auto" is
+        `compute_dtype`, "int8" and "fp8" are as compressed_kv.py has them."""
         super().__init__(compute_dtype)
+        self._kind = KINDS[kv_cache_dtype]
+        if self._kind != PLAIN:
+            self.cache_dtype = torch.uint8
+            self.name = f"{self.name}-{kv_cache_dtype}-kv"
         self._attention = PagedAttention(multiprocessors)
         # cuBLAS may else add the parts of a sum over the inputs in half precision, which costs digits and saves nothing
         # that was published for decoding, where reading the weights is what takes long. For the whole process.
@@ -72,14 +82,26 @@ class Gpu(Reference):
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         return gelu_tanh_mul(gate_up)
 
+    def cache_width(self, head_dim: int) -> int:
+        return head_dim + SCALE_BYTES if self._kind == INT8 else head_dim
+
+    def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
+        if self._kind == INT8 and head_dim % SCALE_BYTES:
+            raise EngineError(
+                f"kv_cache_dtype='int8' on {self.name} goes with heads of a multiple of {SCALE_BYTES}, and the model "
+                f"has heads of {head_dim}; use 'fp8'"
+            )
+
     def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Attended) -> Tensor:
-        return rope_and_write(heads, cos, sin, cache, batch.slots)
+        return rope_and_write(heads, cos, sin, cache, batch.slots, self._kind)
 
     def paged_attention(
         self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
     ) -> Tensor:
         if isinstance(batch, RaggedBatch):
-            return self._attention(query, cache, batch, scale, softcap)
+            return self._attention(query, cache, batch, scale, softcap, self._kind)
+        if self._kind != PLAIN:
+            raise TypeError("attention over a cache of 8 bits reads ragged batches")
         return super().paged_attention(query, cache, batch, scale, softcap)
 
 
@@ -89,8 +111,7 @@ class Fp8Gpu(Gpu):
     name = "triton-fp8"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
-        # A byte each, and a scale in fp32 for each output.
-        self.keeps(weight.shape, weight.numel() + 4 * len(weight))
+        self.keeps(weight.shape, fp8_bytes(weight))
         return fp8_linear(weight, bias, quantise_rows)
 
     def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:

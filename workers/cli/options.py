@@ -47,7 +47,7 @@ Quantization = Annotated[
 ]
 KvCacheDType = Annotated[
     str | None,
-    typer.Option(help="auto, int8 or fp8: keys and values in 8 bits, for more context in the same memory; on CPUs."),
+    typer.Option(help="auto, int8 or fp8: keys and values in 8 bits, for more context in the same memory."),
 ]
 Deterministic = Annotated[
     bool,

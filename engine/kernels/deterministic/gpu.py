@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.fp8 import fp8_bytes
 from engine.kernels.gpu import Gpu
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch
@@ -25,14 +26,18 @@ class DeterministicGpu(Gpu):
         self._fixed = FixedAttention()
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
-        return fixed_linear(weight, bias)
+        return self._fixed_linear(weight, bias)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """The weight is written out: the kernels of few rows have other tiles than cuBLAS has for many."""
-        return fixed_linear(weight.dequantise().to(self.compute_dtype), bias)
+        return self._fixed_linear(weight.dequantise().to(self.compute_dtype), bias)
 
     def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
-        return fixed_linear((values.float() * scales).to(self.compute_dtype), bias)
+        return self._fixed_linear((values.float() * scales).to(self.compute_dtype), bias)
+
+    def _fixed_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        self.keeps(weight.shape, weight.nbytes)
+        return fixed_linear(weight, bias)
 
     def paged_attention(
         self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
@@ -48,7 +53,8 @@ class DeterministicFp8Gpu(DeterministicGpu):
     name = "triton-fp8-deterministic"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        self.keeps(weight.shape, fp8_bytes(weight))
         return fixed_fp8_linear(weight, bias, quantise_rows)
 
     def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
-        return fixed_linear(weight, bias)
+        return self._fixed_linear(weight, bias)

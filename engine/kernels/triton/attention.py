@@ -20,6 +20,7 @@ from triton.runtime import driver
 from engine.errors import EngineError
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.triton.attention_kernels import attend, join
+from engine.kernels.triton.compressed_kv import PLAIN
 
 _LOG2_E: Final = math.log2(math.e)
 #: An H200's, assumed where kernels are interpreted or compiled for a GPU that is not here.
@@ -199,10 +200,16 @@ class PagedAttention:
         self._limits = (0, 0)
 
     def __call__(
-        self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
+        self,
+        query: Tensor,
+        cache: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        softcap: float | None = None,
+        kind: int = PLAIN,
     ) -> Tensor:
-        """As Reference.paged_attention. `query` [tokens, heads, head_dim]; `cache` [2, blocks, block_size, kv_heads,
-        head_dim], contiguous, of the same dtype: fp32, fp16 or bf16.
+        """As Reference.paged_attention. `query` [tokens, heads, head_dim], fp32, fp16 or bf16; `cache` [2, blocks,
+        block_size, kv_heads, width], contiguous: of the same dtype, or bytes, as `kind` says.
 
         Raises EngineError for a head_dim over 256.
         """
@@ -249,6 +256,8 @@ class PagedAttention:
                 **launch.constants,
                 BLOCK=block,
                 CAPPED=softcap is not None,
+                WIDTH=cache.shape[4],
+                KIND=kind,
                 num_warps=launch.warps,
                 num_stages=_STAGES,
             )

@@ -10,6 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.compressed_kv import INT8, PLAIN, scales_at, widen
+
+_PLAIN, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT8)
+
 
 @triton.jit
 def owner(query_starts, sequences, tile, QUERIES: tl.constexpr):
@@ -108,11 +112,13 @@ def walk(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Online softmax over the places first .. stop, TILE at a time; those from `end` on are not read.
 
     `state` is (sum of values, sum of weights, peak, blocks of the next tile). Without MASKED, every query sees every
-    place of every tile.
+    place of every tile. A key, and a value, takes WIDTH elements, stored as KIND says.
     """
     acc, total, peak, block = state
     dims = tl.arange(0, DIMS)
@@ -120,20 +126,25 @@ def walk(
     for at in tl.range(first, stop, TILE):
         place = at + tl.arange(0, TILE)
         # Without a sign, a block is a shift and a place in it a mask: an eighth fewer instructions in all.
-        within = (place.to(tl.uint32) % BLOCK) * (KV_HEADS * HEAD_DIM)
-        offset = (block.to(tl.int64) * (BLOCK * KV_HEADS * HEAD_DIM) + within)[:, None] + dims[None]
+        within = (place.to(tl.uint32) % BLOCK) * (KV_HEADS * WIDTH)
+        row = block.to(tl.int64) * (BLOCK * KV_HEADS * WIDTH) + within
+        offset = row[:, None] + dims[None]
         # Blocks are looked up a tile ahead: a load whose address is loaded in the same round keeps Triton from having
         # two tiles under way at once.
         block = tl.load(table + (place + TILE).to(tl.uint32) // BLOCK, mask=place + TILE < end, other=0)
         if MASKED:
             inside = (place < end)[:, None] & (dims < HEAD_DIM)[None]
-            key, value = tl.load(keys + offset, inside, other=0.0), tl.load(values + offset, inside, other=0.0)
+            key, value = tl.load(keys + offset, inside, other=0), tl.load(values + offset, inside, other=0)
         elif HEAD_DIM < DIMS:
             inside = (place >= 0)[:, None] & (dims < HEAD_DIM)[None]
-            key, value = tl.load(keys + offset, inside, other=0.0), tl.load(values + offset, inside, other=0.0)
+            key, value = tl.load(keys + offset, inside, other=0), tl.load(values + offset, inside, other=0)
         else:
             key, value = tl.load(keys + offset), tl.load(values + offset)
+        if KIND != _PLAIN:
+            key, value = widen(key, query.dtype, KIND), widen(value, query.dtype, KIND)
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        if KIND == _INT8:
+            score *= tl.load(scales_at(keys + row + HEAD_DIM), place < end, other=0.0)[None]
         if CAPPED:
             # tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1), exact at both infinities.
             score = 1.0 - 2.0 / (tl.exp2(score * scale) + 1.0)
@@ -150,6 +161,8 @@ def walk(
         weight = tl.exp2(score * unit - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weight, 1)
+        if KIND == _INT8:
+            weight *= tl.load(scales_at(values + row + HEAD_DIM), place < end, other=0.0)[None]
         acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="tf32x3")
         peak = higher
     return acc, total, peak, block
@@ -192,6 +205,8 @@ def attend(
     DECODE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Grid (kv heads, sequences, parts) with DECODE, else (tiles, kv heads, parts)."""
     QUERIES: tl.constexpr = ROWS // SHARE
@@ -228,7 +243,7 @@ def attend(
     query_place = lowest + row // SHARE
     table_row = tl.load(table_rows + sequence, mask=sequence < sequences, other=0)
     table = tables + table_row.to(tl.int64) * table_stride
-    k, v = keys + head * HEAD_DIM, values + head * HEAD_DIM
+    k, v = keys + head * WIDTH, values + head * WIDTH
     place = lower + tl.arange(0, TILE)
     state = (
         tl.zeros([ROWS, DIMS], tl.float32),
@@ -239,21 +254,21 @@ def attend(
     if DECODE:
         # One loop: filling a second one's pipeline takes longer than its masks.
         state = walk(state, lower, upper, upper, q, query_place, k, v, table, window, scale, cap,
-                     KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, WINDOWED, CAPPED)  # fmt: skip
+                     KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
     else:
         if WINDOWED:
             # From `end - window` on, not even the last query's window hides anything.
             middle = lower + tl.cdiv(tl.maximum(end - window - lower, 0), TILE) * TILE
             middle = tl.minimum(middle, upper)
             state = walk(state, lower, middle, upper, q, query_place, k, v, table, window, scale, cap,
-                         KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, True, CAPPED)  # fmt: skip
+                         KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, True, CAPPED, WIDTH, KIND)  # fmt: skip
             lower = middle
         # Up to its own place the first query sees all.
         middle = tl.minimum(lower + tl.maximum(lowest + 1 - lower, 0) // TILE * TILE, upper)
         state = walk(state, lower, middle, upper, q, query_place, k, v, table, window, scale, cap,
-                     KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, False, WINDOWED, CAPPED)  # fmt: skip
+                     KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, False, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
         state = walk(state, middle, upper, upper, q, query_place, k, v, table, window, scale, cap,
-                     KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, WINDOWED, CAPPED)  # fmt: skip
+                     KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
     acc, total, peak, _ = state
 
     token, ours = rows_of(query_starts, tokens, sequences, sequence, first, row, SHARE, ROWS, not DECODE)

@@ -18,8 +18,10 @@ import torch
 from triton import knobs
 
 from engine.kernels import RaggedBatch
+from engine.kernels.compressed_kv import SCALE_BYTES
 from engine.kernels.triton.ahead import Build, compiling_for
 from engine.kernels.triton.attention import PagedAttention
+from engine.kernels.triton.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.fixed_attention import FixedAttention
 from engine.kernels.triton.product import product
 from tests.engine.kernels.triton.launches import LAYERS, PRODUCTS, empty
@@ -33,14 +35,21 @@ def _attention(
     window: int | None = None,
     softcap: float | None = None,
     kind: type[PagedAttention] | type[FixedAttention] = PagedAttention,
+    kv_cache_dtype: str = "auto",
+    only_decodes: bool = False,
 ) -> Callable[[], None]:
     """What a model of that shape launches: in steps of decodes alone, and of prompts too."""
 
     def launch() -> None:
         attention = kind()
-        cache = torch.empty(2, 1000, 16, kv_heads, head_dim, dtype=dtype, device="meta")
+        stored = KINDS[kv_cache_dtype]
+        width = head_dim + SCALE_BYTES if stored == INT8 else head_dim
+        cache_dtype = dtype if stored == PLAIN else torch.uint8
+        cache = torch.empty(2, 1000, 16, kv_heads, width, dtype=cache_dtype, device="meta")
+        more = {} if kind is FixedAttention else {"kind": stored}
         # Of many tokens, deterministic attention divides no walk.
-        for tokens, most_queries in ((4, 1), (60, 57)) if kind is PagedAttention else ((4, 1), (3000, 57)):
+        steps = ((4, 1), (60, 57)) if kind is PagedAttention else ((4, 1), (3000, 57))
+        for tokens, most_queries in steps[:1] if only_decodes else steps:
             starts, lens, rows = (torch.empty(n, dtype=torch.int32, device="meta") for n in (5, 4, 4))
             tables = torch.empty(64, 600, dtype=torch.int32, device="meta")
             slots = torch.empty(tokens, dtype=torch.int64, device="meta")
@@ -49,7 +58,7 @@ def _attention(
             batch = RaggedBatch(
                 slots, starts, lens, tables, rows, most_queries, most_places=9000, window=window, positions=positions
             )
-            attention(query, cache, batch, head_dim**-0.5, softcap)
+            attention(query, cache, batch, head_dim**-0.5, softcap, **more)
 
     return launch
 
@@ -82,9 +91,13 @@ FIXED = {
     "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0, kind=FixedAttention),
     "products": _fixed_products(4096, 4096),
 }
+#: Over a cache of 8 bits; those of prompts take long to compile.
+EIGHT_BITS = {kind: _attention(32, 8, 128, kv_cache_dtype=kind) for kind in ("int8", "fp8")}
+DECODES = {kind: _attention(32, 8, 128, kv_cache_dtype=kind, only_decodes=True) for kind in EIGHT_BITS}
 GROUPS = {
+    "8 bits": EIGHT_BITS,
     "fixed": FIXED,
-    "attention": LAUNCHES,
+    "attention": LAUNCHES | DECODES,
     "attention, 8b": {"llama-3.1-8b": LAUNCHES["llama-3.1-8b"]},
     "layers": LAYERS,
     "products": PRODUCTS,

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.engine.kernels.triton.builds import DECODES
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 #: Of one block, in bytes (CUDA C++ Programming Guide, technical specifications, compute capabilities 9.0 and 8.9).
@@ -29,8 +31,26 @@ def built(group: str, arch: str = "sm_90") -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def builds() -> dict[str, list[dict[str, Any]]]:
+def every() -> dict[str, list[dict[str, Any]]]:
     return built("attention")
+
+
+@pytest.fixture
+def builds(every: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: kernels for name, kernels in every.items() if name not in DECODES}
+
+
+def test_decodes_over_a_cache_of_8_bits_spill_nothing_and_load_two_tiles_at_once(
+    every: dict[str, list[dict[str, Any]]],
+) -> None:
+    for name in DECODES:
+        decode = every[name][0]
+        assert (decode["kernel"], decode["stack"]) == ("attend", 0), name
+        assert decode["copies left on their way"] >= 2, name
+        # Less than that of bf16, whose tiles are twice as large.
+        assert decode["shared"] < every["llama-3.1-8b"][0]["shared"], name
+    # A row of int8 has its scale behind it, and begins at a multiple of four bytes.
+    assert every["fp8"][0]["copies of 16 bytes"] > 0
 
 
 def test_nothing_spills_and_all_fits(builds: dict[str, list[dict[str, Any]]]) -> None:
