@@ -73,6 +73,11 @@ class Reference:
 
         return linear
 
+    def prepare_ordered(self, weight: Int4Weight | Int8Weight, bias: Tensor | None, order: Tensor) -> PreparedLinear:
+        """As `prepare_quantised`, where `order`, int64 [inputs], says which input each column of the weight is for."""
+        run = self.prepare_quantised(weight, bias)
+        return lambda x: run(x.index_select(1, order))
+
     def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         """As `prepare_linear`, for the matrix that makes logits: sets that quantise the others leave it as it is."""
         return self.prepare_linear(weight, bias)

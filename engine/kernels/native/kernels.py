@@ -104,6 +104,10 @@ class Native(Reference):
         self.keeps(weight.shape, kept_bytes(weight))
         return found
 
+    def prepare_ordered(self, weight: Int4Weight | Int8Weight, bias: Tensor | None, order: Tensor) -> PreparedLinear:
+        found = quantised_product(self._library, self._threads, self._pages, weight, bias, order)
+        return found or super().prepare_ordered(weight, bias, order)
+
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
             return None

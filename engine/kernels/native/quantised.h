@@ -19,6 +19,7 @@ struct Quantised {
     const float* scales;   // [panel][group][column]
     const int16_t* zeros;  // likewise; null: all are 8. Of 4 bits alone
     int64_t bits, block;   // inputs that have one scale of the row's; a multiple of 8 that divides a group
+    const int64_t* order;  // [inputs]: which of the row's each input is; null: they are in order
     int64_t blocks, group;  // blocks of a row, of which the last may be partly beyond the inputs; blocks of a group
 };
 
@@ -67,9 +68,12 @@ INLINE void round_row(const float* x, int64_t inputs, const Quantised& q, const 
     alignas(64) float last[kMostBlock];
     for (int64_t b = 0; b < q.blocks; b++) {
         const float* from = x + b * q.block;
-        int64_t count = inputs - b * q.block;
-        if (count < q.block) {
-            memset(last, 0, sizeof last);
+        int64_t count = std::min(q.block, inputs - b * q.block);
+        if (count < q.block) memset(last, 0, sizeof last);
+        if (q.order) {
+            for (int64_t k = 0; k < count; k++) last[k] = x[q.order[b * q.block + k]];
+            from = last;
+        } else if (count < q.block) {
             memcpy(last, from, count * sizeof(float));
             from = last;
         }

@@ -25,15 +25,21 @@ class _Quantised(Structure):
         ("zeros", c_void_p),
         ("bits", c_int64),
         ("block", c_int64),
+        ("order", c_void_p),
         ("blocks", c_int64),
         ("group", c_int64),
     )
 
 
 def quantised_product(
-    library: Library, pool: Pool, pages: Pages, weight: Int4Weight | Int8Weight, bias: Tensor | None
+    library: Library,
+    pool: Pool,
+    pages: Pages,
+    weight: Int4Weight | Int8Weight,
+    bias: Tensor | None,
+    order: Tensor | None = None,
 ) -> PackedProduct | None:
-    """None where the weight's groups are no multiple of a block."""
+    """None where the weight's groups are no multiple of a block. `order`: see Reference.prepare_ordered."""
     outputs, inputs = weight.shape
     block = next((block for block in _BLOCKS if weight.group == inputs or weight.group % block == 0), None)
     if block is None:
@@ -49,6 +55,7 @@ def quantised_product(
         ordered = _words(values.view(-1, columns, depth // 8, 4, 2)).transpose(1, 2)
         zeros = None if weight.zeros is None else _by_panel(weight.zeros.to(torch.int16), columns)
     packed = pages.zeros(*ordered.shape, dtype=ordered.dtype).copy_(ordered)
+    order = None if order is None else order.contiguous()
     scales = _by_panel(weight.scales.float(), columns)
     groups = len(weight.scales)
     table = _Quantised(
@@ -57,10 +64,11 @@ def quantised_product(
         None if zeros is None else zeros.data_ptr(),
         8 if isinstance(weight, Int8Weight) else 4,
         block,
+        None if order is None else order.data_ptr(),
         blocks,
         blocks // groups,
     )
-    kept = (table, packed, scales, zeros)
+    kept = (table, packed, scales, zeros, order)
     return PackedProduct(library, pool, ctypes.addressof(table), QUANTISED, kept, bias, outputs, inputs)
 
 

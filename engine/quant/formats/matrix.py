@@ -58,11 +58,9 @@ class Matrix(Quantised):
         if self.bits == 8 and self.zeros is not None:
             # Seldom enough for no kernel to have it.
             return kernels.prepare_linear(self.dequantise().to(kernels.weight_dtype), bias)
-        run = kernels.prepare_quantised(self.packed(), bias)
-        order = self.order
-        if order is None:
-            return run
-        return lambda x: run(x.index_select(1, order))
+        if self.order is not None:
+            return kernels.prepare_ordered(self.packed(), bias, self.order)
+        return kernels.prepare_quantised(self.packed(), bias)
 
     def table(self) -> Int4Weight | Int8Weight | None:
         return None if self.order is not None or (self.bits == 8 and self.zeros is not None) else self.packed()

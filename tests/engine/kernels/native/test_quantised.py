@@ -91,6 +91,29 @@ def test_what_is_no_number_stays_so_and_harms_no_other_row(make: Make, kind: str
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
+def test_inputs_in_another_order_are_taken_as_rows_are_rounded(make: Make, kind: str) -> None:
+    """To the bit as of rows that come in that order; also where the last block is not whole."""
+    native = make(torch.bfloat16, 2)
+    for shape in SHAPES:
+        weight = WEIGHTS[kind](torch.randn(shape, generator=GIVEN))
+        order = torch.randperm(shape[1], generator=GIVEN)
+        bias = torch.randn(shape[0], generator=GIVEN)
+        run, plain = native.prepare_ordered(weight, bias, order), native.prepare_quantised(weight, bias)
+        assert isinstance(run, PackedProduct)
+        for rows in (1, 9, 70):
+            x = torch.randn(rows, shape[1], generator=GIVEN)
+            assert torch.equal(run(x), plain(x[:, order]))
+
+
+def test_so_are_those_of_groups_that_no_block_fits(make: Make) -> None:
+    weight = Int4Weight.quantise(torch.randn(24, 96, generator=GIVEN), 48)
+    order = torch.randperm(96, generator=GIVEN)
+    x = torch.randn(3, 96, generator=GIVEN)
+    got = make(torch.float32, 1).prepare_ordered(weight, None, order)(x)
+    torch.testing.assert_close(got, x[:, order] @ weight.dequantise().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_largest_of_a_quantised_head_are_found_without_its_logits(make: Make, kind: str, threads: int) -> None:
     kernels = make(torch.bfloat16, threads)
