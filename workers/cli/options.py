@@ -11,10 +11,11 @@ import typer
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-def _seconds(seconds: float) -> float:
-    if not math.isfinite(seconds):
-        raise typer.BadParameter(f"{seconds} is no number of seconds")
-    return seconds
+def finite(time: float) -> float:
+    """Of an option that is a length of time. Raises typer.BadParameter."""
+    if not math.isfinite(time):
+        raise typer.BadParameter(f"{time} is no length of time")
+    return time
 
 
 def _known(notice: str | None) -> str | None:
@@ -79,7 +80,7 @@ StepLimit = Annotated[
     float,
     typer.Option(
         min=0,
-        callback=_seconds,
+        callback=finite,
         help="Seconds after which a step is taken to hang: tasks go elsewhere, and the worker ends. 0: off.",
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from workers.cli.options import (
     StepLimit,
     Threads,
     check_spot,
+    finite,
     health_ports,
     said_again,
     speculation,
@@ -76,8 +76,12 @@ def worker(
     model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
     store: Store = None,
     name: Annotated[str | None, typer.Option(help="Of this process, in leases and logs; unset: HOST.PID.")] = None,
-    lease: Annotated[float, typer.Option(min=1, help="Seconds of silence after which its tasks go to others.")] = 10.0,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at SIGTERM.")] = 30.0,
+    lease: Annotated[
+        float, typer.Option(min=1, callback=finite, help="Seconds of silence after which its tasks go to others.")
+    ] = 10.0,
+    drain: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on at SIGTERM.")
+    ] = 30.0,
     max_deaths: MaxDeaths = 3,
     step_limit: StepLimit = 180.0,
     health_port: Annotated[
@@ -130,9 +134,6 @@ def worker(
         "threads": threads,
     }
     engine = {option: value for option, value in asked.items() if value is not None}
-    for option, seconds in (("--lease", lease), ("--drain", drain)):
-        if not math.isfinite(seconds):
-            raise typer.BadParameter(f"{seconds} is no number of seconds", param_hint=option)
     settings = WorkerSettings(
         broker,
         store or broker,
@@ -193,9 +194,12 @@ def gateway(
     store: Store = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that open streams may go on at SIGTERM.")] = 30.0,
+    drain: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds that open streams may go on at SIGTERM.")
+    ] = 30.0,
     reader_lease: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a request is cancelled whose gateway died.")
+        float,
+        typer.Option(min=1, callback=finite, help="Seconds after which a request is cancelled whose gateway died."),
     ] = 15.0,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
@@ -208,7 +212,6 @@ def gateway(
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     _log(log_level)
-    _finite(("--drain", drain), ("--reader-lease", reader_lease))
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
     settings = GatewaySettings(
         broker,
@@ -229,12 +232,19 @@ def sweeper(
     broker: Broker,
     store: Store = None,
     name: Annotated[str | None, typer.Option(help="Of this process, its own alone; unset: HOST.PID and more.")] = None,
-    lease: Annotated[float, typer.Option(min=1, help="Seconds of silence after which another sweeper leads.")] = 5.0,
+    lease: Annotated[
+        float, typer.Option(min=1, callback=finite, help="Seconds of silence after which another sweeper leads.")
+    ] = 5.0,
     compact_after: Annotated[
-        float, typer.Option(min=0, help="Seconds after a task is settled that its stream is compacted.")
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds after a task is settled that its stream is compacted."),
     ] = 60.0,
-    letters_kept: Annotated[float, typer.Option(min=0, help="Days that a dead letter is kept.")] = 14.0,
-    reader_lease: Annotated[float, typer.Option(min=1, help="As the gateways' --reader-lease.")] = 15.0,
+    letters_kept: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Days that a dead letter is kept.")
+    ] = 14.0,
+    reader_lease: Annotated[
+        float, typer.Option(min=1, callback=finite, help="As the gateways' --reader-lease.")
+    ] = 15.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Finish what others left: unsent and unsettled tasks, lost readers; compact streams. Of several, one leads."""
@@ -244,8 +254,6 @@ def sweeper(
     from workers.transport import broker as scripts
 
     _log(log_level)
-    _finite(("--lease", lease), ("--compact-after", compact_after), ("--letters-kept", letters_kept))
-    _finite(("--reader-lease", reader_lease))
     settings = SweeperSettings(
         broker,
         store or broker,
@@ -299,12 +307,6 @@ def needs(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise Failure(f"{error.name} is not installed; it comes with: pip install 'penstock[{extra}]'") from error
-
-
-def _finite(*options: tuple[str, float]) -> None:
-    for option, number in options:
-        if not math.isfinite(number):
-            raise typer.BadParameter(f"{number} is no length of time", param_hint=option)
 
 
 def _look_at(broker: str, store: str | None) -> None:

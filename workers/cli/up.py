@@ -30,6 +30,7 @@ from workers.cli.options import (
     StepLimit,
     Threads,
     check_spot,
+    finite,
     health_ports,
     said_again,
 )
@@ -99,7 +100,9 @@ def up(
     spot_endpoint: SpotEndpoint = None,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that running tasks may go on at Ctrl-C.")] = 30.0,
+    drain: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on at Ctrl-C.")
+    ] = 30.0,
     log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
 ) -> None:
     """Start Valkey, a gateway, workers and a sweeper; Ctrl-C drains and stops them; what was queued is kept."""

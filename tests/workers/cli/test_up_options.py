@@ -108,7 +108,8 @@ def test_the_gateway_is_told_how_many_may_wait(conducted: Conducted, monkeypatch
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (("--step-limit", "inf"), "is no number of seconds"),
+        (("--step-limit", "inf"), "is no length of time"),
+        (("--drain", "inf"), "is no length of time"),
         (("--spot-notice", "gcp"), "there is aws"),
         (("--spot-endpoint", "http://imds"), "it is a URL, http://..., beside --spot-notice"),
         (("--health-port", "65535", "--workers", "2"), "65535 is the last"),
