@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from redis import Redis
 
 from producers import keys
+from tests.protocol.broker_histories import HISTORIES
 from tests.protocol.broker_reference import Broker, Sent
 from tests.protocol.messages import SEQS, TOKENS, good, messages
 from tests.protocol.server import Mutant, Server
@@ -87,13 +88,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self, name: str, batch: list[Sent], fetched: int, tight: list[int], age: int, dies: bool, delay: bool
     ) -> None:
         """A few lists with something in them, and some of it on its way."""
-        self.server = Server(self.redis, self.mutant)
-        self.model = Broker(LISTS, CAPACITY, PLAIN_TOKENS, LIMIT, BITE)
-        self.last: Callable[[], None] = lambda: None
-        self.names = 0
-        self.known: dict[str, list[str]] = {inc: [] for inc in INCS}
-        for inc, queue in zip(INCS, QUEUES, strict=True):
-            self.lease(inc, True, queue)
+        self.open()
         self.send(name, batch)
         self.send("penstock:m@1", [STEADY, STEADY])
         self.send(LAST, [STEADY])
@@ -107,6 +102,16 @@ class BrokerMachine(RuleBasedStateMachine):
             self.ack(INCS[0], 0, False, "", 0, False)
         else:
             self.back(INCS[0], 0, False, delay)
+
+    def open(self) -> None:
+        """Two incarnations, and nothing else."""
+        self.server = Server(self.redis, self.mutant)
+        self.model = Broker(LISTS, CAPACITY, PLAIN_TOKENS, LIMIT, BITE)
+        self.last: Callable[[], None] = lambda: None
+        self.names = 0
+        self.known: dict[str, list[str]] = {inc: [] for inc in INCS}
+        for inc, queue in zip(INCS, QUEUES, strict=True):
+            self.lease(inc, True, queue)
 
     def teardown(self) -> None:
         if hasattr(self, "server"):
@@ -378,6 +383,13 @@ class BrokerMachine(RuleBasedStateMachine):
 def check_broker(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and reference part."""
     machine = type("Machine", (BrokerMachine,), {"redis": redis, "mutant": mutant})
+    for history in HISTORIES:
+        one = machine()
+        one.open()
+        try:
+            history(one)
+        finally:
+            one.teardown()
     run_state_machine_as_test(
         machine,
         settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),

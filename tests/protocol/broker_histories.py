@@ -1,0 +1,108 @@
+"""Histories of messages that luck seldom finds, as the broker's state machine goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from producers import keys
+from tests.protocol.broker_reference import Sent
+from tests.protocol.messages import good
+from workers.transport import broker
+
+if TYPE_CHECKING:
+    from tests.protocol.test_broker import BrokerMachine
+
+QUEUE = "penstock:m"
+#: The queue's lists by rank, the best tier's first.
+FIRST, *_, LAST = (name for name, _ in sorted(broker.lists([QUEUE]), key=lambda one: one[1]))
+INC = "i1"
+
+
+def task(id_: str, tenant: str = "", seqs: int = 1, tokens: float = 100) -> Sent:
+    believed = int(tokens) if tokens == tokens else None
+    return good(id_, keys.TASK_NAME, (seqs, seqs), (tokens, believed), True, (tenant, tenant))
+
+
+def come_back(machine: BrokerMachine) -> None:
+    """Before what has arrived meanwhile; its tenant is charged for nothing, though another was served less."""
+    machine.send(FIRST, [task("a", "t1"), task("b", "t1"), task("c", "t2")])
+    machine.fetch_more(INC, 1)
+    machine.send(FIRST, [task("d", "t1")])
+    machine.back(INC, 0, False, False)
+
+
+def rest(machine: BrokerMachine) -> None:
+    """After it one who was served less than those who stayed is as they are."""
+    machine.send(FIRST, [task("a", "t1"), task("b", "t2"), task("c", "t2")])
+    machine.fetch_more(INC, 2)
+    machine.send(FIRST, [task("d", "t1")])
+    machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
+
+
+def rest_after_much(machine: BrokerMachine) -> None:
+    """And one who was served more still was."""
+    machine.send(FIRST, [task("a", "t1", tokens=400), task("b", "t2")])
+    machine.fetch_more(INC, 1)
+    machine.send(FIRST, [task("c", "t1")])
+    machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
+
+
+def suspect(machine: BrokerMachine) -> None:
+    """A tenant's second one waits for the first, another's ordinary tasks do not."""
+    machine.have_come_back({"a", "b"})
+    machine.send(FIRST, [task("a", "t1"), task("b", "t1"), task("c", "t2")])
+    machine.send(FIRST, [task("d", "t2")])
+    machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
+    machine.fetch_more(INC, 4)
+
+
+def want_room(machine: BrokerMachine) -> None:
+    """A lower tier does not pass what has none; what waits longest has none, and a higher tier goes on."""
+    machine.send(FIRST, [task("a", seqs=4)])
+    machine.send(LAST, [task("b")])
+    machine.fetch(INC, 1, 0, [2] * 4, [8] * 4)
+    machine.a_head_waits(sorted(machine.model.ages).index(LAST), 4)
+    machine.fetch(INC, 1, 0, [4, 4, 4, 0], [8] * 4)
+
+
+def weigh(machine: BrokerMachine) -> None:
+    machine.weigh("t1", "4")
+    machine.send(FIRST, [task("a", "t1"), task("b", "t1")])
+    machine.fetch_more(INC, 1)
+
+
+def say_nan(machine: BrokerMachine) -> None:
+    machine.send(FIRST, [task("a", tokens=float("nan"))])
+    machine.fetch_more(INC, 1)
+
+
+def live_and_lapse(machine: BrokerMachine) -> None:
+    """Who lives is not reaped; whose lease is gone is given nothing."""
+    machine.send(FIRST, [task("a"), task("b")])
+    machine.fetch_more(INC, 1)
+    machine.reap(INC)
+    machine.lapses(INC)
+    machine.fetch_more(INC, 1)
+
+
+def move(machine: BrokerMachine) -> None:
+    """What was sorted goes back in its order, and to another pool's queue."""
+    for take in (lambda: machine.recall(QUEUE, set(), 100), lambda: machine.adopt(False)):
+        machine.send(FIRST, [task("a", "t2"), task("b", "t1"), task("c")])
+        machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
+        take()
+
+
+#: All of them.
+HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
+    come_back,
+    rest,
+    rest_after_much,
+    suspect,
+    want_room,
+    weigh,
+    say_nan,
+    live_and_lapse,
+    move,
+)
