@@ -118,7 +118,7 @@ def door(open_door: Callable[..., Door], model: str) -> Door:
 
 @pytest.fixture
 def http(door: Door) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=door.url, timeout=20) as client:
+    with httpx.Client(base_url=door.url, timeout=60) as client:
         yield client
 
 

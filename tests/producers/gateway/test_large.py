@@ -21,7 +21,7 @@ def door(open_door: Callable[..., Door], model: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(large, "LARGE", 1000)
     monkeypatch.setattr(large, "SLOWEST", 8 << 20)
     monkeypatch.setattr(app, "LARGE_RESULTS", 1)
-    return open_door(patience=0.2, stall=1)
+    return open_door(patience=0.2, stall=4)  # long enough for another to be refused meanwhile
 
 
 @pytest.fixture
