@@ -27,14 +27,18 @@ class FakeWorker:
         """The lease is gone, the claims stay."""
         self.redis.delete(keys.lease(self.incarnation))
 
-    def take(self, queue: str) -> str | None:
-        """The id of the next message of a queue, best tier first; the message is gone."""
-        for tier in sorted(keys.TIERS, key=lambda tier: keys.TIERS[tier][0]):
-            message = self.redis.rpop(keys.tier_list(queue, tier))
-            if message is not None:
-                task_id: str = json.loads(message)["headers"]["id"]
-                return task_id
-        return None
+    def take(self, queue: str, seconds: float = 0.0) -> str | None:
+        """The id of the next message of a queue, best tier first; the message is gone. Waits for one that long."""
+        tiers = sorted(keys.TIERS, key=lambda tier: keys.TIERS[tier][0])
+        lists = [keys.tier_list(queue, tier) for tier in tiers]
+        if seconds:
+            _, message = self.redis.brpop(lists, seconds) or (None, None)
+        else:
+            message = next(filter(None, map(self.redis.rpop, lists)), None)
+        if message is None:
+            return None
+        task_id: str = json.loads(message)["headers"]["id"]
+        return task_id
 
     def claim(self, task_id: str) -> Claimed:
         claim = uuid.uuid4().hex

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,9 +46,8 @@ class Answering:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            task_id = self.worker.take(QUEUE)
+            task_id = self.worker.take(QUEUE, 0.05)
             if task_id is None:
-                time.sleep(0.002)
                 continue
             answer = self.worker.claim(task_id)
             if answer.record is None or answer.answer != "go":
