@@ -4,7 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # For two cores: tests wait for processes, for leases and for each other about as long as they compute.
 JOBS ?= 4
-SLOW_JOBS ?= 4
+# Hundreds of processes start in a test run: each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run test lint .venv clean
 .DEFAULT_GOAL := help
@@ -15,9 +16,8 @@ help:  ## Show this help
 run: .venv  ## Start the whole system, submit a mixed load, show the tokens stream, stop everything
 	$(BIN)/penstock demo
 
-test: .venv  ## Run every test: the fast ones first, then the slow ones
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
-	$(BIN)/python -m pytest -m slow -n $(SLOW_JOBS) --dist loadfile --no-loadscope-reorder
+test: .venv/.collected  ## Run every test
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	$(BIN)/ruff format --check .
@@ -32,9 +32,16 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 		|| { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 		|| { echo "Could not make .venv. On Debian and Ubuntu: apt install python3-venv"; rm -rf .venv; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gateway,worker,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[gateway,worker,dev]"
 	@# Alone: of what it depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps lm-eval
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps lm-eval
+	@# On all cores, where pip takes one. Templates and tests of syntax errors cannot be compiled.
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
+	@touch $@
+
+# What all test processes import is compiled by one of them, once.
+.venv/.collected: .venv/.installed
+	@$(BIN)/python -m pytest --collect-only >/dev/null || true
 	@touch $@
 
 clean:  ## Remove the virtual environment and caches
