@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from redis import Redis
@@ -16,18 +18,25 @@ from tests.processes import running_valkey
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# httpx reads all authorities' certificates for each client, which takes 50 ms. Nobody here speaks TLS: there are none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
 #: Files whose tests take longest: they are begun first, since what is begun last has the machine for itself at the end.
 FIRST = (
     *("engine/kernels/triton/test_builds", "chaos/test_suite", "workers/cli/test_up", "chaos/test_kill_between_calls"),
     *("workers/cli/test_warm", "engine/kernels/native/test_kernels", "workers/test_device_faults"),
     *("engine/kernels/triton/test_ahead", "fuzz/test_soak", "chaos/test_sweeper", "workers/test_links"),
     *("infra/test_report", "engine/quant/test_make", "workers/test_memory", "workers/cli/test_chat"),
+    "protocol/test_mutants",
 )
 _ORDER = {f"tests/{name}.py": place for place, name in enumerate(FIRST)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _ORDER.get(item.nodeid.partition("::")[0], len(FIRST)))
+    """Then the others with slow tests; whole files, one process runs each."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (_ORDER.get(item.nodeid.partition("::")[0], len(FIRST)), item.path not in slow))
 
 
 @pytest.fixture(scope="session")
