@@ -86,6 +86,14 @@ def live_and_lapse(machine: BrokerMachine) -> None:
     machine.fetch_more(INC, 1)
 
 
+def hold(machine: BrokerMachine) -> None:
+    """What its worker has in its books is no stray, what it has forgotten is."""
+    machine.send(FIRST, [task("a"), task("b")])
+    machine.fetch_more(INC, 2)
+    machine.strays(INC, 0, True)
+    machine.strays(INC, 0, False)
+
+
 def move(machine: BrokerMachine) -> None:
     """What was sorted goes back in its order, and to another pool's queue."""
     for take in (lambda: machine.recall(QUEUE, set(), 100), lambda: machine.adopt(False)):
@@ -104,5 +112,6 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     weigh,
     say_nan,
     live_and_lapse,
+    hold,
     move,
 )

@@ -136,6 +136,29 @@ def cancel_what_dies_then(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def end_and_not_settle(kind: type[StoreMachine]) -> None:
+    """A client's task: its worker lives, then it is dead."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.admit("t2", "mine", False)
+    machine.orphan("t2", False)
+    machine.claim("t2", "i1", False, False, False)
+    machine.orphan("t2", True)
+    machine.append([("t2", False, True, 0, 0, 1)])
+    machine.finish("t2", True, "completed", 9)
+    machine.orphan("t2", False)
+    machine.orphan("t2", True)
+    r = machine.model["t2"]
+    assert r
+    assert not r.settled
+    machine.lease("i1", False)
+    machine.orphan("t2", False)
+    r = machine.model["t2"]
+    assert r
+    assert r.settled
+    machine.teardown()
+
+
 def keep_the_letter(kind: type[StoreMachine]) -> None:
     """A client's task is given up, and whoever was to keep its message dies."""
     machine = kind()
@@ -159,6 +182,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     be_late_with_a_part,
     condemned,
     go_on_after_the_end,
+    end_and_not_settle,
     keep_the_letter,
     cancel_what_the_dead_left,
     cancel_what_dies_then,
