@@ -57,6 +57,8 @@ def running_valkey(data_dir: Path | None = None, **config: Any) -> Iterator[Valk
                     yield server
                     return
             finally:
+                if server.log_path.exists():  # shown beside a test that failed: a script that was too slow for it, say
+                    print("Valkey:", server.log_path.read_text(errors="replace")[-3000:])
                 if server.is_running():
                     server.stop()
     raise RuntimeError("no port stayed free for long enough to start a server on it")

@@ -23,7 +23,7 @@ ORDINARY = "tests.workers.plugins:ordinary_tasks"
 @pytest.fixture
 def durable(tmp_path: Path) -> Iterator[tuple[Rig, ValkeyServer]]:
     """A rig on a server that can be stopped and started: same port, same data."""
-    with running_valkey(tmp_path, appendonly="yes") as server:
+    with running_valkey(tmp_path, appendonly="yes", appendfsync="always") as server:  # one that is killed loses nothing
         url = f"redis://127.0.0.1:{server.port}/0"
         rig = Rig(url, Redis.from_url(url, decode_responses=True, client_name=TESTS))
         yield rig, server
