@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU, and what they take of it, as JSON: python -m ... ARCH GROUP
+"""Kernels compiled for a GPU, and what they take of it, as JSON by group: python -m ... ARCH:GROUP ...
 
 A process of its own, since Triton chooses when it is imported whether kernels are compiled or interpreted.
 """
@@ -63,11 +63,10 @@ def _attention(
     return launch
 
 
-#: What must fit: the shape that figures are given for, the bundled models', and one with all there is.
+#: What must fit: the shape that figures are given for, the smallest, and one with all there is.
 LAUNCHES = {
     "llama-3.1-8b": _attention(32, 8, 128),
     "tiny": _attention(4, 2, 16),
-    "tiny-v2": _attention(6, 2, 32),
     "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0),
 }
 
@@ -97,7 +96,8 @@ DECODES = {kind: _attention(32, 8, 128, kv_cache_dtype=kind, only_decodes=True) 
 GROUPS = {
     "8 bits": EIGHT_BITS,
     "fixed": FIXED,
-    "attention": LAUNCHES | DECODES,
+    "attention": LAUNCHES,
+    "decodes, 8 bits": DECODES,
     "attention, 8b": {"llama-3.1-8b": LAUNCHES["llama-3.1-8b"]},
     "layers": LAYERS,
     "products": PRODUCTS,
@@ -125,15 +125,15 @@ def described(build: Build) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def built(arch: str, group: str) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as folder, compiling_for(sys.argv[1], Path(folder)) as builds:
-        for name, launch in GROUPS[sys.argv[2]].items():
+    with tempfile.TemporaryDirectory() as folder, compiling_for(arch, Path(folder)) as builds:
+        for name, launch in GROUPS[group].items():
             before = len(builds)
             launch()
             found[name] = [described(build) for build in builds[before:]]
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({asked: built(*asked.split(":")) for asked in sys.argv[1:]}))
