@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.random_models import write_model
+from engine import EngineConfig
+from tests.engine.random_models import FAMILIES, write_model
 
 if find_spec("triton") is not None and not torch.cuda.is_available():
     from tests.engine import interpreter  # noqa: F401 - mends Triton's, in which kernels run where there is no GPU
@@ -29,3 +30,25 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "gqa")
+
+
+@pytest.fixture(scope="module", params=["gemma3", "phi3-longrope"])
+def awkward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with windows beside full attention, or with keys that turn by length."""
+    name: str = request.param
+    return write_model(tmp_path_factory.mktemp("models") / name, seed=3, **FAMILIES[name])
+
+
+@pytest.fixture(scope="module", params=["reference", "ragged"])
+def cramped(request: pytest.FixtureRequest) -> EngineConfig:
+    """Steps too small for what is asked: prompts are cut, and requests wait for each other."""
+    return EngineConfig(
+        device="cpu",
+        threads=1,
+        kernels=request.param,
+        overlap=0,
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        kv_cache_bytes=1 << 20,
+        block_size=4,
+    )

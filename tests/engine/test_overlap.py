@@ -14,7 +14,6 @@ from engine import Choice, Engine, EngineConfig, Output, SamplingParams
 from engine.device import DeviceRunner
 from engine.plan import StepPlan
 from engine.runner import Runner
-from tests.engine.random_models import FAMILIES, write_model
 
 Load = Callable[..., Engine]
 
@@ -32,30 +31,9 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "phi3-longrope"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With windows beside full attention, and with keys that turn by length."""
-    name: str = request.param
-    return write_model(tmp_path_factory.mktemp("overlap") / name, seed=3, **FAMILIES[name])
-
-
-@pytest.fixture(scope="module", params=["reference", "ragged"])
-def config(request: pytest.FixtureRequest) -> EngineConfig:
-    return EngineConfig(
-        device="cpu",
-        threads=1,
-        kernels=request.param,
-        overlap=0,
-        max_num_seqs=6,
-        max_num_batched_tokens=40,
-        kv_cache_bytes=1 << 20,
-        block_size=4,
-    )
-
-
 @pytest.fixture(scope="module")
-def plain(config: EngineConfig, folder: Path) -> Iterator[Engine]:
-    with Engine.load(folder, config) as made:
+def plain(cramped: EngineConfig, awkward: Path) -> Iterator[Engine]:
+    with Engine.load(awkward, cramped) as made:
         yield made
 
 
@@ -66,12 +44,12 @@ def expected(plain: Engine) -> list[Output]:
 
 
 @pytest.fixture
-def load(config: EngineConfig, folder: Path) -> Iterator[Load]:
+def load(cramped: EngineConfig, awkward: Path) -> Iterator[Load]:
     """Engines like `plain`, with an overlap."""
     engines: list[Engine] = []
 
     def make(**settings: Any) -> Engine:
-        engines.append(Engine.load(folder, replace(config, overlap=1, **settings)))
+        engines.append(Engine.load(awkward, replace(cramped, overlap=1, **settings)))
         return engines[-1]
 
     yield make

@@ -13,7 +13,7 @@ import pytest
 from engine import Engine, EngineConfig, EngineError, Output, SamplingParams
 from engine.request import Sequence
 from tests.engine.guessing import Guesser
-from tests.engine.random_models import FAMILIES, write_model
+from tests.engine.random_models import write_model
 from tests.engine.test_overlap import MIXED, PROMPTS, said, scored
 
 Load = Callable[..., Engine]
@@ -22,32 +22,11 @@ Load = Callable[..., Engine]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["gemma3", "phi3-longrope"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With windows beside full attention, and with keys that turn by length."""
-    name: str = request.param
-    return write_model(tmp_path_factory.mktemp("speculate") / name, seed=3, **FAMILIES[name])
-
-
-@pytest.fixture(scope="module", params=["reference", "ragged"])
-def config(request: pytest.FixtureRequest) -> EngineConfig:
-    return EngineConfig(
-        device="cpu",
-        threads=1,
-        kernels=request.param,
-        overlap=0,
-        max_num_seqs=6,
-        max_num_batched_tokens=40,
-        kv_cache_bytes=1 << 20,
-        block_size=4,
-    )
-
-
 @pytest.fixture(scope="module")
-def asked(config: EngineConfig, folder: Path) -> tuple[list[list[int]], list[SamplingParams], list[Output], int]:
+def asked(cramped: EngineConfig, awkward: Path) -> tuple[list[list[int]], list[SamplingParams], list[Output], int]:
     """Prompts, parameters, what is said without guessing, and how many tokens that took."""
     params = [SamplingParams(**({"max_tokens": 10, "seed": 7 + i} | each)) for i, each in enumerate(MIXED)]
-    with Engine.load(folder, config) as plain:
+    with Engine.load(awkward, cramped) as plain:
         text = plain.generate([PROMPTS[1]], GREEDY)[0].text
         words = [text[i : i + 3] for i in range(len(text))]
         word = next(word for word in words if word.isascii() and word.isprintable())
@@ -59,11 +38,11 @@ def asked(config: EngineConfig, folder: Path) -> tuple[list[list[int]], list[Sam
 
 
 @pytest.fixture
-def load(config: EngineConfig, folder: Path) -> Iterator[Load]:
+def load(cramped: EngineConfig, awkward: Path) -> Iterator[Load]:
     engines: list[Engine] = []
 
     def make(**settings: Any) -> Engine:
-        engines.append(Engine.load(folder, replace(config, **settings)))
+        engines.append(Engine.load(awkward, replace(cramped, **settings)))
         return engines[-1]
 
     yield make
@@ -97,16 +76,16 @@ def test_whatever_is_guessed(
     assert (stats.draft_accepted > 0.2 * stats.drafted) == (agreement > 0)
 
 
-def test_a_draft_model_that_is_the_model_itself_is_always_right(load: Load, asked: Any, folder: Path) -> None:
+def test_a_draft_model_that_is_the_model_itself_is_always_right(load: Load, asked: Any, awkward: Path) -> None:
     prompts, params, expected, _ = asked
-    engine = load(speculate="draft", draft_model=str(folder), speculate_adaptive=False, speculate_tokens=4)
+    engine = load(speculate="draft", draft_model=str(awkward), speculate_adaptive=False, speculate_tokens=4)
     found = engine.generate(prompts, params)
     assert said(found) == said(expected)
     stats = engine.stats()
     assert stats.draft_accepted == stats.drafted > 40
 
 
-def test_a_draft_model_of_other_tokens_is_refused(load: Load, tmp_path: Path, folder: Path) -> None:
+def test_a_draft_model_of_other_tokens_is_refused(load: Load, tmp_path: Path, awkward: Path) -> None:
     other = write_model(tmp_path / "other", vocab_size=290)
     with pytest.raises(EngineError, match="vocabulary of 290 tokens, and the model one of"):
         load(speculate="draft", draft_model=str(other))
