@@ -26,7 +26,7 @@ from producers import keys
 from producers.message import Message
 from producers.protocol import admit
 from producers.script import run
-from tests.chaos.warm import Forked
+from tests.warm import Forked
 from workers.cli.supervisor import GUARD
 
 ROOT = Path(__file__).parent.parent

@@ -23,8 +23,8 @@ from tests.chaos.links import Links
 from tests.chaos.processes import Keeper, Running, Slot, guarded, has_lease, wait_for
 from tests.chaos.servers import Server
 from tests.chaos.sweeper_process import HASTY
-from tests.chaos.warm import Forked
 from tests.processes import free_port
+from tests.warm import Forked
 from workers.chaos.client import Settings
 from workers.chaos.injector import Handle, Healing
 from workers.chaos.journal import Journal, journal_path

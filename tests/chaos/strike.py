@@ -16,8 +16,8 @@ from typing import Self
 from tests.chaos.calls import Call
 from tests.chaos.scenario import ENV, Scenario
 from tests.chaos.tap import Aim, Mode, Tap
-from tests.chaos.warm import WarmWorker
 from tests.processes import running_valkey
+from tests.warm import WarmWorker
 
 #: A run that takes longer than this (s) hangs: it takes two.
 PATIENCE_S = 30.0

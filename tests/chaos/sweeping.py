@@ -20,7 +20,7 @@ from producers.aio import AsyncClient
 from producers.events import encode_token
 from producers.script import run
 from producers.sweeper import SweeperSettings, lead
-from tests.chaos.warm import template
+from tests.warm import template
 from workers.transport import broker
 
 QUEUE = keys.pool_queue("tiny", "1", "chaos")
