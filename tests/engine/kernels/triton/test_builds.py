@@ -38,7 +38,7 @@ def built() -> Built:
 def test_decodes_over_a_cache_of_8_bits_spill_nothing_and_load_two_tiles_at_once(built: Built) -> None:
     decodes = built["sm_90:decodes, 8 bits"]
     assert decodes.keys() == {"int8", "fp8"}
-    for name, (decode, _) in decodes.items():
+    for name, (decode, *_) in decodes.items():
         assert (decode["kernel"], decode["stack"]) == ("attend", 0), name
         assert decode["copies left on their way"] >= 2, name
         # Less than that of bf16, whose tiles are twice as large.
