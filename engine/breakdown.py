@@ -111,7 +111,7 @@ class Meter:
         for name, part in KERNELS.items():
             self.around(found, name, part)
         found.told = self.took
-        for name in ("prepare_linear", "prepare_quantised", "prepare_fp8"):
+        for name in ("prepare_linear", "prepare_quantised", "prepare_ordered", "prepare_fp8"):
             self._products(found, name)
         return found
 

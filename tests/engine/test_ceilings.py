@@ -68,6 +68,8 @@ def test_quantised_weights_count_with_their_scales(kernels: str) -> None:
         one = select(CPU, torch.bfloat16, kernels)
         one.prepare_quantised(weight, None)
         assert (one.weights, one.weight_bytes) == (40 * 256, expected)
+        one.prepare_ordered(weight, None, torch.arange(255, -1, -1))
+        assert (one.weights, one.weight_bytes) == (2 * 40 * 256, 2 * expected)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu", pytest.param("native", marks=NATIVE)])

@@ -106,7 +106,10 @@ class Native(Reference):
 
     def prepare_ordered(self, weight: Int4Weight | Int8Weight, bias: Tensor | None, order: Tensor) -> PreparedLinear:
         found = quantised_product(self._library, self._threads, self._pages, weight, bias, order)
-        return found or super().prepare_ordered(weight, bias, order)
+        if found is None:
+            return super().prepare_ordered(weight, bias, order)
+        self.keeps(weight.shape, kept_bytes(weight))
+        return found
 
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
