@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "pool.h"
 #include "tile_avx2.h"
@@ -96,29 +97,42 @@ static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const fl
 template <int M>
 static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf16* w, int64_t inputs, float* c,
                                            int64_t ldc, Ahead ahead) {
-    int64_t k = 0;
+    auto columns = [&](bool second) {
+        std::array<F<LANES>, kVectors> found;
+        for (int j = 0; j < kVectors; j++) {
+            U<LANES> words = load_words<LANES>(w + 2 * j * LANES);
+            found[j] = (F<LANES>)(second ? words & 0xffff0000u : words << 16);
+        }
+        return found;
+    };
+    int64_t pairs = inputs / 2;
 #ifdef PENSTOCK_TILE_BY_HAND
     if constexpr (M == 4) {
-        if (inputs > 1) tile_by_hand(x, ldx, w, inputs / 2, c, ldc, ahead.at, ahead.step);
-        if (inputs % 2 == 0) return;
-        k = inputs - 1;
-        w += k * kColumns;
+        if (pairs) tile_by_hand(x, ldx, w, pairs, c, ldc, ahead.at, ahead.step);
+        w += pairs * 2 * kColumns;
+        x += pairs * 2;
+        pairs = 0;
     }
 #endif
-    Tile<M> t;
-    t.begin(c, ldc);
-    for (; k < inputs; k += 2, w += 2 * kColumns) {
-        U<LANES> words[kVectors];
-        F<LANES> columns[kVectors];
-        for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
-        ahead.ask();
-        for (int j = 0; j < kVectors; j++) columns[j] = (F<LANES>)(words[j] << 16);
-        t.add(x + k, ldx, columns);
-        if (k + 1 == inputs) break;
-        for (int j = 0; j < kVectors; j++) columns[j] = (F<LANES>)(words[j] & 0xffff0000u);
-        t.add(x + k + 1, ldx, columns);
+    if (pairs) {
+        Tile<M> t;
+        t.begin(c, ldc);
+        for (; pairs; pairs--, w += 2 * kColumns, x += 2) {
+            ahead.ask();
+            t.add(x, ldx, columns(false).data());
+            // Read again: kept, the words would drive sums out of the registers.
+            asm volatile("" : "+r"(w));
+            t.add(x + 1, ldx, columns(true).data());
+        }
+        t.end(c, ldc);
     }
-    t.end(c, ldc);
+    // The last input of an odd number apart, for the same reason.
+    if (inputs % 2) {
+        Tile<M> t;
+        t.begin(c, ldc);
+        t.add(x, ldx, columns(false).data());
+        t.end(c, ldc);
+    }
 }
 
 #ifdef DOTS
