@@ -48,6 +48,16 @@ INLINE int64_t panels_of(int64_t outputs) { return (outputs + kColumns - 1) / kC
 INLINE int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
 template <class W> INLINE int64_t units_of(int64_t inputs) { return kPairs<W> ? pairs_of(inputs) : inputs; }
 
+// a * b + c, rounded once. Where some tiles are written by hand, all others have to be sure of it too: what compilers make
+// of the operators depends on how they are called.
+INLINE F<LANES> fused(F<LANES> a, F<LANES> b, F<LANES> c) {
+#ifdef PENSTOCK_TILE_BY_HAND
+    return (F<LANES>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 template <int M> struct Tile {
     F<LANES> sums[M][kVectors];
 
@@ -64,7 +74,7 @@ template <int M> struct Tile {
         for (int i = 0; i < M; i++) {
             F<LANES> value = splat<LANES>(x[i * ldx]);
 #pragma GCC unroll 4
-            for (int j = 0; j < kVectors; j++) sums[i][j] += value * w[j];
+            for (int j = 0; j < kVectors; j++) sums[i][j] = fused(value, w[j], sums[i][j]);
         }
     }
 };

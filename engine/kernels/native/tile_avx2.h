@@ -7,6 +7,7 @@
 
 #if LANES == 8 && defined(__AVX2__) && defined(__FMA__) && defined(__x86_64__)
 #define PENSTOCK_TILE_BY_HAND 1
+#include <immintrin.h>
 
 #define EACH_SUM(OP) \
     OP("0", "(%[c])") OP("1", "32(%[c])") OP("2", "64(%[c])") OP("3", "(%[c],%[ldc])") OP("4", "32(%[c],%[ldc])") \
