@@ -3,8 +3,9 @@ the least time that a workload takes by them.
 
 Each step reads every weight of a product once, and the keys and values that the sequences it goes on with see, both in
 as many bytes as they are kept in (numbers of 4 and 8 bits with their scales); each token takes a multiplication and an
-addition for each such weight. A step takes at least the longer of both, prompts
-likewise; nothing else is counted, so no engine reaches it.
+addition for each such weight. A step takes at least the longer of both, prompts likewise; nothing else is counted, so
+no engine reaches it. A limit is the best that anything was seen to do here: torch's own sum and product, or this
+engine's products of one row and of many.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from engine.kernels import select
 from engine.kernels.cpu import computes_natively
 from engine.models import Model
 from engine.models.loader import locate
@@ -28,6 +30,8 @@ from engine.text.config import packed_bits, read_config
 _NUMBERS = 1 << 26
 #: (rows, inputs, outputs) of the product that is timed: as large as those of a long prompt.
 _PRODUCT = (512, 2048, 2048)
+#: [outputs, inputs] of the weight that is read for one row: larger than any cache, too.
+_WEIGHT = (8192, 8192)
 _TRIES = 5
 
 
@@ -41,16 +45,24 @@ class Ceilings:
 
     @classmethod
     def measure(cls, dtype: torch.dtype) -> Ceilings:
-        """The best of a few tries of torch's own sum and product. `dtype`: of the weights."""
+        """The best of a few tries. `dtype`: of the weights."""
         numbers = torch.ones(_NUMBERS)
-        read = numbers.nbytes / _least_s(lambda: numbers.sum())
+        reads = [numbers.nbytes / _least_s(numbers.sum)]
+        del numbers
         rows, inputs, outputs = _PRODUCT
-        computed = {torch.float32, dtype if computes_natively(dtype) else torch.float32}
+        operations = 2 * math.prod(_PRODUCT)
         rates = []
-        for one in computed:
+        for one in {torch.float32, dtype if computes_natively(dtype) else torch.float32}:
             x, weight = torch.ones(rows, inputs, dtype=one), torch.ones(inputs, outputs, dtype=one)
-            rates.append(2 * math.prod(_PRODUCT) / _least_s(partial(torch.mm, x, weight)))
-        return cls(read, max(rates))
+            rates.append(operations / _least_s(partial(torch.mm, x, weight)))
+        kernels = select(torch.device("cpu"), dtype)
+        own = kernels.prepare_linear(torch.ones(outputs, inputs, dtype=kernels.weight_dtype), None)
+        rates.append(operations / _least_s(partial(own, torch.ones(rows, inputs, dtype=kernels.compute_dtype))))
+        large = torch.ones(_WEIGHT, dtype=kernels.weight_dtype)
+        size, own = large.nbytes, kernels.prepare_linear(large, None)
+        del large
+        reads.append(size / _least_s(partial(own, torch.ones(1, _WEIGHT[1], dtype=kernels.compute_dtype))))
+        return cls(max(reads), max(rates))
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,15 +101,18 @@ def test_a_worker_that_lost_a_thread_ends(rig: Rig) -> None:
     rig.check(ids)
 
 
+def waits(rig: Rig, ids: list[str]) -> bool:
+    """None of them is claimed: put down again, or not even taken up since another one has its turn."""
+    return all(rig.status(i) == "queued" and "claim" not in rig.record(i) for i in ids)
+
+
 def test_suspects_that_wait_do_not_die_with_the_one_that_runs(rig: Rig) -> None:
     (guilty,) = rig.fill(1, prompt=[STALLED])
     ids = rig.fill(4)
     for task_id in (guilty, *ids):
         rig.store.hset(keys.task(task_id), "stuck", 2)
     first = rig.worker()
-    rig.until(lambda: rig.status(guilty) == "in_progress")
-    rig.until(lambda: all("claims" in rig.record(i) and rig.status(i) == "queued" for i in ids))
-    assert not any("claim" in rig.record(task_id) for task_id in ids)
+    rig.until(lambda: rig.status(guilty) == "in_progress" and waits(rig, ids))
     first.stop(signal.SIGKILL)
     rig.worker()
     rig.until_settled([guilty, *ids])
@@ -125,7 +128,7 @@ def test_a_waiting_suspect_can_be_cancelled_revoked_and_handed_back(rig: Rig) ->
     for task_id in ids:
         rig.store.hset(keys.task(task_id), "stuck", 2)
     worker = rig.worker(STUB_STEP_S=0.01, drain=0.0)
-    rig.until(lambda: all("claims" in rig.record(i) and rig.status(i) == "queued" for i in ids))
+    rig.until(lambda: rig.status(running) == "in_progress" and waits(rig, ids))
     assert rig.cancel(cancelled) == [1, "cancelled"]
     app.control.revoke(revoked, terminate=True)
     assert rig.cancel(running)[0] == 1
