@@ -280,6 +280,15 @@ class Planner:
     def slots_used(self) -> int:
         return self.max_num_seqs - len(self._slots)
 
+    def preempted(self, now: float) -> list[tuple[str, float]]:
+        """(request id, seconds) of requests that were put out of the batch and have no choice running."""
+        since: dict[str, float] = {}
+        for seq in self.waiting.preempted():
+            since[seq.request.id] = max(seq.queued_at, since.get(seq.request.id, seq.queued_at))
+        for seq in self.running:
+            since.pop(seq.request.id, None)
+        return [(request_id, now - queued_at) for request_id, queued_at in since.items()]
+
     def check_integrity(self) -> None:
         """Raise EngineError if blocks, slots and queues do not agree. Takes time with the size of the pool."""
         running = self.running

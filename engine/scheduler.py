@@ -54,10 +54,8 @@ class Scheduler:
         Raises EngineError where a step could not hold one token of each sequence.
         """
         if max_num_batched_tokens < max_num_seqs:
-            raise EngineError(
-                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: "
-                f"a step must hold one token of every sequence"
-            )
+            less = f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}"
+            raise EngineError(f"{less}: a step must hold one token of every sequence")
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._new_detokenizer = new_detokenizer
@@ -379,13 +377,8 @@ class Scheduler:
         )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:
-        """(request id, seconds) of requests that were put out of the batch and have no choice running."""
-        since: dict[str, float] = {}
-        for seq in self._planner.waiting.preempted():
-            since[seq.request.id] = max(seq.queued_at, since.get(seq.request.id, seq.queued_at))
-        for seq in self._planner.running:
-            since.pop(seq.request.id, None)
-        return [(request_id, now - queued_at) for request_id, queued_at in since.items()]
+        """See Planner."""
+        return self._planner.preempted(now)
 
     def check_idle(self) -> None:
         """Raise EngineError if there is no work and yet a block or a slot is held. Constant time."""

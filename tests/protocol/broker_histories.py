@@ -115,3 +115,14 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     hold,
     move,
 )
+
+
+def run_histories(kind: type[BrokerMachine]) -> None:
+    """Each on a server and a model of its own."""
+    for history in HISTORIES:
+        machine = kind()
+        machine.open()
+        try:
+            history(machine)
+        finally:
+            machine.teardown()

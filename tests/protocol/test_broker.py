@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from redis import Redis
 
 from producers import keys
-from tests.protocol.broker_histories import HISTORIES
+from tests.protocol.broker_histories import run_histories
 from tests.protocol.broker_reference import Broker, Sent
 from tests.protocol.messages import SEQS, TOKENS, good, messages
 from tests.protocol.server import Mutant, Server
@@ -383,13 +383,7 @@ class BrokerMachine(RuleBasedStateMachine):
 def check_broker(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and reference part."""
     machine = type("Machine", (BrokerMachine,), {"redis": redis, "mutant": mutant})
-    for history in HISTORIES:
-        one = machine()
-        one.open()
-        try:
-            history(one)
-        finally:
-            one.teardown()
+    run_histories(machine)
     run_state_machine_as_test(
         machine,
         settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),

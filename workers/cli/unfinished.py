@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import re
 import secrets
@@ -22,7 +23,7 @@ def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
     those that are not. Raises Failure where `out` was made meanwhile.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in sorted(out.parent.glob(f".{_escaped(out.name)}.*.partial")):
+    for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.partial")):
         if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", left.name):
             _sweep(left, say)
     work = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
@@ -54,8 +55,3 @@ def _sweep(left: Path, say: Callable[[str], None]) -> None:
         say(f"{left} is being made by another process; it is left alone")
     finally:
         os.close(lock)
-
-
-def _escaped(name: str) -> str:
-    """For a glob."""
-    return re.sub(r"([*?[])", r"[\1]", name)
