@@ -5,10 +5,16 @@ What runs here is small enough for every test run; `python -m tests.protocol.mod
 
 from __future__ import annotations
 
+import random
+from itertools import permutations
+
 import pytest
 
 from tests.protocol.model import ALL, RULES, SCENARIOS, explore
+from tests.protocol.model.canon import in_order, permuted, renamed
+from tests.protocol.model.checks import good, wrong
 from tests.protocol.model.scenarios import with_faults
+from tests.protocol.model.world import start, steps
 
 SMALL = {
     "crash": with_faults(SCENARIOS["crash"], crash=1, expire=1),
@@ -89,6 +95,29 @@ def test_without_the_rule_something_breaks(name: str) -> None:
     cfg = with_faults(SCENARIOS[rule.scenario], **FAULTS[name]) if name in FAULTS else SMALL[rule.scenario]
     verdict = explore(cfg, ALL - {name, *rule.behind}, limit=20_000)
     assert verdict.says[:1] == "S", f"{verdict.says or 'nothing broke'} without: {rule.says}"
+
+
+@pytest.mark.parametrize("name", ["split", "innocent-both", "three", "strays"])
+def test_it_does_not_matter_which_worker_or_slot_is_which(name: str) -> None:
+    """What `canon` builds on: along some histories, each way to number them has the same steps, to the same worlds."""
+    cfg, rng = SCENARIOS[name], random.Random(name)
+    ways = [
+        (workers, slots)
+        for workers in permutations(sorted(set(cfg.workers)))
+        for slots in permutations(range(len(cfg.workers)))
+        if all(workers[cfg.workers[k]] == cfg.workers[i] for k, i in enumerate(slots))
+    ]
+    assert len(ways) > 1
+    s = start(cfg)
+    for _ in range(60):
+        nexts = [(fair, after) for _, fair, after in steps(s, cfg, ALL)]
+        numbered = [(workers, slots, permuted(s, workers, slots, cfg)) for workers, slots in ways]
+        assert renamed(in_order(s, cfg), cfg) in [renamed(other, cfg) for *_, other in numbered]
+        for workers, slots, other in numbered:
+            assert (wrong(other, cfg), good(other, cfg)) == (wrong(s, cfg), good(s, cfg))
+            there = {(fair, renamed(after, cfg)) for _, fair, after in steps(other, cfg, ALL)}
+            assert there == {(fair, renamed(permuted(after, workers, slots, cfg), cfg)) for fair, after in nexts}
+        s = renamed(rng.choice(nexts)[1], cfg) if nexts else start(cfg)
 
 
 def test_every_rule_names_a_scenario_that_shows_it() -> None:

@@ -2,7 +2,8 @@
 
 `scripts` are the atomic steps on a task's record; `world` holds broker, leases and workers and lists every step that
 may come next (`worker`, `fleet`, `outside`, `reader` are its parts); `checks` says what must never be seen and what the
-good end is; `search` visits every state within a scenario's budget of faults (`scenarios`), with all `rules` or some.
+good end is; `search` visits every state within a scenario's budget of faults (`scenarios`), with all `rules` or some,
+and takes those for one that differ in names alone (`canon`), as which of two workers is which.
 `python -m tests.protocol.model --help` runs it.
 
   S1 a token is appended only on top of what its author saw; indexes are contiguous, each once (fence, no mixing)
@@ -20,7 +21,8 @@ good end is; `search` visits every state within a scenario's budget of faults (`
   S13 what a live worker has sorted by tenant is left to it: turns are kept
   S14 a task that is cancelled waits for no worker where none has it
 
-Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity.
+Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity. They,
+and the numbers of workers and slots, are given anew in each state: in a trace they hold from one step to the next.
 """
 
 from tests.protocol.model.rules import ALL, RULES

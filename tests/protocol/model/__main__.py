@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 
@@ -25,6 +26,7 @@ def main() -> int:
         runs = [(name, rule.scenario, ALL - {name, *rule.behind}) for name, rule in RULES.items()]
     else:
         runs = [("", name, ALL - set(args.drop)) for name in args.scenario or SCENARIOS]
+    gc.disable()  # millions of tuples, in no circles: to look through them again and again takes a tenth of the time
     failures = 0
     for dropped, scenario, rules in runs:
         began = time.monotonic()

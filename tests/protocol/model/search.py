@@ -5,10 +5,11 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
+from tests.protocol.model.canon import canon
 from tests.protocol.model.checks import describe, good, wrong
 from tests.protocol.model.rules import ALL
 from tests.protocol.model.scripts import Rules
-from tests.protocol.model.state import Cfg, State, canon
+from tests.protocol.model.state import Cfg, State
 from tests.protocol.model.world import start, steps
 
 

@@ -1,4 +1,4 @@
-"""The world as one value, and the canonical form that makes equal futures equal states."""
+"""The world as one value, and small things done with it."""
 
 from __future__ import annotations
 
@@ -198,75 +198,3 @@ def toxic(s: State, cfg: Cfg, p: Slot) -> bool:
 def is_suspect(s: State, cfg: Cfg, t: int) -> bool:
     """One more return and the task is condemned."""
     return cfg.counting and 0 < s.reaped[t] >= cfg.limit - 1
-
-
-KEEPS_PREFIX = ("got", "score", "run", "fin", "late", "popped")
-KEEPS_CLAIM = ("release_back", "release_ack", "release_end", "retry_pub", "retry_ack")
-
-
-def _slot(p: Slot, strays: bool) -> Slot:
-    """Who looks for strays may RELEASE by any slot's claim."""
-    if p.pc == "idle":
-        return IDLE
-    c = p.c if p.pc in KEEPS_CLAIM or strays else None
-    if p.pc in KEEPS_PREFIX or (c == p.c and not p.prefix):
-        return p
-    return p._replace(c=c, prefix=())
-
-
-def canon(s: State, cfg: Cfg) -> State:
-    """Rename identifiers by where they stand, and forget what no step reads."""
-    slots = tuple(_slot(p, cfg.strays) for p in s.slots)
-    inc: dict[Any, Any] = {None: None, SQS: SQS, **{n: i + 1 for i, n in enumerate(s.incs) if n != DOWN}}
-    owners = [r.owner if r else None for r in s.recs]
-    strangers = (s.lb | s.ls | s.listed | {e[1] for e in s.infl} | set(owners)) - set(inc)
-    if len(strangers) > 1:
-        held: dict[Any, list[Message]] = {n: sorted(e[2] for e in s.infl if e[1] == n) for n in strangers}
-        ordered = sorted(
-            strangers, key=lambda n: (n in s.lb, n in s.ls, n in s.listed, [o == n for o in owners], held[n])
-        )
-    else:
-        ordered = list(strangers)
-    for n in ordered:
-        inc[n] = len(inc) + len(s.incs)
-    inc[DOWN] = DOWN
-    d: dict[Any, Any] = {None: None}
-    c: dict[Any, Any] = {None: None}
-    for p in slots:
-        d.setdefault(p.d, len(d))
-        c.setdefault(p.c, len(c))
-    for e in sorted(s.infl, key=lambda e: (inc[e[1]], e[2])):
-        d.setdefault(e[0], len(d))
-    for r in s.recs:
-        if r:
-            c.setdefault(r.claim, len(c))
-    return s._replace(
-        slots=tuple(p if p is IDLE or (d[p.d] == p.d and c[p.c] == p.c) else _renamed(p, d, c) for p in slots),
-        incs=tuple(inc[n] for n in s.incs),
-        lb=frozenset(inc[n] for n in s.lb),
-        ls=frozenset(inc[n] for n in s.ls),
-        infl=frozenset((d[e[0]], inc[e[1]], e[2]) for e in s.infl),
-        recs=tuple(r and _record(r, c[r.claim], inc[r.owner], cfg) for r in s.recs),
-        listed=frozenset(inc[n] for n in s.listed),
-        looks=tuple(one._replace(what=_those(one.what, d), seen=_those(one.seen, d)) for one in s.looks),
-        unknown=frozenset((d[uuid], c[claim]) for uuid, claim in s.unknown if uuid in d and claim in c),
-        ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) if g.idle else g for g in s.ghosts),
-    )
-
-
-def _those(some: frozenset[int], d: dict[Any, Any]) -> frozenset[int]:
-    """What is neither held nor in flight any more never comes again: a UUID is used once."""
-    return frozenset(d[uuid] for uuid in some if uuid in d) if some else some
-
-
-def _renamed(p: Slot, d: dict[Any, Any], c: dict[Any, Any]) -> Slot:
-    return p._replace(d=d[p.d], c=c[p.c])
-
-
-def _record(r: Rec, claim: Any, owner: Any, cfg: Cfg) -> Rec:
-    """Most are as they were already, and a new tuple takes long."""
-    claims = min(r.claims, 1) if cfg.late else 0
-    stuck, mark = (r.stuck, r.mark) if cfg.counting else (0, 0)
-    if (r.claim, r.owner, r.claims, r.stuck, r.mark) == (claim, owner, claims, stuck, mark):
-        return r
-    return r._replace(claim=claim, owner=owner, claims=claims, stuck=stuck, mark=mark)
