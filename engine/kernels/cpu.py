@@ -1,11 +1,14 @@
-"""CPU: weights packed once by oneDNN, K and V gathered into scratch memory that is used again."""
+"""CPU: weights packed once by oneDNN; decodes read K and V where they lie, other steps gather them into scratch memory
+that is used again."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from engine.kernels.groups import AttentionBatch, AttentionGroup
 from engine.kernels.reference import PreparedLinear
+from engine.kernels.sampled import MOST_SHARED, SampledGroup, forewarned, sampled, sampled_attention
 from engine.kernels.sdpa import Sdpa
 
 
@@ -28,6 +31,8 @@ class Cpu(Sdpa):
         super().__init__(compute_dtype)
         self._packs = torch._C._has_mkldnn and computes_natively(compute_dtype)
         self._scratch = torch.empty(2, 0, dtype=compute_dtype)
+        # Of every layer: query heads, KV heads. None where decodes gather, too.
+        self._heads: tuple[int, int] | None = None
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         if not self._packs:
@@ -47,6 +52,29 @@ class Cpu(Sdpa):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
+
+    def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
+        # A sparse product is of fp32 alone.
+        if self.cache_dtype == torch.float32 and heads // kv_heads <= MOST_SHARED:
+            forewarned()
+            self._heads = heads, kv_heads
+
+    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
+        heads = self._heads
+        if heads is None:
+            return super().arrange(batch, block_size, zero_block)
+        groups = [
+            sampled(group, batch.window, block_size, zero_block, *heads) if group.query_len == 1 else group
+            for group in batch.groups
+        ]
+        return super().arrange(AttentionBatch(batch.slots, tuple(groups), batch.window), block_size, zero_block)
+
+    def attend_group(
+        self, query: Tensor, cache: Tensor, group: AttentionGroup, scale: float, softcap: float | None
+    ) -> Tensor:
+        if isinstance(group, SampledGroup):
+            return sampled_attention(query, cache, group, scale, softcap)
+        return super().attend_group(query, cache, group, scale, softcap)
 
     def gather(self, cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         # Fresh memory for every gather made the page faults cost more than the copy (25 to 112 ms against 3).

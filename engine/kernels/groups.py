@@ -25,9 +25,9 @@ class AttentionGroup:
     block_tables: Tensor
     """int64 [sequences, blocks of the longest]; padded with the block of zeros."""
     mask: Tensor | None
-    """bool [sequences, 1, query_len, padded context], True where a query sees; None where no sequence has anything in
-    its table but this step's tokens, and each sees all before it: attention is a plain lower triangle. Also None for
-    sets that are not `masked`."""
+    """bool [sequences, 1, query_len, padded context], True where a query sees, or what `additive` makes of that; None
+    where no sequence has anything in its table but this step's tokens, and each sees all before it: attention is a
+    plain lower triangle. Also None for sets that are not `masked`."""
     skipped: tuple[int, ...] = ()
     """Tokens of each sequence before its table begins: behind the window."""
 
@@ -46,6 +46,13 @@ def visibility(kv_lens: Tensor, query_len: int, padded: int, window: int | None)
     places = torch.arange(padded, device=kv_lens.device)
     seen = places <= last_seen
     return seen if window is None else seen & (places > last_seen - window)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores: 0 where a query sees and -inf where it does not. One that is so is itself."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)

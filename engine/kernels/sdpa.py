@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.groups import AttentionBatch, AttentionGroup, additive
 from engine.kernels.ragged import Attended, RaggedBatch
 from engine.kernels.reference import Reference
 
@@ -33,37 +36,49 @@ class Sdpa(Reference):
     ) -> Tensor:
         if isinstance(batch, RaggedBatch):
             return super().paged_attention(query, cache, batch, scale, softcap)
-        heads, head_dim = query.shape[1:]
-        kv_heads = cache.shape[3]
         out = torch.empty_like(query)
         for group in batch.groups:
-            sequences, length = len(group.kv_lens), group.query_len
-            keys, values = self.gather(cache, group.block_tables)
-            if group.mask is None:
-                keys, values = keys[:, :, :length], values[:, :, :length]
-            q = query[group.rows]
-            if softcap is not None:
-                folded = q.view(sequences, length, kv_heads, -1, head_dim).transpose(1, 2)
-                o = _capped(folded, keys, values, group.mask, scale, softcap)
-                out[group.rows] = o.transpose(1, 2).reshape(sequences * length, heads, head_dim)
-                continue
-            if length == 1:
-                # The query heads of one KV head become its queries: K and V are read once for all of them.
-                folded = q.view(sequences, kv_heads, heads // kv_heads, head_dim)
-                o = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask, scale=scale)
-                out[group.rows] = o.reshape(sequences, heads, head_dim)
-                continue
-            o = F.scaled_dot_product_attention(
-                q.view(sequences, length, heads, head_dim).transpose(1, 2),
-                keys,
-                values,
-                attn_mask=group.mask,
-                is_causal=group.mask is None,
-                scale=scale,
-                enable_gqa=heads != kv_heads,
-            )
-            out[group.rows] = o.transpose(1, 2).reshape(sequences * length, heads, head_dim)
+            out[group.rows] = self.attend_group(query[group.rows], cache, group, scale, softcap)
         return out
+
+    def attend_group(
+        self, query: Tensor, cache: Tensor, group: AttentionGroup, scale: float, softcap: float | None
+    ) -> Tensor:
+        """`paged_attention` of the rows of one group, [sequences * query_len, heads, head_dim]."""
+        sequences, length = len(group.kv_lens), group.query_len
+        heads, head_dim = query.shape[1:]
+        kv_heads = cache.shape[3]
+        keys, values = self.gather(cache, group.block_tables)
+        mask = None if group.mask is None else additive(group.mask, query.dtype)
+        if mask is None:
+            keys, values = keys[:, :, :length], values[:, :, :length]
+        if softcap is not None:
+            folded = query.view(sequences, length, kv_heads, -1, head_dim).transpose(1, 2)
+            o = _capped(folded, keys, values, mask, scale, softcap)
+            return o.transpose(1, 2).reshape(query.shape)
+        if length == 1:
+            # The query heads of one KV head become its queries: K and V are read once for all of them.
+            folded = query.view(sequences, kv_heads, heads // kv_heads, head_dim)
+            o = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+            return o.reshape(query.shape)
+        o = F.scaled_dot_product_attention(
+            query.view(sequences, length, heads, head_dim).transpose(1, 2),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=heads != kv_heads,
+        )
+        return o.transpose(1, 2).reshape(query.shape)
+
+    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
+        # torch's attention makes anew of a bool mask, at every call, what it adds to scores.
+        groups = [
+            group if group.mask is None else replace(group, mask=additive(group.mask, self.compute_dtype))
+            for group in batch.groups
+        ]
+        return AttentionBatch(batch.slots, tuple(groups), batch.window)
 
     def gather(self, cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of `tables` [sequences, blocks], each [sequences, kv_heads, padded context, head_dim]."""
@@ -81,14 +96,15 @@ def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
     """Attention with capped scores, which torch's own has not. Scores are made in fp32.
 
     `query` is [sequences, kv_heads, length, share, head_dim], `keys` and `values` [sequences, kv_heads, places,
-    head_dim], `mask` as a group's, None for a lower triangle. Returns the shape of `query`.
+    head_dim], `mask` additive, None for a lower triangle. Returns the shape of `query`.
     """
     sequences, kv_heads, length, share, _ = query.shape
     scores = (query.flatten(2, 3) @ keys.transpose(2, 3)).float().mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+        triangle = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        mask = additive(triangle, scores.dtype)[None, None]
     # A mask is one for all heads: [sequences, 1, length, 1, places].
-    scores = scores.view(sequences, kv_heads, length, share, -1).masked_fill_(~mask.unsqueeze(3), float("-inf"))
+    scores = scores.view(sequences, kv_heads, length, share, -1).add_(mask.unsqueeze(3))
     weights = scores.softmax(-1).to(values.dtype).flatten(2, 3)
     out: Tensor = weights @ values
     return out.view(query.shape)
