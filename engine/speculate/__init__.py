@@ -1,10 +1,10 @@
 """Several tokens of a sequence in one step: guessed cheaply, computed together, kept as far as they are right.
 
-plan: how long a draft each decoding sequence may have (pace.py), and blocks for it -> rows with `room`
+plan: how long a draft each decoding sequence may have (pace.py, within what balance.py allows), and blocks -> `room`
 propose: lookup.py finds what followed the same words before; draft.py asks a smaller model; rows get a `draft`
 execute: the target computes last token and draft in one go, and its own sampler chooses after each of them
 accept: a draft token is kept if and only if it is what was chosen in its place (plan.accepted), so that the output
-is that of one token a step, whatever was guessed; shares of right ones and times of steps go back to pace.py
+is that of one token a step, whatever was guessed; right ones go back to guessed.py, times of steps to times.py
 """
 
 from engine.speculate.guessed import Guessed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What a trial counts less with each draft after it: of one sequence the last ten matter, of all the last twenty.
-_FADE = 0.9
-FADE_OF_ALL = 0.95
+#: What a trial counts less with each draft after it: of one sequence the last sixteen matter, of all the last fifty.
+_FADE = 0.94
+FADE_OF_ALL = 0.98
 #: The longest that a sequence for which nothing was guessed is planned ahead again, in tokens.
 _LONGEST_REST = 32
 

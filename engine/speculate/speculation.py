@@ -12,17 +12,21 @@ from engine.plan import ScheduledSeq, StepPlan
 from engine.request import Sequence
 from engine.speculate.balance import Balance
 from engine.speculate.guessed import FADE_OF_ALL, Guessed
-from engine.speculate.pace import Depth, Pace
+from engine.speculate.pace import Pace
 
 logger = logging.getLogger("penstock.engine")
 
-#: Steps for which a chosen length stays, unless the number of sequences changes.
-_TURNS = 8
+#: Sequences for which chosen lengths stay one step more: choosing takes time with each of them. Where drafts do not pay
+#: this stays for so many steps at least.
+_CHOOSE = 8
+#: Turns between two drafts of a sequence within which the proposer is not behind with it.
+_FOLLOWS = 2
 #: Steps between tries with sequences whose tokens were last guessed badly: twice as many after each that fails, up to
 #: the second. One sequence in so many then gets a draft of so many.
 _TRY_EVERY, _TRY_SELDOM, _TRY_ONE_IN, _TRY_TOKENS = 32, 512, 8, 2
-#: What is thought of a sequence before its first draft: as of all others, with the weight of so many trials.
-_WEIGHT, _FIRST = 2.0, 0.7
+#: What is thought of a sequence before its first draft: as of all others, with the weight of so many trials; of all,
+#: before their first.
+_WEIGHT, _WEIGHT_OF_FIRST, _FIRST = 4.0, 2.0, 0.7
 #: Failures of the proposer in a row after which it is not asked any more.
 _PATIENCE = 3
 
@@ -48,24 +52,32 @@ class Speculation:
         adaptive: bool = True,
         rope_switch: int | None = None,
         barred: Callable[[Sequence], bool] = lambda seq: False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`most`: tokens of a draft. Where it is not `adaptive`, every draft may have as many. A draft does not go
-        across the `rope_switch`, after which other keys are wanted. Sequences that are `barred` get none."""
+        across the `rope_switch`, after which other keys are wanted. Sequences that are `barred` get none. The proposer
+        is timed by the `clock`, in seconds."""
         self._proposer = proposer
         self._most = most
         self._adaptive = adaptive
         self._rope_switch = rope_switch
         self._barred = barred
+        self._clock = clock
         self._pace = Pace(most)
         self._all = Guessed(fade=FADE_OF_ALL)
         self._balance = Balance()
-        self._depth = Depth(0 if adaptive else most)
-        self._decoding = -1
-        self._turn = self._tried = 0
+        # The lengths that were chosen, by serial.
+        self._lengths: dict[int, int] = {}
+        self._idle = self._hopeless = False
+        self._turn = self._chosen = self._tried = 0
         self._trying: frozenset[int] = frozenset()
         self._try_every = _TRY_EVERY
-        # Of the step that is entered: tokens that drafts have brought.
-        self._brought = 0
+        # Of the step that is entered: tokens that drafts have brought, sequences that the proposer began with, and the
+        # seconds in which it caught up with them.
+        self._brought = self._begun = 0
+        self._behind = 0.0
+        # What a plain step took on average when it was last seen.
+        self._plain = 0.0
         self._failures = 0
         #: Tokens that were guessed and computed, and those of them that were accepted.
         self.drafted = self.accepted = 0
@@ -79,21 +91,48 @@ class Speculation:
         if not self._adaptive or self._failures >= _PATIENCE:
             return
         if not self._balance.allows:
-            self._depth, self._decoding = Depth(0), -1
+            self._lengths = {}
             return
-        if len(decoding) != self._decoding or self._turn % _TURNS == 0:
-            self._decoding = len(decoding)
-            self._depth = self._pace.choose([self._share(seq) for seq in decoding])
-        if self._turn - self._tried >= self._try_every and not self._depth.hopeless:
-            idle = [
-                seq for seq in decoding if self._turn - self._of(seq).latest >= _TRY_EVERY and not self._barred(seq)
-            ]
-            if idle and self._pace.steps.known(len(decoding)):
-                self._tried = self._turn
-                # Until one is seen to be right.
-                self._try_every = min(2 * self._try_every, _TRY_SELDOM)
-                idle.sort(key=lambda seq: self._of(seq).latest)
-                self._trying = frozenset(seq.serial for seq in idle[: -(-len(decoding) // _TRY_ONE_IN)])
+        stays = len(decoding) // _CHOOSE + (_CHOOSE if self._idle else 0)
+        if self._turn - self._chosen > stays or any(seq.serial not in self._lengths for seq in decoding):
+            self._choose(decoding)
+        due = self._turn - self._tried >= self._try_every and self._balance.begins > 0
+        # Of whom nothing is known, that others were guessed badly says less.
+        if (due or (self._turn % _TRY_EVERY == 0 and self._balance.rich)) and not self._hopeless:
+            self._try(decoding, due)
+
+    def _choose(self, decoding: Each[Sequence]) -> None:
+        self._chosen = self._turn
+        shares = [self._share(seq) for seq in decoding]
+        new = [i for i, seq in enumerate(decoding) if not self._follows(seq)]
+        begins = self._balance.begins
+        if len(new) > begins:
+            new.sort(key=lambda i: -shares[i])
+            for i in new[begins:]:
+                shares[i] = 0.0
+        lengths = self._pace.choose(shares)
+        self._hopeless = lengths.hopeless
+        self._idle = not any(lengths.each) and self._pace.steps.known(len(decoding))
+        self._lengths = {seq.serial: length for seq, length in zip(decoding, lengths.each, strict=True)}
+
+    def _try(self, decoding: Each[Sequence], due: bool) -> None:
+        """Choose some that had no draft for long; unless that is `due`, those that never had one."""
+        idle = [
+            seq
+            for seq in decoding
+            if self._turn - self._of(seq).latest >= _TRY_EVERY
+            and (due or not self._of(seq).tried)
+            and not self._barred(seq)
+        ]
+        if not idle or not self._pace.steps.known(len(decoding)):
+            return
+        if due:
+            self._tried = self._turn
+            # Until one is seen to be right.
+            self._try_every = min(2 * self._try_every, _TRY_SELDOM)
+        idle.sort(key=lambda seq: self._of(seq).latest)
+        most = min(-(-len(decoding) // _TRY_ONE_IN), self._balance.begins)
+        self._trying = frozenset(seq.serial for seq in idle[:most])
 
     def wanted(self, seq: Sequence) -> int:
         """Tokens of the draft that a decoding sequence should have in this step."""
@@ -121,10 +160,14 @@ class Speculation:
             return 0
         if not self._adaptive:
             return min(left, self._most)
-        length = self._depth.of(self._share(seq)) if self._depth.most else 0
+        length = self._lengths.get(seq.serial, 0)
         if seq.serial in self._trying:
             length = max(length, min(_TRY_TOKENS, self._most))
         return min(left, length)
+
+    def _follows(self, seq: Sequence) -> bool:
+        """Whether it had a draft so lately that the proposer is not behind with it."""
+        return self._turn - self._of(seq).latest <= _FOLLOWS and self._of(seq).tried > 0
 
     def _of(self, seq: Sequence) -> Guessed:
         if seq.guessed is None:
@@ -132,7 +175,7 @@ class Speculation:
         return seq.guessed
 
     def _share(self, seq: Sequence) -> float:
-        return self._of(seq).share(self._all.share(_FIRST, _WEIGHT), _WEIGHT)
+        return self._of(seq).share(self._all.share(_FIRST, _WEIGHT_OF_FIRST), _WEIGHT)
 
     # ---- a step
 
@@ -142,7 +185,7 @@ class Speculation:
         rows = [row for row in plan.rows if row.room]
         if not rows:
             return 0.0
-        began = time.perf_counter()
+        began = self._clock()
         try:
             drafts = self._proposer.propose(rows)
         except Exception:
@@ -152,28 +195,45 @@ class Speculation:
                 "; they are not guessed any more" if self._failures >= _PATIENCE else "",
             )
             self._proposer.forget()
-            return time.perf_counter() - began
+            return self._clock() - began
         self._failures = 0
         for row, draft in zip(rows, drafts, strict=True):
             if draft:
                 plan.guess(row, draft)
-        took = time.perf_counter() - began
-        self._pace.passes.take(len(rows), took / max(row.room for row in rows))
+        took = self._clock() - began
+        longest = max(len(row.draft) for row in rows)
+        count = sum(bool(row.draft) for row in rows)
+        self._begun = sum(not self._follows(row.seq) for row in rows)
+        if not self._begun:
+            if longest:
+                self._pace.passes.take(count, took / longest)
+        else:
+            self._behind = max(0.0, took - longest * self._pace.passes.curve(1, count).of(count))
         return took
 
     def took(self, plan: StepPlan, seconds: float, guessing: float) -> None:
         """A step has been entered that took so many seconds, and `guessing` more to have its drafts made."""
         brought, self._brought = self._brought, 0
-        self._balance.passed()
+        behind, self._behind = self._behind, 0.0
+        begun, self._begun = self._begun, 0
+        steps = self._pace.steps
         decoding = sum(row.samples and row.known - row.start == 1 for row in plan.rows)
+        drafted = sum(len(row.draft) for row in plan.rows)
         whole = decoding == len(plan.rows)
-        plain = self._pace.steps.of(decoding) if decoding else 0.0
-        if plain and (guessing or any(row.draft for row in plan.rows)):
-            # What drafts cost a step in which there are prompts too is not to be told apart.
-            more = seconds - plain if whole else 0.0
-            self._balance.entered((guessing + more) / plain, brought / decoding)
         if whole:
-            self._pace.steps.take(plan.num_tokens, seconds)
+            steps.take(plan.num_tokens, seconds)
+        plain = self._plain = steps.mean(decoding) or self._plain
+        if not plain:
+            return
+        self._balance.passed(seconds / plain)
+        if begun:
+            self._balance.begun(begun, behind / plain)
+        if decoding and (drafted or guessing):
+            more = self._pace.longer(decoding, drafted)
+            if more is None:
+                # What drafts cost a step in which there are prompts too is not to be told apart.
+                more = seconds / plain - 1 if whole else 0.0
+            self._balance.entered((guessing - behind) / plain + more, brought / decoding)
 
     def entered(self, row: ScheduledSeq, accepted: int) -> None:
         """Of a row with room for a draft, how many tokens of it were accepted."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 
 from engine.speculate import Guessed, Pace
-from engine.speculate.pace import Times
 
 
-def settled(pace: Pace, shares: list[float], step: dict[int, float], one_pass: float = 0.0) -> int:
-    """The length after many steps of a machine on which a step of so many tokens takes so long."""
-    length = 0
-    for _ in range(60):
-        length = pace.choose(shares).most
-        tokens = len(shares) * (1 + length)
+def settled(pace: Pace, shares: list[float], step: dict[int, float], one_pass: float = 0.0) -> list[int]:
+    """The lengths after many steps of a machine on which a step of so many tokens takes so long."""
+    lengths = (0,) * len(shares)
+    for _ in range(120):
+        lengths = pace.choose(shares).each
+        tokens = len(shares) + sum(lengths)
         pace.steps.take(tokens, step[tokens])
-        if length:
-            pace.passes.take(len(shares), one_pass)
-    return length
+        if any(lengths):
+            pace.passes.take(sum(map(bool, lengths)), one_pass)
+    return list(lengths)
 
 
 def linear(fixed: float, each: float) -> dict[int, float]:
@@ -27,9 +26,10 @@ def linear(fixed: float, each: float) -> dict[int, float]:
 def test_first_it_is_measured_what_a_step_takes_without() -> None:
     pace = Pace(4)
     for _ in range(2):
-        assert pace.choose([0.9]).most == 0
+        assert pace.choose([0.9]).each == (0,)
         pace.steps.take(1, 1.0)
-    assert pace.choose([0.9]).most == 4
+    assert pace.choose([0.9]).each != (0,)
+    assert pace.choose([]).each == ()
 
 
 @pytest.mark.parametrize(
@@ -41,64 +41,76 @@ def test_first_it_is_measured_what_a_step_takes_without() -> None:
         (1.0, linear(0.0, 1.0), 0.0, 0),  # as many steps would take as long
         (0.9, linear(1.0, 0.0), 1.0, 0),  # guessing takes as long as computing
         (0.8, linear(1.0, 0.05), 0.2, 3),
+        # What reading weights takes hides four rows, and computing is what six take.
+        (0.8, {1: 1.0, 2: 1.0, 3: 1.02, 4: 1.05, 5: 1.6, 6: 1.9}, 0.05, 3),
+        (0.8, {1: 1.0, 2: 1.0, 3: 1.02, 4: 1.05, 5: 1.1, 6: 1.15}, 0.05, 5),
+        (0.8, {1: 1.0, 2: 1.6, 3: 1.6, 4: 1.6, 5: 2.4, 6: 2.5}, 0.0, 3),  # by tiles of three
     ],
 )
 def test_the_length_that_gives_the_most(share: float, step: dict[int, float], one_pass: float, expected: int) -> None:
     pace = Pace(5)
-    found = settled(pace, [share], step, one_pass)
+    (found,) = settled(pace, [share], step, one_pass)
     rates = [sum(share**i for i in range(k + 1)) / (step[1 + k] + k * one_pass) for k in range(6)]
     assert found == expected == max(range(6), key=lambda k: round(rates[k], 9))
 
 
 def test_large_batches_go_without() -> None:
     step = {tokens: max(1.0, tokens / 8) for tokens in range(1, 600)}
-    assert settled(Pace(5), [0.8], step) == 5
-    assert settled(Pace(5), [0.8] * 32, step) == 0
+    assert settled(Pace(5), [0.8], step) == [5]
+    assert settled(Pace(5), [0.8] * 32, step) == [0] * 32
+
+
+def test_where_some_of_a_batch_fit_beside_the_others_those_get_drafts_that_are_guessed_best() -> None:
+    """Up to eight tokens a step takes no longer."""
+    step = {tokens: 1.0 if tokens <= 8 else tokens / 4 for tokens in range(1, 600)}
+    assert settled(Pace(3), [0.5, 0.9, 0.6, 0.1], step) == [0, 3, 1, 0]
+
+
+def test_steps_grow_little_by_little_beyond_the_largest_that_was_seen() -> None:
+    pace, sizes = Pace(5), []
+    for _ in range(60):
+        tokens = 16 + sum(pace.choose([0.95] * 16).each)
+        sizes.append(tokens)
+        pace.steps.take(tokens, 1.0)
+    assert sizes[-1] == 96
+    assert all(size <= max(sizes[: i + 1]) * 5 / 4 for i, size in enumerate(sizes[1:]))
+
+
+def test_what_was_seen_of_other_batches_holds_for_all() -> None:
+    pace = Pace(5)
+    step = linear(1.0, 0.3)
+    settled(pace, [0.6] * 4, step)
+    pace.steps.take(1, step[1])
+    pace.steps.take(1, step[1])
+    # By what six tokens took it is known that they do not pay, without trying.
+    assert pace.choose([0.6]).each in ((1,), (2,))
 
 
 def test_nothing_is_tried_where_no_draft_would_pay() -> None:
     pace = Pace(3)
-    settled(pace, [0.5] * 8, linear(0.0, 1.0))
-    assert pace.choose([0.5] * 8).hopeless
+    for tokens in (8, 16, 24, 32) * 2:
+        pace.steps.take(tokens, float(tokens))
+    assert pace.choose([0.99] * 8).hopeless
+    # Others may pay.
+    pace.steps.take(2, 1.9)
+    pace.steps.take(2, 1.9)
+    assert not pace.choose([0.99] * 2).hopeless
+    pace = Pace(3)
     settled(pace, [0.0] * 2, linear(1.0, 0.0))
     assert not pace.choose([0.0] * 2).hopeless
 
 
 def test_sequences_that_are_guessed_badly_get_shorter_drafts_than_others() -> None:
+    assert settled(Pace(4), [0.95, 0.95, 0.95, 0.2, 0.0], linear(1.0, 0.08)) == [4, 4, 4, 0, 0]
+
+
+def test_how_much_longer_drafts_make_a_step_is_said_of_what_was_seen() -> None:
     pace = Pace(4)
-    shares = [0.95, 0.95, 0.95, 0.2]
-    settled(pace, shares, linear(1.0, 0.08))
-    depth = pace.choose(shares)
-    assert depth.of(0.95) == depth.most > depth.of(0.2)
-    assert depth.of(0.0) == 0
-    assert depth.of(1.0) == depth.most
-
-
-def test_a_step_that_was_held_up_changes_little() -> None:
-    times = Times()
-    for seconds in (1.0, 1.0, 50.0):
-        times.take(4, seconds)
-    assert times.of(4) == pytest.approx(1.2)
-
-
-def test_the_first_time_of_a_size_may_be_that_of_what_is_done_once() -> None:
-    times = Times()
-    times.take(3, 9.0)
-    assert (times.known(3), times.of(3)) == (False, 0.0)
-    times.take(3, 1.0)
-    assert (times.known(3), times.of(3)) == (True, 1.0)
-    # A larger one is hoped to take no longer until it is known.
-    assert times.of(7) == 1.0
-
-
-def test_old_times_are_forgotten() -> None:
-    times = Times()
-    for _ in range(2):
-        times.take(3, 1.0)
-    for _ in range(1001):
-        times.take(1, 0.5)
-    assert not times.known(3)
-    assert times.of(3) == 0.5
+    assert pace.longer(2, 3) is None
+    settled(pace, [0.9] * 2, linear(1.0, 0.1))
+    assert pace.longer(2, 3) == pytest.approx(0.3 / 1.2)
+    assert pace.longer(2, 0) == 0.0
+    assert pace.longer(40, 3) is None
 
 
 def test_shares_follow_the_latest_drafts() -> None:
@@ -109,7 +121,7 @@ def test_shares_follow_the_latest_drafts() -> None:
     assert guessed.share(0.7, 2.0) > 0.97
     for _ in range(10):
         guessed.take(4, 0)
-    assert guessed.share(0.7, 2.0) < 0.75
-    for _ in range(30):
+    assert guessed.share(0.7, 2.0) < 0.87
+    for _ in range(60):
         guessed.take(4, 2)  # two right, one wrong, one not tried
     assert guessed.share(0.7, 2.0) == pytest.approx(2 / 3, abs=0.02)

@@ -97,11 +97,11 @@ def test_drafts_come_when_steps_are_measured_and_go_when_they_are_wrong() -> Non
     first = [step(guessing, [one], 1.0)[0] for _ in range(40)]
     assert first[:2] == [0, 0]
     assert first[-1] == 4
-    later = [step(guessing, [one], 1.0, accepted=0.0)[0] for _ in range(400)]
+    later = [step(guessing, [one], 1.0, accepted=0.0)[0] for _ in range(600)]
     # Now and then it is tried again, briefly.
     assert 0 < sum(map(bool, later[-330:])) <= 12
     assert max(later[-330:]) <= 2
-    again = [step(guessing, [one], 1.0)[0] for _ in range(400)]
+    again = [step(guessing, [one], 1.0)[0] for _ in range(600)]
     assert again[-1] == 4
 
 
@@ -170,26 +170,3 @@ def test_tries_that_fail_are_made_ever_more_seldom_until_one_is_right() -> None:
         turn += 1
     # The first that is right is followed by others.
     assert sum(bool(step(guessing, [one], 1.0)[0]) for _ in range(50)) > 25
-
-
-def test_where_drafts_cost_more_than_was_thought_they_are_given_up() -> None:
-    """Steps with drafts take three times as long as plain ones, and as long as they take the times that are believed
-    are others: every size is new."""
-    guessing = speculation(most=1)
-    many = [running(slot) for slot in range(4)]
-    plain, total = 0.0, 0.0
-    for turn in range(2000):
-        guessing.begin(many)
-        plan = StepPlan(num_tokens=4)
-        plan.rows += [ScheduledSeq(one, len(one.tokens) - 1, 1, True, room=guessing.wanted(one)) for one in many]
-        guessing.propose(plan)
-        for row in plan.rows:
-            if row.room:
-                guessing.entered(row, 1 if turn % 2 else 0)
-        took = 3.0 if plan.num_tokens > 4 else 1.0
-        # What a proposer takes counts as well.
-        guessing.took(plan, took, 0.5 if plan.num_tokens > 4 else 0.0)
-        guessing._pace.steps._times.pop(8, None)
-        plain += 1.0
-        total += took
-    assert total < 1.03 * plain

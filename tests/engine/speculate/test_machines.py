@@ -1,0 +1,126 @@
+"""Whole requests on machines of many kinds: the length that is best is found and kept, and what is lost is little.
+
+By a clock that tests set: a step takes what the machine is said to take.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.engine.speculate.machine import Machine, best
+
+Step = Callable[[int], float]
+
+#: Steps by their tokens, in what a step of one takes.
+MACHINES: dict[str, Step] = {
+    "reading weights is all": lambda tokens: 1.0 + 0.01 * tokens,
+    "computing shows from four tokens on": lambda tokens: max(1.0, 0.45 + 0.14 * tokens),
+    "computing shows at once": lambda tokens: max(1.0, 0.6 + 0.2 * tokens),
+    "by tiles of four": lambda tokens: 1.0 + 0.35 * ((tokens - 1) // 4),
+}
+
+
+def computing(tokens: int) -> float:
+    return 0.1 + 0.9 * tokens
+
+
+def quiet(source: random.Random) -> float:
+    return source.lognormvariate(0.0, 0.03) + (1.0 if source.random() < 0.02 else 0.0)
+
+
+def busy(source: random.Random) -> float:
+    return source.lognormvariate(0.0, 0.2) + (2.0 if source.random() < 0.15 else 0.0)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("agreement", [0.8, 0.5])
+@pytest.mark.parametrize(("held", "part"), [(quiet, 0.93), (busy, 0.8)])
+def test_one_sequence_goes_nearly_as_fast_as_with_the_best_length(
+    name: str, agreement: float, held: Callable[[random.Random], float], part: float
+) -> None:
+    length, most = best(MACHINES[name], 0.1, agreement, 1, 5)
+    machine = Machine(MACHINES[name], lambda rows: 0.1, catching_up=0.3, held=held)
+    for _ in range(4):
+        machine.serve([agreement])
+    # From the second request on it begins with what the others have shown.
+    later = [machine.serve([agreement]) for _ in range(12)]
+    assert sum(later) / 12 > part * most
+    assert length > 0
+
+
+def test_the_second_request_begins_right() -> None:
+    step = MACHINES["computing shows from four tokens on"]
+    machine = Machine(step, lambda rows: 0.05)
+    for _ in range(3):
+        machine.serve([0.85])
+    seen = len(machine.lengths)
+    machine.serve([0.85])
+    first = [lengths[0] for lengths in machine.lengths[seen : seen + 8]]
+    assert best(step, 0.05, 0.85, 1, 5)[0] == 4
+    assert all(3 <= length <= 5 for length in first)
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+@pytest.mark.parametrize("step", [*MACHINES.values(), computing])
+@pytest.mark.parametrize("catching_up", [0.1, 3.0])
+def test_guesses_that_are_never_right_cost_little_from_the_first_request_on(
+    count: int, step: Step, catching_up: float
+) -> None:
+    """Also where to begin with a sequence takes as long as three steps."""
+    machine = Machine(step, lambda rows: 0.1, catching_up=catching_up, output=256)
+    first = machine.serve([0.0] * count)
+    later = [machine.serve([0.0] * count) for _ in range(4)]
+    assert first > 0.95
+    assert sum(later) / 4 > 0.97
+    assert min(later) > 0.95
+
+
+@pytest.mark.parametrize("agreement", [0.8, 0.5])
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_where_computing_is_all_guesses_cost_little_though_they_are_right(count: int, agreement: float) -> None:
+    machine = Machine(computing, lambda rows: 0.1, catching_up=0.3)
+    assert machine.serve([agreement] * count) > 0.95
+    assert sum(machine.serve([agreement] * count) for _ in range(4)) / 4 > 0.97
+
+
+def test_a_draft_model_that_was_asked_in_vain_is_asked_again_when_it_has_become_good() -> None:
+    machine = Machine(MACHINES["reading weights is all"], lambda rows: 0.1, catching_up=0.3)
+    for _ in range(5):
+        machine.serve([0.0] * 4)
+    found = [machine.serve([0.9] * 4) for _ in range(6)]
+    assert found[-1] > 1.8
+
+
+def test_long_prompts_that_are_caught_up_with_are_paid_back_where_guesses_are_right() -> None:
+    """To begin with a sequence takes 20 steps: the first request does it all the same, and its gains pay for others."""
+    machine = Machine(MACHINES["reading weights is all"], lambda rows: 0.1, catching_up=20.0, output=400)
+    machine.serve([0.8])
+    assert sum(machine.serve([0.8]) for _ in range(3)) / 3 > 1.6
+
+
+def test_large_batches_go_without_and_leave_small_ones_what_they_know() -> None:
+    def step(tokens: int) -> float:
+        return max(1.0, tokens / 6)
+
+    machine = Machine(step, lambda rows: 0.05)
+    for _ in range(2):
+        machine.serve([0.8])
+        machine.serve([0.8] * 32)
+    assert machine.serve([0.8] * 32) > 0.96
+    seen = len(machine.lengths)
+    assert machine.serve([0.8]) > 0.8 * best(step, 0.05, 0.8, 1, 5)[1]
+    assert machine.lengths[seen + 3][0] > 0
+
+
+def test_what_steps_with_drafts_take_now_and_then_counts_as_well() -> None:
+    """Two in five are held up for long, of plain ones none: most of them are as fast as plain ones."""
+    source = random.Random(1)
+
+    def step(tokens: int) -> float:
+        return 10.0 if tokens > 4 and source.random() < 0.4 else 1.0
+
+    machine = Machine(step, output=2000)
+    assert machine.serve([0.5] * 4) > 0.96
