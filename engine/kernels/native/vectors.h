@@ -104,13 +104,31 @@ INLINE void put(bf16* to, float x) {
     *to = (bf16)((x != x ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-template <int W> INLINE F<W> larger(F<W> a, F<W> b) { return a > b ? a : b; }
+// The second one where either is no number. By name, for GCC (12) compares and blends.
+template <int W> INLINE F<W> larger(F<W> a, F<W> b) {
+#ifdef __AVX__
+    if constexpr (W == 4) return (F<W>)_mm_max_ps((__m128)a, (__m128)b);
+    if constexpr (W == 8) return (F<W>)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+    return a > b ? a : b;
+}
 
 // The lower or upper half.
 template <int W, int UPPER> INLINE F<W / 2> half(F<W> x) {
     F<W / 2> y;
     memcpy(&y, (const char*)&x + UPPER * sizeof y, sizeof y);
     return y;
+}
+
+INLINE F<8> joined(F<4> lower, F<4> upper) {
+#ifdef __AVX__
+    return (F<8>)_mm256_set_m128((__m128)upper, (__m128)lower);  // what follows goes through memory (GCC 12)
+#else
+    F<8> x;
+    memcpy(&x, &lower, sizeof lower);
+    memcpy((char*)&x + sizeof lower, &upper, sizeof upper);
+    return x;
+#endif
 }
 
 template <int W> INLINE float sum(F<W> x) {
@@ -135,11 +153,24 @@ template <int W> INLINE F<4> sums(F<W> a, F<W> b, F<W> c, F<W> d) {
     }
 }
 
+// As sums, of the largest; what is no number is passed over.
+template <int W> INLINE F<4> largest_of(F<W> a, F<W> b, F<W> c, F<W> d) {
+    if constexpr (W > 4) {
+        auto halves = [](F<W> x) { return larger<W / 2>(half<W, 0>(x), half<W, 1>(x)); };
+        return largest_of<W / 2>(halves(a), halves(b), halves(c), halves(d));
+    } else {
+        typedef I<4> P;
+        F<4> ab = larger<4>(__builtin_shuffle(a, b, P{0, 4, 1, 5}), __builtin_shuffle(a, b, P{2, 6, 3, 7}));
+        F<4> cd = larger<4>(__builtin_shuffle(c, d, P{0, 4, 1, 5}), __builtin_shuffle(c, d, P{2, 6, 3, 7}));
+        return larger<4>(__builtin_shuffle(ab, cd, P{0, 1, 4, 5}), __builtin_shuffle(ab, cd, P{2, 3, 6, 7}));
+    }
+}
+
 // e^x within 2 units of the last place; 0 below -87.3, where fp32 has no normal numbers left, and at most e^88.
 // Powers of two exactly, the rest by a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients as in Cephes' expf).
 template <int W> INLINE F<W> exponential(F<W> x) {
     F<W> low = splat<W>(-87.3f), high = splat<W>(88.0f);
-    F<W> y = x < low ? low : x;
+    F<W> y = larger<W>(low, x);
     y = y > high ? high : y;
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the lowest bits
     F<W> shifted = y * 1.44269504f + magic;
@@ -155,6 +186,21 @@ template <int W> INLINE F<W> exponential(F<W> x) {
     F<W> scale = (F<W>)(((I<W>)shifted + 127) << 23);
     F<W> result = p * scale;
     return x < low ? F<W>{} : result;
+}
+
+// 2^x of what is at most 0, within 2 units of the last place; 0 below -127, and at most 2^-126 from there to -126. A NaN
+// stays one. The whole part goes into the exponent as it is; the rest by a polynomial on [-1/2, 1/2] (coefficients as in
+// Cephes' exp2f) that is 1 at 0.
+template <int W> INLINE F<W> two_to(F<W> x) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the lowest bits
+    F<W> y = larger<W>(splat<W>(-127.0f), x), shifted = y + magic, r = y - (shifted - magic);
+    F<W> p = r * 1.535336188e-4f + 1.339887440e-3f;
+    p = p * r + 9.618437357e-3f;
+    p = p * r + 5.550332471e-2f;
+    p = p * r + 2.402264791e-1f;
+    p = p * r + 6.931472029e-1f;
+    p = p * r + 1.0f;
+    return (F<W>)((I<W>)p + ((I<W>)shifted << 23));
 }
 
 // ln x of a normal positive number, within 2 units of the last place (polynomial as in Cephes' logf).

@@ -1,0 +1,375 @@
+// A piece's walk over its keys and values, tile by tile, where they lie in the cache.
+//
+// What a tile needs of the next one is asked of memory while it computes: blocks lie anywhere, and no processor foresees
+// them. A row's numbers are made in one order, of lanes and of places, whatever rows are beside it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "pool.h"
+#include "stored.h"
+#include "vectors.h"
+
+constexpr int kTile = 32;
+constexpr int kChunk = 256;
+// Rows from which on a tile is widened to fp32 once for all of them.
+constexpr int kWiden = 7;
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+struct Attention {
+    const float* query;  // [tokens, heads, head_dim], tokens `query_stride` apart
+    int64_t query_stride;
+    const void *keys, *values;  // [blocks, block, kv_heads, as many bytes as a head is stored in]
+    const int32_t* starts;  // [sequences + 1]
+    const int32_t* lengths;  // [sequences]
+    // [sequences], less than kChunk: places before a table begins, counted from the last chunk that begins before it.
+    const int32_t* leads;
+    const int32_t* tables;  // rows `table_stride` apart
+    int64_t table_stride;
+    const int32_t* table_rows;  // [sequences]
+    int64_t sequences, heads, kv_heads, head_dim, block;
+    int64_t kind;  // how they are stored
+    int64_t window;  // 0: none
+    float scale, cap;  // cap 0: none
+    float* out;  // [tokens, heads, head_dim]
+};
+
+struct Piece {
+    int32_t sequence, kv_head, query, queries;  // `query`: the first, counted from the sequence's own
+    int32_t chunk, chunks;  // those of which any row sees a part
+    int32_t partial;  // of its first chunk
+
+    // The place of the first query, counted as chunks are.
+    int place(const Attention& a) const {
+        int own = a.starts[sequence + 1] - a.starts[sequence];
+        return a.leads[sequence] + a.lengths[sequence] - own + query;
+    }
+};
+
+// What a piece sees of a chunk: places from the first up to the last.
+struct Span {
+    int from, to;
+    Span(const Attention& a, const Piece& p, int chunk) {
+        int place = p.place(a);
+        from = chunk * kChunk;
+        to = std::min(from + kChunk, place + p.queries);
+        if (a.window) from = std::max(from, std::max<int>(0, place - (int)a.window + 1) / kTile * kTile);
+    }
+};
+
+// Where a tile's places lie: bytes from where the keys, and the values, begin.
+struct Places {
+    int64_t at[kTile + 4];
+    int places = 0;
+
+    void find(const Attention& a, const Piece& p, int first, int count, int64_t stored) {
+        const int32_t* table = a.tables + (int64_t)a.table_rows[p.sequence] * a.table_stride;
+        int64_t pitch = a.kv_heads * stored, head = p.kv_head * stored;
+        int place = first - a.leads[p.sequence], block = (int)a.block, t = 0;
+        // What lies before the table is behind the window: hidden, whatever it is.
+        for (; t < count && place < 0; t++, place++) at[t] = (int64_t)table[0] * block * pitch + head;
+        while (t < count) {
+            int within = place % block, some = std::min(block - within, count - t);
+            int64_t from = ((int64_t)table[place / block] * block + within) * pitch + head;
+            for (int i = 0; i < some; i++, from += pitch) at[t + i] = from;
+            t += some;
+            place += some;
+        }
+        // Whole vectors of scores: what is beyond the last place repeats it, and is hidden like all that a row may not see.
+        for (; t % 4; t++) at[t] = at[count - 1];
+        places = count;
+    }
+};
+
+// Softmax in the making: of each row the largest score (as a power of two), the sum of weights and the weighted sum of values.
+struct State {
+    float *most, *weight, *sum;
+    State(float* at, int64_t rows) : most(at), weight(at + rows), sum(at + 2 * rows) {}
+    static int64_t floats(int64_t rows, int64_t dim) { return rows * (dim + 2); }
+};
+
+// Asks for `bytes` from `at` on.
+INLINE void ask(const char* at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+}
+
+// What of the next tile is asked for place by place; `from` is null where there is none.
+struct Asked {
+    const char* from = nullptr;
+    const int64_t* at = nullptr;
+    int bytes = 0;
+    INLINE_MEMBER void ask(int t) const {
+        if (from) ::ask(from + at[t], bytes);
+    }
+};
+
+// score[r * kTile + t] = query row r . key t, for R rows and all `places` rounded up to four.
+template <int W, int R, class T>
+INLINE void dots(const float* const* query, const char* keys, const int64_t* at, int places, int dim, float* score,
+                 Asked next) {
+    for (int t = 0; t < places; t += 4) {
+        for (int j = 0; j < 4; j++) next.ask(t + j);
+        F<W> s[R][4] = {};
+        const T* key[4];
+        for (int j = 0; j < 4; j++) key[j] = (const T*)(keys + at[t + j]);
+        for (int i = 0; i < dim; i += W) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                F<W> wide = load<W>(key[j] + i);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) s[r][j] += load<W>(query[r] + i) * wide;
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) store<4>(score + r * kTile + t, sums<W>(s[r][0], s[r][1], s[r][2], s[r][3]));
+    }
+}
+
+// sum[r * dim ..] = that * before[r] + the sum of weight[r * kTile + t] * value t, for R rows and V vectors of each.
+template <int W, int R, int V, class T>
+INLINE void weigh(const float* weight, const float* before, const char* values, const int64_t* at, int places, int dim,
+                  int from, float* sum, Asked next) {
+    F<W> s[R][V];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) s[r][v] = load<W>(sum + r * dim + from + v * W) * before[r];
+    }
+    for (int t = 0; t < places; t++) {
+        next.ask(t);
+        const T* value = (const T*)(values + at[t]) + from;
+        F<W> w[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) w[r] = splat<W>(weight[r * kTile + t]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            F<W> wide = load<W>(value + v * W);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) s[r][v] += w[r] * wide;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) store<W>(sum + r * dim + from + v * W, s[r][v]);
+    }
+}
+
+template <int W> class Walk {
+  public:
+    static int64_t floats(int64_t rows, int64_t dim) {
+        return rows * kTile + 2 * kTile * dim + State::floats(rows, dim) + rows * 4;
+    }
+
+    Walk(const Attention& a, const Piece& p, float* memory) : a_(a), p_(p) {
+        share_ = (int)(a.heads / a.kv_heads);
+        rows_ = p.queries * share_;
+        dim_ = (int)a.head_dim;
+        place_ = p.place(a);
+        unit_ = 1.44269504f * (a.cap != 0 ? 1.0f : a.scale);
+        token_ = a.starts[p.sequence] + p.query;
+        score_ = memory;
+        wide_ = score_ + rows_ * kTile;
+        query_ = (const float**)(wide_ + 2 * kTile * dim_);
+        before_ = (float*)(query_ + rows_);
+        base_ = before_ + rows_;
+        for (int r = 0; r < rows_; r++)
+            query_[r] = a.query + (token_ + r / share_) * a.query_stride + (p.kv_head * share_ + r % share_) * dim_;
+    }
+
+    int rows() const { return rows_; }
+
+    // State of the piece's rows over chunk `chunk`; what is walked next is chunk `then` of `next`, which may be null.
+    void chunk(int chunk, State state, const Piece* next, int then) {
+        std::fill_n(state.weight, rows_, 0.0f);
+        std::fill_n(state.most, rows_, kNothing);
+        std::fill_n(state.sum, rows_ * dim_, 0.0f);
+        of_kind(a_.kind, [&](auto stored) { over<decltype(stored)>({a_, p_, chunk}, state, next, then); });
+    }
+
+    void finish(const State& state) {
+        for (int r = 0; r < rows_; r++) {
+            float* to = a_.out + ((token_ + r / share_) * a_.heads + p_.kv_head * share_ + r % share_) * dim_;
+            float factor = 1.0f / state.weight[r];
+            for (int i = 0; i < dim_; i += 8) store<8>(to + i, load<8>(state.sum + r * dim_ + i) * factor);
+        }
+    }
+
+  private:
+    template <class T> void over(Span span, State& state, const Piece* next, int then) {
+        int64_t stored = Stored<T>::bytes(dim_);
+        Places tiles[2];
+        auto find = [&](Places& tile, const Piece& p, int first, int to) {
+            tile.find(a_, p, first, std::min(kTile, to - first), stored);
+        };
+        find(tiles[0], p_, span.from, span.to);
+        for (int t = span.from, i = 0; t < span.to; t += kTile, i ^= 1) {
+            Places& after = tiles[i ^ 1];
+            after.places = 0;
+            if (t + kTile < span.to) {
+                find(after, p_, t + kTile, span.to);
+            } else if (next) {
+                Span its(a_, *next, then);
+                find(after, *next, its.from, its.to);
+            }
+            // Who has fewer places than this tile is asked for them again.
+            for (int j = after.places; after.places && j < (tiles[i].places + 3) / 4 * 4; j++) after.at[j] = after.at[0];
+            tile<T>(tiles[i], t, state, after);
+        }
+    }
+
+    template <class T> void tile(const Places& here, int first, State& state, const Places& after) {
+        const char *keys = (const char*)a_.keys, *values = (const char*)a_.values;
+        int stored = (int)Stored<T>::bytes(dim_);
+        scaled_ = Stored<T>::scaled;
+        if constexpr (Stored<T>::scaled) {
+            for (int t = 0; t < here.places; t++) {
+                key_scales_[t] = Stored<T>::scale((const T*)(keys + here.at[t]), dim_);
+                value_scales_[t] = Stored<T>::scale((const T*)(values + here.at[t]), dim_);
+            }
+        }
+        Asked next_keys, next_values;
+        if (after.places) {
+            next_keys = {keys, after.at, stored};
+            next_values = {values, after.at, stored};
+        }
+        if (sizeof(T) == 4 || rows_ < kWiden) {
+            attend<T>(keys, values, here, first, state, next_keys, next_values);
+            return;
+        }
+        // Widened once for all rows, but for scales: numbers are the same as where they are not.
+        Places wide;
+        for (int t = 0; t < here.places; t++) {
+            next_keys.ask(t);
+            next_values.ask(t);
+            float *k = wide_ + t * dim_, *v = k + kTile * dim_;
+            const T *key = (const T*)(keys + here.at[t]), *value = (const T*)(values + here.at[t]);
+            for (int i = 0; i < dim_; i += W) {
+                store<W>(k + i, load<W>(key + i));
+                store<W>(v + i, load<W>(value + i));
+            }
+        }
+        wide.places = here.places;
+        for (int t = 0; t < (here.places + 3) / 4 * 4; t++)
+            wide.at[t] = std::min(t, here.places - 1) * (int64_t)(dim_ * sizeof(float));
+        attend<float>((const char*)wide_, (const char*)(wide_ + kTile * dim_), wide, first, state, {}, {});
+    }
+
+    template <class T>
+    __attribute__((noinline)) void attend(const char* keys, const char* values, const Places& here, int first, State& state,
+                                          Asked next_keys, Asked next_values) {
+        // One thing after the other for all rows: keys, and then values, stay in the nearest cache, and no row waits for what
+        // was just begun for it.
+        bool plain = here.places == kTile && !scaled_ && a_.cap == 0;
+        each_rows([&](auto count, int r) {
+            constexpr int R = decltype(count)::value;
+            int places = seen(r + R - 1, first, here.places);
+            if (places > 0) dots<W, R, T>(query_ + r, keys, here.at, places, dim_, score_ + r * kTile, r ? Asked{} : next_keys);
+        });
+        each_rows([&](auto count, int r) {
+            constexpr int R = decltype(count)::value;
+            if (seen(r + R - 1, first, here.places) <= 0) return;
+            bool all = seen(r, first, kTile) == kTile && (!a_.window || begin(r + R - 1, first) <= 0);
+            if (plain && all) level<R, true>(r, first, state);
+            else level<R, false>(r, first, state);
+        });
+        each_rows([&](auto count, int r) {
+            constexpr int R = decltype(count)::value;
+            if (seen(r + R - 1, first, here.places) > 0) soften<R>(r, state);
+        });
+        each_rows([&](auto count, int r) {
+            constexpr int R = decltype(count)::value, V = R == 1 ? 8 : 4;
+            float* sum = state.sum + r * dim_;
+            int places = seen(r + R - 1, first, here.places), d = 0;
+            if (places <= 0) return;
+            Asked next = r ? Asked{} : next_values;
+            for (; d + V * W <= dim_; d += V * W, next = {})
+                weigh<W, R, V, T>(score_ + r * kTile, before_ + r, values, here.at, places, dim_, d, sum, next);
+            for (; d < dim_; d += W, next = {})
+                weigh<W, R, 1, T>(score_ + r * kTile, before_ + r, values, here.at, places, dim_, d, sum, next);
+        });
+    }
+
+    // call(how many rows, the first of them), for all rows.
+    template <class Call> INLINE_MEMBER void each_rows(Call&& call) {
+        for (int r = 0; r < rows_;) {
+            int left = rows_ - r, some = left == 4 || left == 2 ? 2 : left > 2 ? 3 : 1;
+            if (some == 3) call(std::integral_constant<int, 3>{}, r);
+            else if (some == 2) call(std::integral_constant<int, 2>{}, r);
+            else call(std::integral_constant<int, 1>{}, r);
+            r += some;
+        }
+    }
+
+    // Of the tile at `first`, where what row r sees begins by its window, and how many of its places are not after it.
+    int begin(int r, int first) const { return place_ + r / share_ - (int)a_.window + 1 - first; }
+    int seen(int r, int first, int places) const { return std::min(place_ + r / share_ + 1 - first, places); }
+
+    // What each of R rows has for its largest score so far, and `before_`, which is what that leaves of its sums until now.
+    // PLAIN: all rows see the whole tile, and scores are as they are; else they are made so.
+    template <int R, bool PLAIN> INLINE_MEMBER void level(int r, int first, State& state) {
+        F<8> tops[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < R; i++) {
+            int from = a_.window ? begin(r + i, first) : 0, to = seen(r + i, first, kTile);
+            tops[i] = splat<8>(kNothing);
+#pragma GCC unroll 8
+            for (int t = 0; t < kTile; t += 8) {
+                float* at = score_ + (r + i) * kTile + t;
+                // In halves, as they were stored.
+                F<8> s = joined(load<4>(at), load<4>(at + 4));
+                if (!PLAIN) {
+                    if (scaled_) s *= load<8>(key_scales_ + t);
+                    // cap * tanh(scale * s / cap)
+                    if (a_.cap != 0)
+                        s = a_.cap - 2.0f * a_.cap / (exponential<8>(s * (2.0f * a_.scale / a_.cap)) + 1.0f);
+                    I<8> place = I<8>{0, 1, 2, 3, 4, 5, 6, 7} + t;
+                    s = (place >= from) & (place < to) ? s : splat<8>(kNothing);
+                    store<8>(at, s);
+                }
+                tops[i] = larger<8>(s, tops[i]);
+            }
+        }
+        for (int i = R; i < 4; i++) tops[i] = tops[0];
+        F<4> top = largest_of<8>(tops[0], tops[1], tops[2], tops[3]) * unit_, was;
+        for (int i = 0; i < 4; i++) was[i] = state.most[r + (i < R ? i : 0)];
+        top = larger<4>(top, was);
+        // A row may have seen nothing yet, or numbers alone that are none: its weights are then 0, or NaN.
+        F<4> base = top == kNothing ? F<4>{} : top, before = two_to<4>(was - base);
+        for (int i = 0; i < R; i++) {
+            state.most[r + i] = top[i];
+            base_[r + i] = base[i];
+            before_[r + i] = before[i];
+        }
+    }
+
+    // Scores of R rows to weights, relative to their largest.
+    template <int R> INLINE_MEMBER void soften(int r, State& state) {
+        F<8> totals[4] = {};
+#pragma GCC unroll 4
+        for (int i = 0; i < R; i++) {
+            F<8> base = splat<8>(base_[r + i]);
+#pragma GCC unroll 8
+            for (int t = 0; t < kTile; t += 8) {
+                float* at = score_ + (r + i) * kTile + t;
+                F<8> w = two_to<8>(load<8>(at) * unit_ - base);
+                totals[i] += w;
+                if (scaled_) w *= load<8>(value_scales_ + t);
+                store<8>(at, w);
+            }
+        }
+        F<4> total = sums<8>(totals[0], totals[1], totals[2], totals[3]);
+        for (int i = 0; i < R; i++) state.weight[r + i] = state.weight[r + i] * before_[r + i] + total[i];
+    }
+
+    const Attention& a_;
+    const Piece& p_;
+    int share_, rows_, dim_, place_, token_;
+    float unit_;  // scores times this are powers of two
+    const float** query_;
+    float *score_, *wide_, *before_, *base_;
+    bool scaled_ = false;
+    float key_scales_[kTile] = {}, value_scales_[kTile] = {};  // of a tile's places
+};
