@@ -20,6 +20,9 @@ constexpr int kColumns = kVectors * LANES;
 constexpr int kRows = LANES == 16 ? 8 : 4;
 // Bytes of a panel that several tiles read one after the other: they stay in the nearest cache.
 constexpr int kPiece = 12288;
+// Inputs of such a piece in bf16, and from how many tiles on it is widened to fp32 once for all of them.
+constexpr int kWide = kPiece / (2 * kColumns);
+constexpr int kWorthWidening = 8;
 // Bytes of a task's rows that are read again for each of its panels: they stay in a core's own cache.
 constexpr int kStay = 262144;
 // How far ahead of a single tile weights are asked for, in bytes.
@@ -58,16 +61,34 @@ INLINE F<LANES> fused(F<LANES> a, F<LANES> b, F<LANES> c) {
 #endif
 }
 
+// Where a tile's sums go, row by row, and what they begin with: what is there already, or one row for all.
+struct Sums {
+    float* to;
+    int64_t ld;
+    const float* from;
+    int64_t from_ld;
+
+    INLINE_MEMBER Sums below(int64_t rows) const { return {to + rows * ld, ld, from + rows * from_ld, from_ld}; }
+    INLINE_MEMBER Sums begun() const { return {to, ld, to, ld}; }
+    // Asks for the lines that are written for the first time: another core may have written or read them last.
+    template <int M> INLINE_MEMBER void ask() const {
+        if (from == to) return;
+        for (int i = 0; i < M; i++)
+            for (int at = 0; at < kColumns; at += 16) ask_to_write(to + i * ld + at);
+    }
+};
+
 template <int M> struct Tile {
     F<LANES> sums[M][kVectors];
 
-    INLINE_MEMBER void begin(const float* c, int64_t ldc) {
+    INLINE_MEMBER void begin(const Sums& s) {
+        s.ask<M>();
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < kVectors; j++) sums[i][j] = load<LANES>(c + i * ldc + j * LANES);
+            for (int j = 0; j < kVectors; j++) sums[i][j] = load<LANES>(s.from + i * s.from_ld + j * LANES);
     }
-    INLINE_MEMBER void end(float* c, int64_t ldc) const {
+    INLINE_MEMBER void end(const Sums& s) const {
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < kVectors; j++) store<LANES>(c + i * ldc + j * LANES, sums[i][j]);
+            for (int j = 0; j < kVectors; j++) store<LANES>(s.to + i * s.ld + j * LANES, sums[i][j]);
     }
     INLINE_MEMBER void add(const float* x, int64_t ldx, const F<LANES>* w) {
 #pragma GCC unroll 8
@@ -79,34 +100,52 @@ template <int M> struct Tile {
     }
 };
 
-// What a tile asks of memory while it computes: what is at `at`, and at every input, or pair, from `step` bytes on.
+// What a tile asks of memory while it computes: what is at `at`, and by `step` bytes further at every input, or pair where
+// products go through pairs.
 struct Ahead {
     const char* at;
     int64_t step;
-    INLINE_MEMBER void ask() {
+    INLINE_MEMBER void ask(int64_t steps) {
         __builtin_prefetch(at);
         __builtin_prefetch(at + 64);
-        at += step;
+        at += steps * step;
     }
 };
 
-template <int M>
-static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const float* w, int64_t inputs, float* c,
-                                           int64_t ldc, Ahead ahead) {
-    Tile<M> t;
-    t.begin(c, ldc);
-    for (int64_t k = 0; k < inputs; k++, w += kColumns) {
-        F<LANES> columns[kVectors];
-        for (int j = 0; j < kVectors; j++) columns[j] = load<LANES>(w + j * LANES);
-        ahead.ask();
-        t.add(x + k, ldx, columns);
-    }
-    t.end(c, ldc);
+// As many inputs as a tile by hand takes: `x`, `w`, `inputs` and `s` are what is left.
+template <int M, class W>
+INLINE void take_by_hand(const float*& x, int64_t ldx, const W*& w, int64_t& inputs, Sums& s, const Ahead& ahead) {
+#ifdef PENSTOCK_TILE_BY_HAND
+    // Where a panel in fp32 is not for several tiles, it does not ask for enough.
+    if (M != 4 || inputs < 4 || (sizeof(W) == 4 && 4 * ahead.step > 128)) return;
+    s.ask<M>();
+    tile_by_hand(x, ldx, w, inputs / 4, s.from, s.from_ld, s.to, s.ld, ahead.at, 4 * ahead.step);
+    s = s.begun();
+    x += inputs / 4 * 4;
+    w += inputs / 4 * 4 * kColumns;
+    inputs %= 4;
+#endif
 }
 
 template <int M>
-static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf16* w, int64_t inputs, float* c,
-                                           int64_t ldc, Ahead ahead) {
+static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const float* w, int64_t inputs, Sums s,
+                                           Ahead ahead) {
+    take_by_hand<M>(x, ldx, w, inputs, s, ahead);
+    if (!inputs) return;
+    Tile<M> t;
+    t.begin(s);
+    for (int64_t k = 0; k < inputs; k++, w += kColumns) {
+        F<LANES> columns[kVectors];
+        for (int j = 0; j < kVectors; j++) columns[j] = load<LANES>(w + j * LANES);
+        ahead.ask(1);
+        t.add(x + k, ldx, columns);
+    }
+    t.end(s);
+}
+
+template <int M>
+static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf16* w, int64_t inputs, Sums s,
+                                           Ahead ahead) {
     auto columns = [&](bool second) {
         std::array<F<LANES>, kVectors> found;
         for (int j = 0; j < kVectors; j++) {
@@ -115,33 +154,26 @@ static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf
         }
         return found;
     };
-    int64_t pairs = inputs / 2;
-#ifdef PENSTOCK_TILE_BY_HAND
-    if constexpr (M == 4) {
-        if (pairs) tile_by_hand(x, ldx, w, pairs, c, ldc, ahead.at, ahead.step);
-        w += pairs * 2 * kColumns;
-        x += pairs * 2;
-        pairs = 0;
-    }
-#endif
-    if (pairs) {
+    take_by_hand<M>(x, ldx, w, inputs, s, ahead);
+    if (inputs / 2) {
         Tile<M> t;
-        t.begin(c, ldc);
-        for (; pairs; pairs--, w += 2 * kColumns, x += 2) {
-            ahead.ask();
+        t.begin(s);
+        for (int64_t pairs = inputs / 2; pairs; pairs--, w += 2 * kColumns, x += 2) {
+            ahead.ask(2);
             t.add(x, ldx, columns(false).data());
             // Read again: kept, the words would drive sums out of the registers.
             asm volatile("" : "+r"(w));
             t.add(x + 1, ldx, columns(true).data());
         }
-        t.end(c, ldc);
+        t.end(s);
+        s = s.begun();
     }
     // The last input of an odd number apart, for the same reason.
     if (inputs % 2) {
         Tile<M> t;
-        t.begin(c, ldc);
+        t.begin(s);
         t.add(x, ldx, columns(false).data());
-        t.end(c, ldc);
+        t.end(s);
     }
 }
 
@@ -158,14 +190,14 @@ INLINE F<LANES> add_dots(F<LANES> sums, U<LANES> x, U<LANES> w) {
 
 // `x` and `w` are pairs; rows of `x` are `ldx` words apart.
 template <int M>
-static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const bf16* w, int64_t pairs, float* c,
-                                           int64_t ldc, Ahead ahead) {
+static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const bf16* w, int64_t pairs, Sums s,
+                                           Ahead ahead) {
     Tile<M> t;
-    t.begin(c, ldc);
+    t.begin(s);
     for (int64_t k = 0; k < pairs; k++, w += 2 * kColumns) {
         U<LANES> words[kVectors];
         for (int j = 0; j < kVectors; j++) words[j] = load_words<LANES>(w + 2 * j * LANES);
-        ahead.ask();
+        ahead.ask(1);
 #pragma GCC unroll 8
         for (int i = 0; i < M; i++) {
             U<LANES> pair = x[i * ldx + k] - U<LANES>{};
@@ -173,14 +205,14 @@ static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const
             for (int j = 0; j < kVectors; j++) t.sums[i][j] = add_dots(t.sums[i][j], pair, words[j]);
         }
     }
-    t.end(c, ldc);
+    t.end(s);
 }
 
 // Rows of fp32 as pairs of bf16; a last input that is alone has a zero beside it.
 static void round_rows(Pool& pool, const float* x, uint32_t* to, int64_t rows, int64_t inputs) {
     int64_t pairs = pairs_of(inputs);
     int tasks = (int)std::min<int64_t>(rows, rows * inputs < 16384 ? 1 : 4 * pool.threads());
-    pool.run(tasks, [&](int task, int) {
+    pool.spread(tasks, [&](int task, int) {
         for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; row++) {
             const float* from = x + row * inputs;
             bf16* out = (bf16*)(to + row * pairs);
@@ -194,11 +226,9 @@ static void round_rows(Pool& pool, const float* x, uint32_t* to, int64_t rows, i
 #endif
 
 template <int M = kRows, class X, class W>
-INLINE void tiles(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t depth, float* c, int64_t ldc, Ahead ahead,
-                  int64_t share) {
-    for (; rows >= M; rows -= M, x += M * ldx, c += M * ldc, ahead.at += share)
-        tile<M>(x, ldx, w, depth, c, ldc, ahead);
-    if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, depth, c, ldc, ahead, share);
+INLINE void tiles(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t depth, Sums s, Ahead ahead, int64_t share) {
+    for (; rows >= M; rows -= M, x += M * ldx, s = s.below(M), ahead.at += share) tile<M>(x, ldx, w, depth, s, ahead);
+    if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, depth, s, ahead, share);
 }
 
 // What products need before their first task.
@@ -238,33 +268,55 @@ template <class W> INLINE auto rows_of(const Gemm& g, const Part& part) {
     else return g.x + part.first * g.inputs;
 }
 
+// A piece of a panel in bf16, of 4 inputs at least and not more than kWide, for many rows: the first tile widens it.
+#ifdef PENSTOCK_TILE_BY_HAND
+INLINE void widened(const float* x, int64_t ldx, int64_t rows, const bf16* w, int64_t some, Sums s) {
+    alignas(64) float wide[kWide * kColumns];
+    int64_t whole = some / 4 * 4, others = (rows - 1) / kRows, share = some * kColumns * sizeof(bf16) / others;
+    Ahead next{(const char*)(w + some * kColumns), share / some};
+    s.ask<kRows>();
+    widen_by_hand(x, ldx, w, whole / 4, s.from, s.from_ld, s.to, s.ld, wide);
+    tiles(x + kRows * ldx, ldx, rows - kRows, wide, whole, s.below(kRows), next, share);
+    if (whole < some) tiles(x + whole, ldx, rows, w + whole * kColumns, some - whole, s.begun(), next, 0);
+}
+#endif
+
 // c [rows, kColumns] is set to the bias, where k is 0, and the product of the units from `k` to `end` is added. What
 // several tiles read is taken in pieces, and while they compute, the next piece is on its way: it lies behind, and so
-// does the next panel.
+// does the next panel. Sums go to `c` with the last piece alone: its rows are far apart, and may share places in a cache.
 template <class W>
 INLINE void product(const Gemm& g, const Part& part, int64_t p, int64_t k, int64_t end, float* c, int64_t ldc) {
-    constexpr int64_t kBytes = kColumns * (kPairs<W> ? 4 : sizeof(W)), kAsked = kPairs<W> || sizeof(W) == 4 ? 1 : 2;
+    constexpr int64_t kBytes = kColumns * (kPairs<W> ? 4 : sizeof(W));
     int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
-    for (int64_t i = 0; k == 0 && i < part.rows; i++) {
-        memset(c + i * ldc, 0, kColumns * sizeof(float));
-        if (g.bias) memcpy(c + i * ldc, g.bias + column, columns * sizeof(float));
-    }
+    alignas(64) float bias[kColumns] = {}, kept[kTaskRows * kColumns];
+    if (g.bias) memcpy(bias, g.bias + column, columns * sizeof(float));
     const auto* x = rows_of<W>(g, part);
     int64_t units = units_of<W>(g.inputs), depth = sizeof(W) == 2 ? 2 * pairs_of(g.inputs) : g.inputs;
     const W* weight = (const W*)g.weight + p * kColumns * depth;
     int64_t count = (part.rows + kRows - 1) / kRows, most = count == 1 ? end - k : kPiece / kBytes;
-    for (; k < end; k += most) {
-        int64_t some = std::min(most, end - k), share = some * kBytes / count;
+    int64_t pieces = (end - k + most - 1) / most, some = ((end - k + pieces - 1) / pieces + 3) / 4 * 4;
+    Sums s{c, ldc, k ? c : bias, k ? ldc : 0};
+    for (; k < end; k += some, s = s.begun()) {
+        some = std::min(some, end - k);
+        s.to = k + some < end ? kept : c;
+        s.ld = k + some < end ? kColumns : ldc;
         const char* w = (const char*)weight + k * kBytes;
+#ifdef PENSTOCK_TILE_BY_HAND
+        if constexpr (sizeof(W) == 2)
+            if (count >= kWorthWidening && some >= 4) {
+                widened(x + k, units, part.rows, (const W*)w, some, s);
+                continue;
+            }
+#endif
         const char* ahead = count == 1 ? w + kAhead : w + some * kBytes;
-        tiles(x + k, units, part.rows, (const W*)w, some, c, ldc, {ahead, kAsked * kBytes / count}, share);
+        tiles(x + k, units, part.rows, (const W*)w, some, s, {ahead, kBytes / count}, some * kBytes / count);
     }
 }
 
 template <class W> static void gemm(Pool& pool, Gemm g) {
     prepare<W>(pool, g);
     Cut cut(pool, g);
-    pool.run((int)(cut.across * cut.down), [&](int task, int) {
+    pool.spread((int)(cut.across * cut.down), [&](int task, int) {
         Part part = cut.part(g, task);
         int64_t units = units_of<W>(g.inputs), deep = std::max<int64_t>(256, kStay / 4 / part.rows / 2 * 2);
         for (int64_t k = 0; k < units; k += deep) {
@@ -288,7 +340,7 @@ template <class W> static void gemm(Pool& pool, Gemm g) {
 
 // `weight` [outputs, inputs] into `packed`, which is zero and has room for whole panels.
 static void pack(Pool& pool, const float* weight, float* packed, int64_t inputs, int64_t outputs) {
-    pool.run((int)panels_of(outputs), [&](int p, int) {
+    pool.spread((int)panels_of(outputs), [&](int p, int) {
         int64_t first = (int64_t)p * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);
         float* to = packed + first * inputs;
         for (int64_t n = 0; n < columns; n++)
@@ -296,7 +348,7 @@ static void pack(Pool& pool, const float* weight, float* packed, int64_t inputs,
     });
 }
 static void pack(Pool& pool, const bf16* weight, bf16* packed, int64_t inputs, int64_t outputs) {
-    pool.run((int)panels_of(outputs), [&](int p, int) {
+    pool.spread((int)panels_of(outputs), [&](int p, int) {
         int64_t first = (int64_t)p * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);
         bf16* to = packed + first * 2 * pairs_of(inputs);
         for (int64_t n = 0; n < columns; n++)

@@ -59,7 +59,7 @@ INLINE bool before(const Peak& a, float value, int32_t place) {
 template <class Panel> INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, Panel&& panel) {
     Cut cut(pool, g);
     std::vector<Peak> found(cut.across * g.rows);
-    pool.run((int)(cut.across * cut.down), [&](int task, int) {
+    pool.spread((int)(cut.across * cut.down), [&](int task, int) {
         Part part = cut.part(g, task);
         Peaks own;
         own.begin(part.rows);

@@ -1,5 +1,6 @@
 // Threads that share a call's tasks: they spin briefly for the next call, which mostly comes within microseconds, then
-// sleep. A thread that the system has put aside before it began holds up nobody: tasks are claimed one by one.
+// sleep. A thread that the system has put aside before it began holds up nobody: tasks are claimed one by one, and who
+// has none left takes the others'.
 #pragma once
 
 #include <algorithm>
@@ -45,12 +46,12 @@ class Scratch {
 class Pool {
   public:
     // `threads` includes the caller's own.
-    Pool(int threads, int spin_us) : own(threads), spin_(std::chrono::microseconds(spin_us)) {
+    Pool(int threads, int spin_us) : own(threads), spin_(std::chrono::microseconds(spin_us)), queues_(threads) {
         for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
     }
     ~Pool() {
         stop_.store(true);
-        ticket_.store(Ticket(generation_ + 1, 0));
+        queues_[0].left.store(Queue::of(generation_ + 1, 0, 0));
         {
             std::lock_guard<std::mutex> lock(mutex_);
         }
@@ -60,37 +61,69 @@ class Pool {
 
     int threads() const { return (int)own.size(); }
 
-    // f(task, thread) for every task, on all threads; returns when all are done.
-    template <class Call> void run(int tasks, Call&& f) {
-        if (workers_.empty() || tasks <= 1) {
-            for (int i = 0; i < tasks; i++) f(i, 0);
-            return;
-        }
-        call_ = [](void* context, int task, int thread) {
-            (*static_cast<std::remove_reference_t<Call>*>(context))(task, thread);
-        };
-        context_ = &f;
-        for (offset_ = 0; offset_ < tasks; offset_ += kMost) share(std::min(tasks - offset_, kMost));
-    }
+    // f(task, thread) for every task, on all threads, begun in order; returns when all are done.
+    template <class Call> void run(int tasks, Call&& f) { start(tasks, f, false); }
+
+    // The same, but each thread goes through neighbours, from a place of its own on: what neighbours read is in its cache,
+    // and what they write beside each other is not written by two at once. It helps others from their end.
+    template <class Call> void spread(int tasks, Call&& f) { start(tasks, f, true); }
 
     std::vector<Scratch> own;  // of each thread
     Scratch shared;  // of a call
     Scratch step;  // of a step of several calls
 
   private:
-    // A call's number, its tasks and the next one to be claimed in one word: who claims a task sees which call it is of,
-    // and a straggler from the last call does no harm.
-    static constexpr int kBits = 20;
-    static constexpr int kMost = 1 << (kBits - 1);  // leaves room for the threads that find nothing left
-    static uint64_t Ticket(uint64_t generation, uint64_t tasks) {
-        return generation << (2 * kBits) | tasks << kBits;
+    // A call's number, the end of its tasks here and the next one to be claimed in one word: who claims a task sees which
+    // call it is of, and a straggler from the last call does no harm.
+    struct alignas(64) Queue {
+        static constexpr int kBits = 20;
+        static constexpr uint64_t kMask = (1 << kBits) - 1;
+        std::atomic<uint64_t> left{0};
+
+        static uint64_t of(uint64_t generation, uint64_t next, uint64_t end) {
+            return generation << (2 * kBits) | end << kBits | next;
+        }
+        static int next(uint64_t word) { return word & kMask; }
+        static int end(uint64_t word) { return word >> kBits & kMask; }
+        static uint64_t generation(uint64_t word) { return word >> (2 * kBits); }
+
+        // A task, or -1.
+        int first() {
+            uint64_t word = left.load(std::memory_order_acquire);
+            if (next(word) >= end(word)) return -1;
+            word = left.fetch_add(1, std::memory_order_acq_rel);
+            return next(word) < end(word) ? next(word) : -1;
+        }
+        int last() {
+            uint64_t word = left.load(std::memory_order_acquire);
+            while (next(word) < end(word))
+                if (left.compare_exchange_weak(word, word - (1 << kBits), std::memory_order_acq_rel)) return end(word) - 1;
+            return -1;
+        }
+    };
+    static constexpr int kMost = 1 << (Queue::kBits - 1);  // leaves room for the threads that find nothing left
+
+    template <class Call> void start(int tasks, Call& f, bool apart) {
+        if (workers_.empty() || tasks <= 1) {
+            for (int i = 0; i < tasks; i++) f(i, 0);
+            return;
+        }
+        call_ = [](void* context, int task, int thread) { (*static_cast<Call*>(context))(task, thread); };
+        context_ = &f;
+        apart_.store(apart, std::memory_order_relaxed);
+        for (offset_ = 0; offset_ < tasks; offset_ += kMost) share(std::min(tasks - offset_, kMost));
     }
-    static uint64_t generation_of(uint64_t ticket) { return ticket >> (2 * kBits); }
 
     void share(int tasks) {
         done_.store(0, std::memory_order_relaxed);
         generation_++;
-        ticket_.store(Ticket(generation_, tasks));
+        // The first one last: it is what others wait for.
+        bool apart = apart_.load(std::memory_order_relaxed);
+        for (int i = threads() - 1; i >= 0; i--) {
+            int64_t first = apart ? i : std::min(i, 1), parts = apart ? threads() : 1;
+            int64_t next = tasks * first / parts, end = std::min<int64_t>(tasks * (first + 1) / parts, tasks);
+            queues_[i].left.store(Queue::of(generation_, next, end));
+        }
         if (sleeping_.load()) {
             {
                 std::lock_guard<std::mutex> lock(mutex_);
@@ -106,12 +139,14 @@ class Pool {
     }
 
     void work(int thread) {
-        for (;;) {
-            uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
-            int next = ticket & ((1 << kBits) - 1), tasks = ticket >> kBits & ((1 << kBits) - 1);
-            if (next >= tasks) return;
-            call_(context_, offset_ + next, thread);
-            done_.fetch_add(1, std::memory_order_release);
+        for (int i = 0; i < threads(); i++) {
+            Queue& queue = queues_[(thread + i) % threads()];
+            for (;;) {
+                int task = i && apart_.load(std::memory_order_relaxed) ? queue.last() : queue.first();
+                if (task < 0) break;
+                call_(context_, offset_ + task, thread);
+                done_.fetch_add(1, std::memory_order_release);
+            }
         }
     }
 
@@ -120,13 +155,13 @@ class Pool {
         for (;;) {
             wait_beyond(seen);
             if (stop_.load()) return;
-            seen = generation_of(ticket_.load());
+            seen = Queue::generation(queues_[0].left.load());
             work(thread);
         }
     }
 
     void wait_beyond(uint64_t seen) {
-        auto changed = [&] { return generation_of(ticket_.load()) != seen; };
+        auto changed = [&] { return Queue::generation(queues_[0].left.load()) != seen; };
         auto end = std::chrono::steady_clock::now() + spin_;
         do {
             for (int i = 0; i < 64; i++) {
@@ -145,7 +180,8 @@ class Pool {
     void (*call_)(void*, int, int) = nullptr;
     void* context_ = nullptr;
     int offset_ = 0;
-    alignas(64) std::atomic<uint64_t> ticket_{0};
+    std::atomic<bool> apart_{false};
+    std::vector<Queue> queues_;
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false};

@@ -227,7 +227,7 @@ static void quantised_product(Pool& pool, const Gemm& g) {
     const Quantised& q = *(const Quantised*)g.weight;
     Rounded r = rounded_rows(pool, q, g.x, g.rows, g.inputs);
     Cut cut(pool, g);
-    pool.run((int)(cut.across * cut.down), [&](int task, int) {
+    pool.spread((int)(cut.across * cut.down), [&](int task, int) {
         Part part = cut.part(g, task);
         for (int64_t p = part.begin; p < part.end; p++) {
             int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);

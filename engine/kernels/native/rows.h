@@ -13,7 +13,7 @@ constexpr int64_t kAlone = 16384;
 
 template <class Call> INLINE void each_row(Pool& pool, int64_t rows, int64_t width, Call&& call) {
     int64_t tasks = std::min<int64_t>({rows, rows * width / kAlone + 1, 4 * (int64_t)pool.threads()});
-    pool.run((int)tasks, [&](int task, int) {
+    pool.spread((int)tasks, [&](int task, int) {
         for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; row++) call(row);
     });
 }

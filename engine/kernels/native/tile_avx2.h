@@ -1,6 +1,9 @@
-// The product of four rows and a panel in bf16, in AVX2's assembly. Its sums take 12 of the 16 registers, and what is
-// left is just enough where each word of weights is read twice; compilers move the sums between registers and memory
-// instead (GCC 12: 67 GFLOP/s on a core that does 103, against 92).
+// Products of four rows and a panel, in AVX2's assembly. Their sums take 12 of the 16 registers, and what is left is just
+// enough; compilers move the sums between registers and memory instead (GCC 12: 67 GFLOP/s on a core that does 103).
+//
+// What limits them is mostly how many instructions a core takes in at a time, of which the other thread of that core may
+// leave the half: 24 for an input where weights are widened on the way, each word of them read twice, 20 where they are
+// in fp32. So the first of many tiles keeps what it has widened, for those after it.
 #pragma once
 
 #include "vectors.h"
@@ -10,9 +13,9 @@
 #include <immintrin.h>
 
 #define EACH_SUM(OP) \
-    OP("0", "(%[c])") OP("1", "32(%[c])") OP("2", "64(%[c])") OP("3", "(%[c],%[ldc])") OP("4", "32(%[c],%[ldc])") \
-    OP("5", "64(%[c],%[ldc])") OP("6", "(%[c],%[ldc],2)") OP("7", "32(%[c],%[ldc],2)") OP("8", "64(%[c],%[ldc],2)") \
-    OP("9", "(%[c],%[ldc3])") OP("10", "32(%[c],%[ldc3])") OP("11", "64(%[c],%[ldc3])")
+    OP("0", "(%[at])") OP("1", "32(%[at])") OP("2", "64(%[at])") OP("3", "(%[at],%[ld])") OP("4", "32(%[at],%[ld])") \
+    OP("5", "64(%[at],%[ld])") OP("6", "(%[at],%[ld],2)") OP("7", "32(%[at],%[ld],2)") OP("8", "64(%[at],%[ld],2)") \
+    OP("9", "(%[at],%[ld3])") OP("10", "32(%[at],%[ld3])") OP("11", "64(%[at],%[ld3])")
 #define LOAD(SUM, AT) "vmovups " AT ", %%ymm" SUM "\n"
 #define STORE(SUM, AT) "vmovups %%ymm" SUM ", " AT "\n"
 #define ROW(AT, A, B, C) \
@@ -22,32 +25,91 @@
     ROW(AT "(%[x])", "0", "1", "2") ROW(AT "(%[x],%[ldx])", "3", "4", "5") ROW(AT "(%[x],%[ldx],2)", "6", "7", "8") \
     ROW(AT "(%[x],%[ldx3])", "9", "10", "11")
 
-// c [4, 24] plus x [4, 2 * pairs] times so many pairs of a panel; `pairs` is 1 at least. At each it asks for what is at
-// `ahead`, and goes on there by `step` bytes.
-INLINE void tile_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t pairs, float* c, int64_t ldc,
-                         const char* ahead, int64_t step) {
-    alignas(32) static const uint32_t upper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
-                                                  0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+#define WIDEN_LOWER(A, B, C) \
+    "vmovdqu " A "(%[w]), %%ymm12\n vmovdqu " B "(%[w]), %%ymm13\n vmovdqu " C "(%[w]), %%ymm14\n" \
+    "vpslld $16, %%ymm12, %%ymm12\n vpslld $16, %%ymm13, %%ymm13\n vpslld $16, %%ymm14, %%ymm14\n"
+#define WIDEN_UPPER(A, B, C) \
+    "vmovdqa %[upper], %%ymm14\n" \
+    "vpand " A "(%[w]), %%ymm14, %%ymm12\n vpand " B "(%[w]), %%ymm14, %%ymm13\n vpand " C "(%[w]), %%ymm14, %%ymm14\n"
+#define KEEP(A, B, C) \
+    "vmovaps %%ymm12, " A "(%[wide])\n vmovaps %%ymm13, " B "(%[wide])\n vmovaps %%ymm14, " C "(%[wide])\n"
+#define WIDE(A, B, C) \
+    "vmovups " A "(%[w]), %%ymm12\n vmovups " B "(%[w]), %%ymm13\n vmovups " C "(%[w]), %%ymm14\n"
+#define ASK "prefetcht0 (%[ahead])\n prefetcht0 64(%[ahead])\n"
+#define AFTER "mov %[to], %[at]\n mov %[ld_after], %[ld]\n lea (%[ld],%[ld],2), %[ld3]\n"
+#define VECTORS \
+    "ymm0", "ymm1", "ymm2", "ymm3", "ymm4", "ymm5", "ymm6", "ymm7", "ymm8", "ymm9", "ymm10", "ymm11", "ymm12", "ymm13", \
+    "ymm14", "ymm15"
+
+alignas(32) static const uint32_t kUpper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                               0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+
+// `to` [4, 24] is set to `from` plus x [4, 4 * fours] times so many inputs of a panel; `fours` is 1 at least. At each it
+// asks for what is at `ahead`, three lines here and two below, and goes on there by `step` bytes.
+INLINE void tile_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fours, const float* from, int64_t from_ld,
+                         float* to, int64_t to_ld, const char* ahead, int64_t step) {
+    const float* at = from;
+    int64_t ld = 4 * from_ld, ld3 = 3 * ld, ld_after = 4 * to_ld;
+    asm volatile(
+        EACH_SUM(LOAD)
+        "0:\n" ASK "prefetcht0 128(%[ahead])\n add %[step], %[ahead]\n"
+        WIDEN_LOWER("", "32", "64") ROWS("") WIDEN_UPPER("", "32", "64") ROWS("4")
+        WIDEN_LOWER("96", "128", "160") ROWS("8") WIDEN_UPPER("96", "128", "160") ROWS("12")
+        "add $16, %[x]\n add $192, %[w]\n dec %[fours]\n jnz 0b\n"
+        AFTER EACH_SUM(STORE)
+        : [x] "+r"(x), [w] "+r"(w), [fours] "+r"(fours), [ahead] "+r"(ahead), [at] "+r"(at), [ld] "+r"(ld),
+          [ld3] "+r"(ld3)
+        : [step] "r"(step), [ldx] "r"(4 * ldx), [ldx3] "r"(12 * ldx), [to] "m"(to), [ld_after] "m"(ld_after),
+          [upper] "m"(kUpper)
+        : VECTORS, "cc", "memory");
+}
+
+// The same by a panel in fp32.
+INLINE void tile_by_hand(const float* x, int64_t ldx, const float* w, int64_t fours, const float* from, int64_t from_ld,
+                         float* to, int64_t to_ld, const char* ahead, int64_t step) {
+    const float* at = from;
+    int64_t ld = 4 * from_ld, ld3 = 3 * ld, ld_after = 4 * to_ld;
+    asm volatile(
+        EACH_SUM(LOAD)
+        "0:\n" ASK "add %[step], %[ahead]\n"
+        WIDE("", "32", "64") ROWS("") WIDE("96", "128", "160") ROWS("4")
+        WIDE("192", "224", "256") ROWS("8") WIDE("288", "320", "352") ROWS("12")
+        "add $16, %[x]\n add $384, %[w]\n dec %[fours]\n jnz 0b\n"
+        AFTER EACH_SUM(STORE)
+        : [x] "+r"(x), [w] "+r"(w), [fours] "+r"(fours), [ahead] "+r"(ahead), [at] "+r"(at), [ld] "+r"(ld),
+          [ld3] "+r"(ld3)
+        : [step] "r"(step), [ldx] "r"(4 * ldx), [ldx3] "r"(12 * ldx), [to] "m"(to), [ld_after] "m"(ld_after)
+        : VECTORS, "cc", "memory");
+}
+
+// As the first, and leaves the panel at `wide`, as one in fp32. It asks for nothing: the tiles after it do.
+INLINE void widen_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fours, const float* from, int64_t from_ld,
+                          float* to, int64_t to_ld, float* wide) {
+    const float* at = from;
+    int64_t ld = 4 * from_ld, ld3 = 3 * ld, ld_after = 4 * to_ld;
     asm volatile(
         EACH_SUM(LOAD)
         "0:\n"
-        "prefetcht0 (%[ahead])\n prefetcht0 64(%[ahead])\n add %[step], %[ahead]\n"
-        "vmovdqu (%[w]), %%ymm12\n vmovdqu 32(%[w]), %%ymm13\n vmovdqu 64(%[w]), %%ymm14\n"
-        "vpslld $16, %%ymm12, %%ymm12\n vpslld $16, %%ymm13, %%ymm13\n vpslld $16, %%ymm14, %%ymm14\n"
-        ROWS("")
-        "vmovdqa %[upper], %%ymm14\n"
-        "vpand (%[w]), %%ymm14, %%ymm12\n vpand 32(%[w]), %%ymm14, %%ymm13\n vpand 64(%[w]), %%ymm14, %%ymm14\n"
-        ROWS("4")
-        "add $8, %[x]\n add $96, %[w]\n dec %[pairs]\n jnz 0b\n"
-        EACH_SUM(STORE)
-        : [x] "+r"(x), [w] "+r"(w), [pairs] "+r"(pairs), [ahead] "+r"(ahead)
-        : [step] "r"(step), [ldx] "r"(4 * ldx), [ldx3] "r"(12 * ldx), [c] "r"(c), [ldc] "r"(4 * ldc), [ldc3] "r"(12 * ldc), [upper] "m"(upper)
-        : "ymm0", "ymm1", "ymm2", "ymm3", "ymm4", "ymm5", "ymm6", "ymm7", "ymm8", "ymm9", "ymm10", "ymm11", "ymm12",
-          "ymm13", "ymm14", "ymm15", "cc", "memory");
+        WIDEN_LOWER("", "32", "64") KEEP("", "32", "64") ROWS("")
+        WIDEN_UPPER("", "32", "64") KEEP("96", "128", "160") ROWS("4")
+        WIDEN_LOWER("96", "128", "160") KEEP("192", "224", "256") ROWS("8")
+        WIDEN_UPPER("96", "128", "160") KEEP("288", "320", "352") ROWS("12")
+        "add $16, %[x]\n add $192, %[w]\n add $384, %[wide]\n dec %[fours]\n jnz 0b\n"
+        AFTER EACH_SUM(STORE)
+        : [x] "+r"(x), [w] "+r"(w), [fours] "+r"(fours), [wide] "+r"(wide), [at] "+r"(at), [ld] "+r"(ld), [ld3] "+r"(ld3)
+        : [ldx] "r"(4 * ldx), [ldx3] "r"(12 * ldx), [to] "m"(to), [ld_after] "m"(ld_after), [upper] "m"(kUpper)
+        : VECTORS, "cc", "memory");
 }
 #undef EACH_SUM
 #undef LOAD
 #undef STORE
 #undef ROW
 #undef ROWS
+#undef WIDEN_LOWER
+#undef WIDEN_UPPER
+#undef KEEP
+#undef WIDE
+#undef ASK
+#undef AFTER
+#undef VECTORS
 #endif

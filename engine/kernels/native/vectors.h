@@ -29,6 +29,16 @@ template <int W> using I = typename Vec<W>::I;
 template <int W> using U = typename Vec<W>::U;
 template <int W> using H = typename Vec<W>::H;
 
+// Brings a line here as one's own.
+INLINE void ask_to_write(const void* at) {
+#if defined(__x86_64__)
+    // Spelled out: compilers take it for a plain one unless told that the CPU has it; one that has not passes over it.
+    asm volatile("prefetchw %0" : : "m"(*(const char*)at));
+#else
+    __builtin_prefetch(at, 1);
+#endif
+}
+
 template <int W> INLINE F<W> splat(float x) { return x - F<W>{}; }
 
 template <int W> INLINE F<W> load(const float* from) {

@@ -42,11 +42,12 @@ def test_products_of_any_shape_are_those_of_the_rounded_weight(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_a_product_is_the_same_beside_any_others(make: Make, dtype: torch.dtype) -> None:
-    weight, x = noise(100, 600).to(dtype), noise(300, 600, seed=1)
-    whole = make(dtype, 3).prepare_linear(weight, None)(x)
-    alone = make(dtype, 1).prepare_linear(weight, None)
-    for rows in (1, 3, 8, 17, 64):
+@pytest.mark.parametrize("inputs", [600, 1103])
+def test_a_row_of_a_product_is_the_same_beside_any_others(make: Make, dtype: torch.dtype, inputs: int) -> None:
+    weight, bias, x = noise(100, inputs).to(dtype), noise(100, seed=2), noise(300, inputs, seed=1)
+    whole = make(dtype, 3).prepare_linear(weight, bias)(x)
+    alone = make(dtype, 1).prepare_linear(weight, bias)
+    for rows in (1, 3, 8, 17, 31, 64):
         assert torch.equal(alone(x[:rows]), whole[:rows])
 
 
