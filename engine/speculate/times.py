@@ -7,13 +7,14 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
-#: Times of one size that are kept: the middle one is believed, so that steps that were held up say nothing.
+#: Times of one size that are kept. Believed is the one that a third of them are below: what holds steps up only makes
+#: them longer, and of a size that was seen a few times the best is to be hoped.
 _KEPT = 15
 #: Times of one size before they are believed: the first has what is only done once.
 _TRUSTED = 2
 #: Times taken after which a size that was not seen again is forgotten, and tried again.
 _STALE = 1000
-#: How many times the middle one a time counts at most in their mean: more was no step's fault.
+#: How many times the believed one a time counts at most in their mean: more was no step's fault.
 _LONGEST = 10.0
 #: Up to so many tokens each size is told apart; beyond, by an eighth of a doubling.
 _EXACT = 16
@@ -24,14 +25,13 @@ _NEAR = 1.2
 @dataclass(slots=True)
 class _Recent:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    middle: float = 0.0
+    believed: float = 0.0
     size: int = 0
     taken: int = 0
 
     def take(self, size: int, seconds: float, now: int) -> None:
         self.seconds.append(seconds)
-        # Of two the lesser.
-        self.middle = sorted(self.seconds)[(len(self.seconds) - 1) // 2]
+        self.believed = sorted(self.seconds)[(len(self.seconds) - 1) // 3]
         self.size, self.taken = size, now
 
 
@@ -91,7 +91,7 @@ class Times:
         found = self._recent.get(_key(size))
         if found is None or not self._known(found):
             return 0.0
-        return sum(min(one, _LONGEST * found.middle) for one in found.seconds) / len(found.seconds)
+        return sum(min(one, _LONGEST * found.believed) for one in found.seconds) / len(found.seconds)
 
     def curve(self, least: int, most: int) -> Curve:
         """For sizes from `least` to `most`, from those that are known and the nearest on both sides. One that was
@@ -104,7 +104,7 @@ class Times:
         for key in known:
             one = self._recent[key]
             # The size that is asked for is known as exactly as any of its kind.
-            level = (one.middle, len(one.seconds), [least if key == first else one.size])
+            level = (one.believed, len(one.seconds), [least if key == first else one.size])
             while levels and levels[-1][0] > level[0]:
                 seconds, weight, sizes = levels.pop()
                 both = weight + level[1]

@@ -29,7 +29,7 @@ def test_steps_that_were_held_up_change_nothing() -> None:
 
 def test_a_machine_that_has_become_another_is_believed_soon() -> None:
     times = taken((1, 1.0), often=500)
-    for _ in range(8):
+    for _ in range(11):
         times.take(1, 2.0)
     assert times.curve(1, 1).of(1) == 2.0
 
