@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.groups import AttentionGroup
+from engine.kernels.pieces import piece
 
 #: Query heads of one KV head: where there are more, reading each key once pays for the gathering (8 of 128: 0.9 times).
 MOST_SHARED = 7
@@ -26,7 +27,8 @@ class SampledGroup(AttentionGroup):
 
     pattern: Tensor
     """Sparse CSR, fp32 [sequences * heads, rows of the cache's heads]: row (i, h) has the place, and head, of every key
-    that query head h of sequence i sees, then rows of zeros up to the width of the longest. Its values are scratch."""
+    that query head h of sequence i sees, then rows of zeros up to the width of the longest. Its values are 0
+    between one product and the next."""
     hidden: Tensor | None
     """Added to scores [sequences, heads, width]: [sequences, 1, width], 0 or -inf; None where all see as many."""
 
@@ -72,8 +74,6 @@ def sampled_attention(query: Tensor, cache: Tensor, group: SampledGroup, scale: 
     sequences, heads, head_dim = query.shape
     keys, values = cache.view(2, -1, head_dim)
     pattern = group.pattern
-    # What is there is multiplied by nothing and added, so it has to be a number.
-    pattern.values().zero_()
     torch.sparse.sampled_addmm(
         pattern,
         query.reshape(-1, head_dim),
@@ -82,12 +82,7 @@ def sampled_attention(query: Tensor, cache: Tensor, group: SampledGroup, scale: 
         alpha=scale if softcap is None else scale / softcap,
         out=pattern,
     )
-    scores = pattern.values().view(sequences, heads, -1)
-    if softcap is not None:
-        scores.tanh_().mul_(softcap)
-    if group.hidden is not None:
-        scores.add_(group.hidden)
-    weights = scores.softmax(-1)
+    weights = _weights(pattern.values().view(sequences, heads, -1), group.hidden, softcap)
     summed = torch.embedding_bag(
         values,
         pattern.col_indices(),
@@ -97,6 +92,23 @@ def sampled_attention(query: Tensor, cache: Tensor, group: SampledGroup, scale: 
         include_last_offset=True,
     )
     return summed[0].view(query.shape)
+
+
+def _weights(scores: Tensor, hidden: Tensor | None, softcap: float | None) -> Tensor:
+    """Softmax of `scores` [sequences, heads, width], which become 0: the next product adds them, times 0, and what is
+    no number would be none then. `hidden` as a group's."""
+    weights = torch.empty_like(scores)
+    size = piece(len(scores), scores[0].numel())
+    for first in range(0, len(scores), size):
+        part = slice(first, first + size)
+        own = scores[part]
+        if softcap is not None:
+            own.tanh_().mul_(softcap)
+        if hidden is not None:
+            own.add_(hidden[part])
+        torch.softmax(own, -1, out=weights[part])
+        own.zero_()
+    return weights
 
 
 def forewarned() -> None:

@@ -64,6 +64,9 @@ class DeterministicCpu(Cpu):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return Reference.rms_norm(self, x, weight, eps)
 
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return Reference.rope(self, x, cos, sin)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         wide = gate.float()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels import AttentionBatch, select
 from engine.kernels.cpu import Cpu
+from engine.kernels.pieces import piece
 from engine.kernels.sampled import MOST_SHARED, SampledGroup
 from tests.engine.kernels.test_sets import BLOCK, SHAPES, Paged
 
@@ -86,3 +87,10 @@ def test_others_gather(monkeypatch: pytest.MonkeyPatch, heads: int, dtype: torch
     assert not any(isinstance(group, SampledGroup) for group in batch.groups)
     # What is added to scores is made once for all layers.
     assert all(group.mask is not None and group.mask.dtype == dtype for group in batch.groups)
+
+
+def test_many_scores_are_softened_in_pieces_as_if_they_were_few() -> None:
+    lens = tuple(range(600, 663))
+    paged = Paged([(1, lens)], 2, 1, 8)
+    assert 1 < len(lens) // piece(len(lens), 2 * lens[-1]) < len(lens)
+    torch.testing.assert_close(paged.attend(Arranged(paged), CPU).double(), paged.expected(), atol=1e-5, rtol=1e-4)
