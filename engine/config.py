@@ -46,6 +46,10 @@ class EngineConfig:
     """Sequences in one batch (a request with n choices makes n of them)."""
     max_num_batched_tokens: int | None = None
     """Tokens computed in one step over all sequences; at least max_num_seqs, so that every decode goes on."""
+    unhurried_tokens: int | None = None
+    """Tokens of a step in which no prompt of the priority tier is computed, at most; at least max_num_seqs. None:
+    max_num_batched_tokens. Fewer make steps shorter that a priority request may have to wait for; its own prompt may
+    still fill max_num_batched_tokens."""
     kv_cache_bytes: int | None = None
     """Memory for keys and values; None takes a bounded part of what is free."""
     kv_cache_dtype: KvCacheDType = "auto"
@@ -106,13 +110,15 @@ class EngineConfig:
         _integer("speculate_tokens", self.speculate_tokens, 1, MAX_SPECULATE_TOKENS)
         _integer("max_num_seqs", self.max_num_seqs, 1, 4096)
         _integer("block_size", self.block_size, 1, 1024)
-        if self.max_num_batched_tokens is not None:
-            _integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
-            if self.max_num_batched_tokens < self.max_num_seqs:
+        for name in ("max_num_batched_tokens", "unhurried_tokens"):
+            tokens = getattr(self, name)
+            if tokens is None:
+                continue
+            _integer(name, tokens, 1, 1 << 20)
+            if tokens < self.max_num_seqs:
                 raise EngineError(
-                    f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
-                    f"max_num_seqs={self.max_num_seqs}: a step must hold one token of every sequence; "
-                    f"raise the first or lower the second"
+                    f"{name}={tokens} is less than max_num_seqs={self.max_num_seqs}: a step must hold one token of "
+                    f"every sequence; raise the first or lower the second"
                 )
         if self.kv_cache_bytes is not None:
             _integer("kv_cache_bytes", self.kv_cache_bytes, 1, 1 << 50)

@@ -22,6 +22,7 @@ from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.placement import place, runner_for, speculation_for
+from engine.policy import Hurry
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.scheduler import Scheduler
 from engine.stats import SchedulerStats
@@ -107,6 +108,8 @@ class Engine:
             rope_switch=model.rope_switch,
             seed=config.seed,
             speculation=speculation,
+            # A CPU takes as long for a decode's token as for a prompt's; on a GPU decodes ride along for little.
+            hurry=Hurry(config.unhurried_tokens, apart=model.device.type == "cpu"),
         )
         self._ids = itertools.count()
         overlap = config.overlap

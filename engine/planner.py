@@ -16,7 +16,7 @@ from engine.errors import EngineError
 from engine.group import Group
 from engine.kv import BlockTables, Claim
 from engine.plan import ScheduledSeq, StepPlan
-from engine.policy import TIERS, WaitingQueue, running_key
+from engine.policy import APART, APART_AGAIN, TIERS, Hurry, WaitingQueue, hurries, running_key
 from engine.request import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
 
@@ -35,6 +35,12 @@ class _Step:
     """Running decodes that have yet to be come to, by effective tier."""
     share: int
     """So many of them keep their token whatever prompts there are."""
+    hurried: int
+    """So many of the tokens are for prompts of requests of the best tier alone."""
+    may_part: bool
+    """Whether such a prompt leaves all worse tiers out of it."""
+    rushed: bool = False
+    """There is one in the plan."""
     plan: StepPlan = field(default_factory=StepPlan)
     entered: set[int] = field(default_factory=set)
     """Serials of the sequences admitted in it: their blocks hold nothing yet."""
@@ -44,12 +50,19 @@ class _Step:
         """Decodes that have yet to be come to, each of which may want a block."""
         return sum(self.decodes)
 
-    def left(self, tier: int, worst: int = TIERS - 1) -> int:
-        """Tokens that a prompt of that tier may take, where decodes worse than `worst` are out of the batch: all but
-        those of the decodes of its own tier and better ones, and of a few of the others, which else would stand still
-        for as long as there are prompts before them."""
+    def left(self, seq: Sequence, tier: int, *, displacing: bool = False) -> int:
+        """Tokens that a prompt may take which stands in that tier: all but those of the decodes of that tier and better
+        ones, and of a few of the others, which else would stand still for as long as there are prompts before them.
+        Where it is `displacing` those who are worse than its request's tier, or leaves them out, they want none."""
+        worst = seq.request.tier if displacing or self._parts(seq) else TIERS - 1
         worse = sum(self.decodes[tier + 1 : worst + 1])
-        return self.budget - sum(self.decodes[: min(tier, worst) + 1]) - min(worse, self.share)
+        budget = self.budget if hurries(seq) else self.unhurried
+        return budget - sum(self.decodes[: tier + 1]) - min(worse, self.share)
+
+    @property
+    def unhurried(self) -> int:
+        """Tokens left for whatever is not a prompt of the best tier; beside one, running decodes may have more."""
+        return self.budget - self.hurried
 
     def put(self, seq: Sequence, count: int, room: int = 0) -> None:
         """`room`: for so many draft tokens, of which the budget is kept."""
@@ -61,6 +74,13 @@ class _Step:
         self.plan.num_tokens += count
         samples = seq.computed + count == len(seq.tokens)
         self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, samples, room=room))
+
+    def put_prompt(self, seq: Sequence, count: int) -> None:
+        self.put(seq, count)
+        self.rushed |= count > 0 and hurries(seq)
+
+    def _parts(self, seq: Sequence) -> bool:
+        return self.may_part and hurries(seq)
 
 
 class Planner:
@@ -74,9 +94,16 @@ class Planner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         ageing_s: float,
-        speculation: Speculation | None = None,
+        speculation: Speculation | None,
+        hurry: Hurry,
     ) -> None:
-        """`groups` are the unfinished requests by id, which the scheduler keeps."""
+        """`groups` are the unfinished requests by id, which the scheduler keeps. Raises EngineError where a step could
+        not hold one token of each sequence."""
+        unhurried = max_num_batched_tokens if hurry.unhurried_tokens is None else hurry.unhurried_tokens
+        for name, tokens in (("max_num_batched_tokens", max_num_batched_tokens), ("unhurried_tokens", unhurried)):
+            if tokens < max_num_seqs:
+                less = f"{name}={tokens} is less than max_num_seqs={max_num_seqs}"
+                raise EngineError(f"{less}: a step must hold one token of every sequence")
         self._speculation = speculation
         self._tables = tables
         self._groups = groups
@@ -90,6 +117,10 @@ class Planner:
         self.out_of_memory = self.shrinks = 0
         #: Serials of the sequences of a step whose results are awaited while the next is planned.
         self.in_flight: Set[int] = frozenset()
+        self._unhurried = unhurried
+        self._most_patience = APART * APART_AGAIN if hurry.apart else 0
+        # For how many steps worse tiers may still be left out; in parts of which APART_AGAIN make one.
+        self._patience = self._most_patience
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
@@ -100,27 +131,41 @@ class Planner:
             decodes[seq.effective_tier] += 1
         if self._speculation is not None:
             self._speculation.begin(decoding)
-        step = _Step(now, self.max_num_batched_tokens, decodes, max(1, self.max_num_batched_tokens // SHARE))
+        step = _Step(
+            now,
+            self.max_num_batched_tokens,
+            decodes,
+            share=max(1, self.max_num_batched_tokens // SHARE),
+            hurried=max(0, self.max_num_batched_tokens - self._unhurried),
+            may_part=self._patience >= APART_AGAIN,
+        )
         place = 0
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only in the place of others
         head = self.waiting.first(now)
-        while True:
-            if place < len(running) and (head is None or running[place].effective_tier <= head[0]):
-                place += self._advance(running[place], step)
-            elif head is not None:
+        while place < len(running) or head is not None:
+            waits = place == len(running) or (head is not None and head[0] < running[place].effective_tier)
+            if waits and head is not None:
                 tier, seq = head
-                if step.budget == 0:
-                    below = 0
-                elif self._admit(seq, tier, step, freely):
-                    place += 1
-                else:
-                    # Whoever comes later may not take what this one waits for; but a request of a better tier,
-                    # which this one has reached by ageing alone, may still displace those whom it could not.
-                    below, freely = seq.request.tier, False
-                head = self.waiting.first(now, below)
             else:
+                tier, seq = running[place].effective_tier, running[place]
+            if tier > 0 and step.rushed and step.may_part:
+                self._patience -= APART_AGAIN
                 break
+            if not waits:
+                place += self._advance(seq, step)
+                continue
+            if step.budget == 0:
+                below = 0
+            elif self._admit(seq, tier, step, freely):
+                place += 1
+            else:
+                # Whoever comes later may not take what this one waits for; but a request of a better tier,
+                # which this one has reached by ageing alone, may still displace those whom it could not.
+                below, freely = seq.request.tier, False
+            head = self.waiting.first(now, below)
+        else:
+            self._patience = min(self._patience + 1, self._most_patience)
         return step.plan if step.plan.rows else None
 
     def _advance(self, seq: Sequence, step: _Step) -> bool:
@@ -131,7 +176,10 @@ class Planner:
         pending, tier = len(seq.tokens) - seq.computed, seq.effective_tier
         decodes = pending == 1
         step.decodes[tier] -= decodes
-        count = min(pending, step.budget if decodes else step.left(tier))
+        if decodes:
+            count = 1 if (step.budget if step.rushed else step.unhurried) > 0 else 0
+        else:
+            count = min(pending, step.left(seq, tier))
         if count > 0:
             # A decode that is still to come may want a block, too.
             to_come = step.to_come
@@ -140,7 +188,10 @@ class Planner:
                 step.decodes[tier] += decodes
                 self._preempt_last(step)
                 return False
-            step.put(seq, count, self._guesses(seq, step.budget - to_come - 1, to_come) if decodes else 0)
+            if decodes:
+                step.put(seq, count, self._guesses(seq, step.unhurried - to_come - 1, to_come))
+            else:
+                step.put_prompt(seq, count)
         return True
 
     def _guesses(self, seq: Sequence, left: int, spare: int) -> int:
@@ -159,10 +210,10 @@ class Planner:
             return False
         group = self._groups[seq.request.id]
         claim = self._claim(group, seq, step)
-        if not (freely and self._fits(claim, tier, step)):
+        if not (freely and self._fits(seq, claim, tier, step)):
             if not self._fits_displacing(seq, claim, tier, step):
                 return False
-            while not freely or not self._fits(claim, tier, step):
+            while not freely or not self._fits(seq, claim, tier, step):
                 if not self._displaceable(seq):
                     return False
                 self._preempt_last(step)
@@ -182,7 +233,7 @@ class Planner:
             self.cached_tokens += group.cached_tokens
         step.entered.add(seq.serial)
         pending = len(seq.tokens) - seq.computed
-        step.put(seq, self._tables.grow(seq, min(pending, step.left(tier)), spare=step.to_come))
+        step.put_prompt(seq, self._tables.grow(seq, min(pending, step.left(seq, tier)), spare=step.to_come))
         return True
 
     def _charge(self, seq: Sequence, cached: int) -> None:
@@ -202,16 +253,16 @@ class Planner:
     def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
         return self._tables.claim(seq, group.donor(seq.root, step.entered))
 
-    def _fits(self, claim: Claim, tier: int, step: _Step) -> bool:
+    def _fits(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
         """Whether there is a row, a token of the budget, and blocks enough."""
-        if not self._slots or step.left(tier) <= 0:
+        if not self._slots or step.left(seq, tier) <= 0:
             return False
         return self._tables.fits(claim, headroom=self._leaves_headroom(tier))
 
     def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
         """Whether there would be, with all those put out whom the sequence may displace."""
         victims = [other for other in self.running if other.effective_tier > seq.request.tier]
-        if not victims or step.left(tier, seq.request.tier) <= 0:
+        if not victims or step.left(seq, tier, displacing=True) <= 0:
             return False
         return self._tables.fits_without(claim, victims, headroom=self._leaves_headroom(tier))
 

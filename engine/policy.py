@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 from engine.request import Sequence
 from engine.shares import Shares
 
 TIERS = 4
+
+#: Steps in a row that prompts of the best tier may have for it alone, and how many steps of all there are for one more.
+APART, APART_AGAIN = 3, 3
 
 Key = tuple[int, float, float, int]
 
@@ -33,6 +37,25 @@ def effective_tier(tier: int, waited: float, ageing_s: float) -> int:
 def running_key(seq: Sequence) -> Key:
     """The order of the batch: its last is the first to be put out."""
     return (seq.effective_tier, seq.tag, seq.request.arrival, seq.serial)
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """What is done so that prompts of the best tier wait for few tokens of worse ones."""
+
+    unhurried_tokens: int | None = None
+    """Tokens of a step that no such prompt has a part in, at most; None: as many as there may be in any."""
+    apart: bool = False
+    """Whether such a prompt has steps without worse tiers: APART in a row at most, and in the long run one of
+    1 + APART_AGAIN."""
+
+
+NO_HURRY = Hurry()
+
+
+def hurries(seq: Sequence) -> bool:
+    """By what it asked for: whoever reached the best tier by ageing has waited for longer than a step."""
+    return seq.request.tier == 0
 
 
 class WaitingQueue:

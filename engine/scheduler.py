@@ -19,6 +19,7 @@ from engine.limits import RequestLimits
 from engine.output import OutputState
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.planner import Planner
+from engine.policy import NO_HURRY, Hurry
 from engine.prompt_scores import PromptScores
 from engine.request import UNKNOWN, Event, FinishReason, Request, Sequence, Status
 from engine.speculate import Speculation
@@ -47,15 +48,13 @@ class Scheduler:
         rope_switch: int | None = None,
         seed: int | None = None,
         speculation: Speculation | None = None,
+        hurry: Hurry = NO_HURRY,
     ) -> None:
         """`spaces` is the memory of each KV group. `version` is the model's, which keeps the cached blocks of different
         models apart. A sequence of more than `rope_switch` tokens has other keys than a shorter one: past that it is
         computed anew. `seed` is the source of seeds for requests that bring none. `speculation` is what guesses tokens.
         Raises EngineError where a step could not hold one token of each sequence.
         """
-        if max_num_batched_tokens < max_num_seqs:
-            less = f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}"
-            raise EngineError(f"{less}: a step must hold one token of every sequence")
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._new_detokenizer = new_detokenizer
@@ -71,6 +70,7 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             ageing_s=ageing_s,
             speculation=speculation,
+            hurry=hurry,
         )
         self._speculation = speculation
         # Seeds for sampling, not secrets.

@@ -1,13 +1,19 @@
 """How a system bears more than it can do: `python -m tests.bench.overload`.
 
-A real gateway, Valkey and worker with the bundled model. First the capacity: output tokens a second in a closed loop of
-the same mix; and priority tasks one after the other, with nothing else to do. Then Poisson arrivals at each share of
-the capacity, in an open loop, mixed tiers and several tenants of which one sends most. Printed are ratios within the
+A real gateway, Valkey and worker with the bundled model, or one of real cost (`--model`): the bundled one's steps are
+so short that gateway, senders and their turns on the processors are most of what is seen; where a step takes long, it
+is scheduling. First the capacity: output tokens a second in a closed loop of the same mix; and priority tasks one after
+the other, with nothing else to do (of few tokens: it is the first that is timed). Then Poisson arrivals at each share
+of the capacity, in an open loop, mixed tiers and several tenants of which one sends most. Printed are ratios within the
 run, since the machine may do other things meanwhile:
 
 - `priority_ttft`: the priority tier's TTFT, 95th percentile, at the highest load, by that of those that ran alone;
 - `goodput`: output tokens a second of tasks that ended within their tier's deadline at the highest load, by the most
   that was seen at any load. Who is told 429 comes again as late as it was told, as the SDKs do, while there is time.
+
+A tier's deadline is so many times what a task takes at the capacity, all rows being taken (`task_s`), so that models of
+every speed have as much time. `--ageing`, of worker and engine, is in seconds as an operator sets it: where it is not
+many times `task_s`, whoever waits has soon aged to the best tier, and nobody is put out for a priority task any more.
 
 `queued` and `first` are parts of the priority tier's TTFT by the store's clock: until its run starts, and from then on.
 `cores` says how many processor cores each process kept busy (this one, which sends and reads, is `senders`): where they
@@ -34,12 +40,13 @@ from tests.fuzz.watch import processor_s
 from tests.processes import ROOT, Worker, free_port, valkey
 from workers.bench.connection import Connections
 
-#: Share of the requests, and the time within which its tasks are worth anything (s).
-TIERS = {"priority": (0.15, 4.0), "default": (0.45, 12.0), "flex": (0.2, 30.0), "batch": (0.2, 60.0)}
+#: Share of the requests, and the time within which its tasks are worth anything, in times of `task_s`.
+TIERS = {"priority": (0.15, 5.0), "default": (0.45, 15.0), "flex": (0.2, 37.5), "batch": (0.2, 75.0)}
 TENANTS = {"big": 0.7, "small": 0.2, "": 0.1}
-ROWS = 16
 #: Tasks that run alone.
 ALONE = 40
+#: Their tokens, on average; and seconds for each where the capacity is not known yet.
+SHORT, LONG_S = 8, 600.0
 
 
 @dataclass(slots=True)
@@ -62,19 +69,24 @@ class Load:
     prompt: int
     """Tokens on average, from half of that to half more."""
     output: int
+    task_s: float | None = None
+    """What a task takes at the capacity (s); None before that is known."""
     done: list[One] = field(default_factory=list)
 
     def task(self, tier: str) -> dict[str, Any]:
         (tenant,) = self.rng.choices(list(TENANTS), list(TENANTS.values()))
         task = {
-            "model": "tiny",
+            "model": "model",
             "prompt": self.rng.choices(range(self.vocab), k=self.rng.randint(self.prompt // 2, self.prompt * 3 // 2)),
             "max_tokens": self.rng.randint(self.output // 2, self.output * 3 // 2),
             "ignore_eos": True,
             "tier": tier,
-            "timeout": TIERS[tier][1],
+            "timeout": self.deadline_s(tier),
         }
         return {**task, "tenant": tenant} if tenant else task
+
+    def deadline_s(self, tier: str) -> float:
+        return LONG_S if self.task_s is None else TIERS[tier][1] * self.task_s
 
     def tier(self) -> str:
         (tier,) = self.rng.choices(list(TIERS), [share for share, _ in TIERS.values()])
@@ -82,7 +94,7 @@ class Load:
 
     async def one(self, http: Connections, tier: str, due: float) -> None:
         one, task = One(tier, due), self.task(tier)
-        deadline = due + TIERS[tier][1]
+        deadline = due + self.deadline_s(tier)
         while True:
             async with http.request("POST", "/v1/tasks", task) as answer:
                 told = await answer.json()
@@ -110,8 +122,8 @@ class Load:
         self.done.append(one)
 
 
-async def closed(load: Load, http: Connections, seconds: float) -> float:
-    """Output tokens a second with as many under way as the engine has rows, and some more that wait."""
+async def closed(load: Load, http: Connections, rows: int, seconds: float) -> float:
+    """Output tokens a second with as many under way as the engine has rows, and as many that wait."""
     until = time.perf_counter() + seconds
     start = time.perf_counter()
 
@@ -119,7 +131,7 @@ async def closed(load: Load, http: Connections, seconds: float) -> float:
         while time.perf_counter() < until:
             await load.one(http, load.tier(), time.perf_counter())
 
-    await asyncio.gather(*(again() for _ in range(2 * ROWS)))
+    await asyncio.gather(*(again() for _ in range(2 * rows)))
     return sum(one.tokens for one in load.done if one.ended) / (time.perf_counter() - start)
 
 
@@ -138,7 +150,9 @@ async def open_loop(redis: Redis, load: Load, http: Connections, rate: float, se
         going.append(asyncio.create_task(load.one(http, load.tier(), due)))
     await asyncio.gather(*going)
     # Good is what ended in time within the window: what is worked off afterwards is not what the load was borne with.
-    good = [one for one in load.done if one.ended and one.ended <= min(one.due + TIERS[one.tier][1], start + seconds)]
+    good = [
+        one for one in load.done if one.ended and one.ended <= min(one.due + load.deadline_s(one.tier), start + seconds)
+    ]
     return {
         **_priority(redis, load),
         "offered_per_s": round(len(load.done) / seconds, 2),
@@ -193,20 +207,21 @@ class Cores:
 async def measure(redis: Redis, port: int, args: argparse.Namespace, vocab: int, cores: Cores) -> None:
     http = Connections(f"http://127.0.0.1:{port}")
 
-    def load(seed: object) -> Load:
-        return Load(random.Random(str(seed)), vocab, args.prompt, args.output)
+    def load(seed: object, task_s: float | None = None, output: int = args.output) -> Load:
+        return Load(random.Random(str(seed)), vocab, args.prompt, output, task_s)
 
-    await closed(load(args.seed), http, 3.0)  # warms everything up
-    capacity = await closed(load(args.seed), http, args.seconds / 2)
-    print(json.dumps({"capacity_tokens_per_s": round(capacity, 1)}), flush=True)
+    await closed(load(args.seed), http, args.rows, 3.0)  # warms everything up
+    capacity = await closed(load(args.seed), http, args.rows, args.seconds / 2)
+    task_s = args.rows * args.output / capacity
+    print(json.dumps({"capacity_tokens_per_s": round(capacity, 1), "task_s": round(task_s, 2)}), flush=True)
     cores.begin()
-    idle = await alone(redis, load(f"{args.seed} alone"), http, ALONE)
+    idle = await alone(redis, load(f"{args.seed} alone", output=min(SHORT, args.output)), http, ALONE)
     print(json.dumps({"alone": ALONE, **idle, "cores": cores.since()}), flush=True)
     found = []
     for share in args.loads:
         rate = share * capacity / args.output
         cores.begin()
-        figures = await open_loop(redis, load(f"{args.seed} {share}"), http, rate, args.seconds)
+        figures = await open_loop(redis, load(f"{args.seed} {share}", task_s), http, rate, args.seconds)
         found.append(figures)
         print(json.dumps({"load": share, **figures, "cores": cores.since()}), flush=True)
     best = max(one["good_tokens_per_s"] for one in found)
@@ -219,7 +234,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
     parser.add_argument("--max-queued", type=int, default=100, help="0: no bound")
+    parser.add_argument("--model", default="tiny", metavar="DIR", help="bundled name, or folder (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of the engine")
+    parser.add_argument("--rows", type=int, default=16, help="max_num_seqs of the engine")
     parser.add_argument("--batched-tokens", type=int, default=64, help="max_num_batched_tokens of the engine")
+    parser.add_argument("--unhurried-tokens", type=int, help="unhurried_tokens of the engine")
+    parser.add_argument("--ageing", type=float, default=30.0, help="seconds of waiting that raise a task by one tier")
     parser.add_argument("--prompt", type=int, default=64, help="tokens, on average")
     parser.add_argument("--output", type=int, default=96, help="tokens, on average")
     parser.add_argument("--seed", type=int, default=1)
@@ -229,12 +249,19 @@ def main() -> None:
         command = [sys.executable, "-m", "workers.cli", "gateway", "--broker", url, "--store", url, "--port", str(port)]
         command += ["--max-queued", str(args.max_queued)] if args.max_queued else []
         gateway = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        engine = {"threads": 1, "max_num_seqs": ROWS, "max_num_batched_tokens": args.batched_tokens}
+        engine = {
+            "threads": args.threads,
+            "max_num_seqs": args.rows,
+            "max_num_batched_tokens": args.batched_tokens,
+            "unhurried_tokens": args.unhurried_tokens,
+            "ageing_s": args.ageing,
+        }
+        served = {"model": f"model={args.model}", "engine_factory": "workers.serving:load_engine", "engine": engine}
         try:
-            with Worker(url, model="tiny", engine_factory="workers.serving:load_engine", engine=engine) as worker:
-                worker.wait_ready()
+            with Worker(url, ageing=args.ageing, **served) as worker:
+                worker.wait_ready(120)
                 wait_for(port)
-                vocab = json.loads(redis.hget("penstock:models", "tiny"))["vocab_size"]
+                vocab = json.loads(redis.hget("penstock:models", "model"))["vocab_size"]
                 server: Any = redis.info("server")
                 pids = {"gateway": gateway.pid, "worker": worker.process.pid, "server": server["process_id"]}
                 asyncio.run(measure(redis, port, args, vocab, Cores(pids)))

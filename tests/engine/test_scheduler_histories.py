@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from engine.kv import KvSpace, window_blocks
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
+from engine.policy import NO_HURRY, Hurry
 from engine.request import Event, Request, Sequence
 from engine.scheduler import Scheduler
 from engine.speculate import Speculation
@@ -41,6 +42,7 @@ class Seen:
 
 class Histories(RuleBasedStateMachine):
     caching = True
+    hurry = NO_HURRY
     spaces: ClassVar = [KvSpace(12)]
     block_size = 4
     switch = MAX_MODEL_LEN
@@ -78,6 +80,7 @@ class Histories(RuleBasedStateMachine):
             vocab_size=VOCAB,
             rope_switch=self.switch,
             speculation=self.speculation,
+            hurry=self.hurry,
         )
         self.model = self.make_model()
 
@@ -304,6 +307,16 @@ class HistoriesWithWindowsWithoutCaching(HistoriesWithAWindow):
     caching = False
 
 
+class HistoriesInAHurry(Histories):
+    """For the priority tier alone there are steps, and more than half of the tokens of others."""
+
+    hurry = Hurry(4, apart=True)
+
+
+class HistoriesInAHurryInATightPool(HistoriesInATightPool):
+    hurry = Hurry(5, apart=True)
+
+
 class HistoriesBeyondASwitch(Histories):
     """Some prompts are longer than the length at which keys change, some sequences grow past it."""
 
@@ -321,6 +334,8 @@ class HistoriesBeyondASwitch(Histories):
         HistoriesWithAWindow,
         HistoriesWithWindowsAlone,
         HistoriesWithWindowsWithoutCaching,
+        HistoriesInAHurry,
+        HistoriesInAHurryInATightPool,
         HistoriesBeyondASwitch,
     ],
 )

@@ -96,6 +96,13 @@ SpotNotice = Annotated[
 SpotEndpoint = Annotated[str | None, typer.Option(help="Where the instance's metadata are; unset: where AWS has them.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences in one batch.")]
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens computed in one step.")]
+UnhurriedTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a step without a prompt of the priority tier: such a request may have to wait for one; "
+        "unset: as many as of any."
+    ),
+]
 KvCacheBytes = Annotated[int | None, typer.Option(help="Memory for keys and values.")]
 MemoryShare = Annotated[
     float | None,

@@ -32,6 +32,7 @@ from workers.cli.options import (
     SpotNotice,
     StepLimit,
     Threads,
+    UnhurriedTokens,
     check_spot,
     finite,
     health_ports,
@@ -97,6 +98,7 @@ def worker(
     spot_endpoint: SpotEndpoint = None,
     max_num_seqs: MaxNumSeqs = None,
     max_batched_tokens: MaxBatchedTokens = None,
+    unhurried_tokens: UnhurriedTokens = None,
     kv_cache_bytes: KvCacheBytes = None,
     memory_share: MemoryShare = None,
     dtype: DType = None,
@@ -123,6 +125,7 @@ def worker(
     asked: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_batched_tokens,
+        "unhurried_tokens": unhurried_tokens,
         "kv_cache_bytes": kv_cache_bytes,
         "memory_share": memory_share,
         "dtype": dtype,

@@ -29,6 +29,7 @@ from workers.cli.options import (
     SpotNotice,
     StepLimit,
     Threads,
+    UnhurriedTokens,
     check_spot,
     finite,
     health_ports,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 #: Options that are passed on as they are, with the names and meanings that they have there.
 OF_WORKERS: Final = (
     *("max_deaths", "step_limit", "spot_notice", "spot_endpoint", "max_num_seqs", "max_batched_tokens"),
+    "unhurried_tokens",
     *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
     *("speculate", "draft_model", "speculate_tokens"),
 )
@@ -75,6 +77,7 @@ def up(
     gpus: Gpus = None,
     max_num_seqs: MaxNumSeqs = None,
     max_batched_tokens: MaxBatchedTokens = None,
+    unhurried_tokens: UnhurriedTokens = None,
     kv_cache_bytes: KvCacheBytes = None,
     memory_share: MemoryShare = None,
     dtype: DType = None,

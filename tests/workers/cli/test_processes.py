@@ -31,7 +31,16 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = told(
         monkeypatch,
         *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain", "5", "--max-deaths", "7"),
-        *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000"),
+        *(
+            "--max-num-seqs",
+            "8",
+            "--max-batched-tokens",
+            "64",
+            "--unhurried-tokens",
+            "32",
+            "--kv-cache-bytes",
+            "1000000",
+        ),
         *("--memory-share", "0.5"),
         *("--dtype", "float32", "--quantization", "none", "--deterministic", "--device", "cpu", "--threads", "1"),
         *("--draft-model", "tiny-draft", "--speculate-tokens", "3"),
@@ -39,6 +48,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        "unhurried_tokens": 32,
         "kv_cache_bytes": 1_000_000,
         "memory_share": 0.5,
         "dtype": "float32",

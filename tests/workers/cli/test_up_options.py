@@ -55,7 +55,18 @@ def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
 
 SAID = (
     *("--max-deaths", "7", "--step-limit", "45", "--spot-notice", "aws", "--spot-endpoint", "http://imds"),
-    *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--kv-cache-bytes", "1000000", "--memory-share", "0.5"),
+    *(
+        "--max-num-seqs",
+        "8",
+        "--max-batched-tokens",
+        "64",
+        "--unhurried-tokens",
+        "32",
+        "--kv-cache-bytes",
+        "1000000",
+        "--memory-share",
+        "0.5",
+    ),
     *("--dtype", "float32", "--quantization", "none", "--deterministic", "--threads", "3", "--drain", "5"),
     *("--speculate", "draft", "--draft-model", "tiny-draft", "--speculate-tokens", "3"),
 )
@@ -76,6 +87,7 @@ def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: py
         assert one.engine == {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
+            "unhurried_tokens": 32,
             "kv_cache_bytes": 1_000_000,
             "memory_share": 0.5,
             "dtype": "float32",
