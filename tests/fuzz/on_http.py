@@ -89,12 +89,13 @@ class Findings:
 class House:
     """A server, a gateway and a worker, each a process."""
 
-    def __init__(self, url: str, lease: float = 10.0, plugin: str = "") -> None:
+    def __init__(self, url: str, lease: float = 10.0, plugin: str = "", receive: float = RECEIVE_S) -> None:
+        """`receive`: the gateway's, within which a request must have come in (s)."""
         self.redis = Redis.from_url(url)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(tempfile.mkstemp(prefix="penstock-gateway-", suffix=".log")[1])
-        settings = {"broker": url, "store": url, "port": self.port, "receive": RECEIVE_S, "heartbeat": 1.0}
+        settings = {"broker": url, "store": url, "port": self.port, "receive": receive, "heartbeat": 1.0}
         argv = [sys.executable, "-m", "tests.fuzz.gateway_process", json.dumps(settings)]
         with self.log.open("w") as log:
             self.gateway = subprocess.Popen(argv, cwd=ROOT, env=dict(os.environ), stdout=log, stderr=subprocess.STDOUT)

@@ -47,6 +47,8 @@ ALLOWED = {
 }
 #: No round waits longer (s) for its end.
 PATIENCE_S = 180.0
+#: For a request to come in: who sends it may have to wait for a processor between connecting and sending.
+RECEIVE_S = 10.0
 #: How long a key may live between two rounds (s).
 LIFE_S = 120
 
@@ -120,7 +122,7 @@ class Soak:
     def __init__(self, plan: Plan, url: str) -> None:
         self._plan = plan
         self._redis = Redis.from_url(url)
-        self.house = House(url, plan.lease, plan.plugins[0])
+        self.house = House(url, plan.lease, plan.plugins[0], RECEIVE_S)
         argv = [sys.executable, "-m", "workers.cli", "sweeper", "--broker", url, "--log-level", "warning"]
         self._sweeper = subprocess.Popen(argv, cwd=ROOT)
         self._more = [
