@@ -352,5 +352,7 @@ def _refusal(error: ValidationError) -> InvalidTask:
     if first["type"] == "missing":
         return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
     place = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
+    if first["type"] == "string_unicode":
+        return InvalidTask(f"{place} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)

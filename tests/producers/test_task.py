@@ -125,6 +125,9 @@ def test_the_message_gives_value_and_limits() -> None:
         Task(model="tiny", prompt=(1, -7))
     with pytest.raises(InvalidTask, match="did you mean 'temperature'"):
         Task.parse({"model": "tiny", "prompt": "x", "temprature": 1})
+    for fields in ({"metadata": {"k": "a\udc80"}}, {"metadata": {"a\udc80": "v"}}, {"stop": ["a\udc80"]}):
+        with pytest.raises(InvalidTask, match=r"is not valid Unicode: 'a\\udc80' has a lone surrogate"):
+            Task(model="tiny", prompt="x", **fields)
     with pytest.raises(InvalidTask, match="prompt is missing"):
         Task.parse({"model": "tiny"})
 

@@ -26,12 +26,10 @@ def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
     for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.partial")):
         if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", left.name):
             _sweep(left, say)
-    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
-    work.mkdir()
-    lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    while (begun := _begun(out)) is None:
+        pass  # whoever sweeps saw the folder before it was locked
+    work, lock = begun
     try:
-        # Nobody waits for it: whoever saw the folder before it was locked has taken it away, and is told so here.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
         if os.path.lexists(out):
             raise Failure(f"{out} was made meanwhile; it is left as it is")
@@ -39,6 +37,24 @@ def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         os.close(lock)
+
+
+def _begun(out: Path) -> tuple[Path, int] | None:
+    """A new folder and the file that holds its lock; None where it was, or is being, swept before it had one."""
+    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    work.mkdir()
+    try:
+        lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_nlink > 0:
+            return work, lock
+    except BlockingIOError:
+        pass
+    os.close(lock)
+    return None
 
 
 def _sweep(left: Path, say: Callable[[str], None]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +64,37 @@ def test_only_folders_of_the_same_target_that_look_like_ours_are_swept(tmp_path:
     (tmp_path / ".out.00000000.partial").symlink_to(tmp_path / "elsewhere")
     assert made(tmp_path / "out") == []
     assert {path.name for path in tmp_path.iterdir()} == {*kept, "elsewhere", ".out.00000000.partial", "out"}
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "before it is locked", "while it is locked"])
+def test_one_that_is_swept_before_it_has_its_lock_is_begun_again(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sweeps is in the midst of it, or done, when the maker comes to that call."""
+    swept: list[Path] = []
+    holders: list[int] = []
+    flock = fcntl.flock
+    name, real = ("open", os.open) if when == "before it is opened" else ("flock", flock)
+
+    def late(*args: Any) -> Any:
+        if not swept:
+            swept.extend(tmp_path.iterdir())
+            if when == "while it is locked":
+                holder = os.open(swept[0], os.O_RDONLY)
+                flock(holder, fcntl.LOCK_EX)
+                holders.append(holder)
+            else:
+                swept[0].rmdir()
+        return real(*args)
+
+    monkeypatch.setattr(os if name == "open" else fcntl, name, late)
+    assert made(tmp_path / "out") == []
+    monkeypatch.undo()
+    for holder in holders:
+        os.close(holder)
+        swept[0].rmdir()
+    assert len(swept) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_one_that_fails_leaves_nothing_and_one_that_was_made_meanwhile_is_left(tmp_path: Path) -> None:
