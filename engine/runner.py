@@ -24,16 +24,13 @@ class Runner:
     def __init__(self, model: Model, *, spaces: Sequence_[KvSpace], block_size: int, max_num_seqs: int) -> None:
         self._model = model
         self._caches = [
-            torch.zeros(
-                (
-                    group.layers,
-                    2,
-                    space.num_blocks + 1,
-                    block_size,
-                    group.kv_heads,
-                    model.kernels.cache_width(group.head_dim),
-                ),
-                dtype=model.kernels.cache_dtype,
+            model.kernels.zero_cache(
+                group.layers,
+                2,
+                space.num_blocks + 1,
+                block_size,
+                group.kv_heads,
+                model.kernels.cache_width(group.head_dim),
                 device=model.device,
             )
             for group, space in zip(model.kv_groups, spaces, strict=True)

@@ -120,6 +120,10 @@ class Reference:
         """
         return None
 
+    def zero_cache(self, *shape: int, device: torch.device) -> Tensor:
+        """Zeros of `cache_dtype` for keys and values to be written into."""
+        return torch.zeros(shape, dtype=self.cache_dtype, device=device)
+
     def cache_width(self, head_dim: int) -> int:
         """How many of the cache's numbers a key, or a value, of `head_dim` takes."""
         return head_dim

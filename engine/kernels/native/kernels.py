@@ -72,6 +72,10 @@ class Native(Reference):
         # What is left for torch is small; threads of its own would spin where those of the pool compute.
         torch.set_num_threads(1)
 
+    def zero_cache(self, *shape: int, device: torch.device) -> Tensor:
+        # Pages of its own: the cache may go while the weights stay.
+        return Pages().zeros(*shape, dtype=self.cache_dtype)
+
     def cache_width(self, head_dim: int) -> int:
         return head_dim + SCALE_BYTES if self._compressed == "int8" else head_dim
 

@@ -7,6 +7,7 @@ import torch
 
 from engine.kernels.native import pages
 from engine.kernels.native.pages import Pages
+from tests.engine.kernels.native.conftest import Make
 
 
 def test_memory_is_zero_aligned_and_nobody_elses() -> None:
@@ -52,3 +53,11 @@ def test_a_chunk_begins_at_a_large_page_and_lives_as_long_as_a_tensor_in_it(monk
     del second
     gc.collect()
     assert made[0]() is None
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has them")
+def test_the_cache_of_an_engine_begins_at_a_large_page(make: Make) -> None:
+    cache = make(torch.bfloat16, 1).zero_cache(2, 2, 5, 16, 2, 8, device=torch.device("cpu"))
+    assert cache.data_ptr() % (2 << 20) == 0
+    assert (cache.shape, cache.dtype) == ((2, 2, 5, 16, 2, 8), torch.bfloat16)
+    assert not cache.any()
