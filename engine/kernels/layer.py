@@ -48,8 +48,10 @@ class LayerParts:
 
 
 #: (residual [tokens, width], which may be overwritten; (cos, sin) of each rope; what attention sees and the cache, of
-#: each KV group) -> the last hidden states [tokens, width], normed.
-PreparedLayers = Callable[[Tensor, Sequence[tuple[Tensor, Tensor]], Sequence[Attended], Sequence[Tensor]], Tensor]
+#: each KV group; which tokens are wanted, int64 [rows]) -> their last hidden states [rows, width], normed.
+PreparedLayers = Callable[
+    [Tensor, Sequence[tuple[Tensor, Tensor]], Sequence[Attended], Sequence[Tensor], Tensor], Tensor
+]
 
 #: (kernel class, as breakdown.py names it; the seconds that a call spent in it)
 Told = Callable[[str, float], None]

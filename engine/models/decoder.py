@@ -201,11 +201,12 @@ class Decoder(ABC):
     ) -> Tensor:
         rotations = self.rotations(positions, long)
         if self._together is not None:
-            return self._together(self._embedding(tokens), rotations, attention, caches)[wanted]
+            return self._together(self._embedding(tokens), rotations, attention, caches, wanted)
         x, residual = self.enter(tokens)
-        for i in range(len(self._layers)):
-            x, residual = self.layer(i, x, residual, rotations, attention, caches)
-        return x[wanted]
+        for i in range(self.depth):
+            last = wanted if i + 1 == self.depth else None
+            x, residual = self.layer(i, x, residual, rotations, attention, caches, last)
+        return x
 
     @property
     def depth(self) -> int:
@@ -228,11 +229,17 @@ class Decoder(ABC):
         rotations: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[Attended],
         caches: Sequence[Tensor],
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) that the layer after `i` takes; after the last, x are the last hidden states."""
+        """(x, residual) that the layer after `i` takes; after the last, x are the last hidden states.
+
+        `wanted` int64 [rows]: which tokens go on once all have looked at each other; None is all.
+        """
         layer = self._layers[i]
         group, place, rope = self._homes[i]
         x = layer.attend(x, rotations[rope], caches[group][place], attention[group])
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
         x, residual = layer.middle_norm.add(x, residual)
         x = layer.feed(x)
         # The sum and the next layer's norm are one operation, so the norm is reached for across the border.

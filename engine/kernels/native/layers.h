@@ -48,12 +48,13 @@ struct Turn {
 };
 
 struct Step {
-    float* residual;  // [tokens, width]: embeddings come in, the sum of all layers goes out
-    float* out;  // [tokens, width], normed
+    float* residual;  // [tokens, width]: embeddings come in, the sum of all layers but the last goes out
+    float* out;  // [rows, width], normed
     const float* norm;  // after the last layer
     const Group* groups;
     const Turn* turns;
-    int64_t tokens, width;
+    const int64_t* wanted;  // [rows]: which tokens' states go out; of the last layer, only they are computed further
+    int64_t rows, tokens, width;
     int64_t* spent;  // [kClasses], nanoseconds are added; null: nothing is timed
 };
 
@@ -125,8 +126,8 @@ INLINE void step_norm(Pool& pool, const Step& s, const Layer& l, const float* x,
     timed(s, kNorm, [&] { norm(pool, x, residual, weight, out, s.tokens, s.width, (float)l.eps); });
 }
 
-// What is between a layer's norms, into `out`.
-static void attention_block(Pool& pool, const Layer& l, const Step& s, float* heads, float* attended, float* out) {
+// A layer until its tokens have looked at each other.
+static void attention_block(Pool& pool, const Layer& l, const Step& s, float* heads, float* attended) {
     const Group& g = s.groups[l.group];
     const Turn& turn = s.turns[l.rope];
     int64_t all = l.heads + 2 * l.kv_heads;
@@ -147,6 +148,10 @@ static void attention_block(Pool& pool, const Layer& l, const Step& s, float* he
         int64_t own = g.starts[g.sequences], row = l.heads * l.head_dim;
         std::fill(attended + own * row, attended + s.tokens * row, 0.0f);
     });
+}
+
+// From there to its middle norm.
+static void output_block(Pool& pool, const Layer& l, const Step& s, const float* attended, float* out) {
     timed(s, kLinear, [&] { multiply(pool, l.output, attended, out, s.tokens); });
     if (l.attended_norm) step_norm(pool, s, l, out, nullptr, l.attended_norm, out);
 }
@@ -158,21 +163,39 @@ static void feed_forward_block(Pool& pool, const Layer& l, const Step& s, float*
     if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
 }
 
+// The rows of `from` [tokens, width] that are wanted.
+static void pick(const Step& s, const float* from, int64_t width, float* to) {
+    for (int64_t i = 0; i < s.rows; i++) memcpy(to + i * width, from + s.wanted[i] * width, width * sizeof(float));
+}
+
 static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Step& s) {
     int64_t wide = 0, narrow = 0;
     for (int64_t i = 0; i < count; i++) {
         wide = std::max({wide, layers[i].qkv.outputs, layers[i].gate_up.outputs});
         narrow = std::max({narrow, layers[i].output.inputs, layers[i].down.inputs});
     }
-    float* memory = pool.step.take(s.tokens * (wide + narrow + s.width));
+    float* memory = pool.step.take(s.tokens * (wide + narrow + 2 * s.width));
     float *a = memory, *b = a + s.tokens * wide, *given = b + s.tokens * narrow;
-    step_norm(pool, s, layers[0], s.residual, nullptr, layers[0].input_norm, s.out);
+    Step now = s;
+    now.out = given + s.tokens * s.width;
+    step_norm(pool, now, layers[0], now.residual, nullptr, layers[0].input_norm, now.out);
     for (int64_t i = 0; i < count; i++) {
         const Layer& l = layers[i];
-        attention_block(pool, l, s, a, b, given);
-        step_norm(pool, s, l, given, s.residual, l.middle_norm, s.out);
-        feed_forward_block(pool, l, s, a, b, given);
+        float* attended = b;
+        attention_block(pool, l, now, a, attended);
+        if (i + 1 == count) {
+            // What is left of a prompt's token is its key and value: who is not asked for is done.
+            pick(s, attended, l.output.inputs, a);
+            pick(s, s.residual, s.width, now.out);
+            attended = a;
+            now.residual = now.out;
+            now.out = s.out;
+            now.tokens = s.rows;
+        }
+        output_block(pool, l, now, attended, given);
+        step_norm(pool, now, l, given, now.residual, l.middle_norm, now.out);
+        feed_forward_block(pool, l, now, a, b, given);
         const float* after = i + 1 < count ? layers[i + 1].input_norm : s.norm;
-        step_norm(pool, s, l, given, s.residual, after, s.out);
+        step_norm(pool, now, l, given, now.residual, after, now.out);
     }
 }

@@ -97,9 +97,10 @@ class NativeLayers:
         rotations: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[Attended],
         caches: Sequence[Tensor],
+        wanted: Tensor,
     ) -> Tensor:
-        residual = residual.contiguous()
-        out = torch.empty_like(residual)
+        residual, wanted = residual.contiguous(), wanted.contiguous()
+        out = residual.new_empty(len(wanted), residual.shape[1])
         turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         batches = [native_batch(one) for one in attention]
         seen = zip(batches, caches, strict=True)
@@ -112,6 +113,8 @@ class NativeLayers:
             self._norm,
             ctypes.addressof(groups),
             ctypes.addressof(turns),
+            wanted.data_ptr(),
+            len(wanted),
             *residual.shape,
             None if spent is None else ctypes.addressof(spent),
         )
@@ -255,6 +258,8 @@ class _Step(Structure):
         ("norm", c_void_p),
         ("groups", c_void_p),
         ("turns", c_void_p),
+        ("wanted", c_void_p),
+        ("rows", c_int64),
         ("tokens", c_int64),
         ("width", c_int64),
         ("spent", c_void_p),
