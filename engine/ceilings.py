@@ -77,6 +77,8 @@ class Work:
     """Of all products' weights and their scales, as the kernel set keeps them."""
     kv: tuple[tuple[int, int | None], ...]
     """Of each KV group: bytes of one token's keys and values in all of its layers, scales too; and its window."""
+    layers: int
+    """Taken to be alike: of a prompt, its last token alone goes through the last one."""
 
     @classmethod
     def of(cls, model: Model, folder: str | Path) -> Work:
@@ -105,12 +107,14 @@ class Work:
                 )
                 for group in model.kv_groups
             ),
+            layers=sum(group.layers for group in model.kv_groups),
         )
 
     def least_s(self, jobs: Sequence[tuple[int, int]], ceilings: Ceilings) -> float:
         """Seconds that jobs of (prompt tokens, output tokens), all there at once, take at the least."""
         prompts = sum(prompt for prompt, _ in jobs)
-        operations = 2 * (prompts * (self.weights - self.head) + len(jobs) * self.head)
+        last = (self.weights - self.head) / self.layers
+        operations = 2 * (prompts * (self.weights - self.head - last) + len(jobs) * (self.head + last))
         total = max(operations / ceilings.operations_per_s, self.weight_bytes / ceilings.read_bytes_per_s)
         for step in range(1, max(output for _, output in jobs)):
             going = [prompt + step for prompt, output in jobs if output > step]

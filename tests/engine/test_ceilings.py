@@ -31,7 +31,7 @@ def test_a_models_work_is_its_products_and_its_cache(tmp_path: Path, name: str, 
     itemsize = model.kernels.weight_dtype.itemsize
     weights = 2 * layer + head
     assert Work.of(model, folder) == Work(
-        weights, head, weights * itemsize, ((2 * 2 * kv_heads * 16 * itemsize, None),)
+        weights, head, weights * itemsize, ((2 * 2 * kv_heads * 16 * itemsize, None),), layers=2
     )
 
 
@@ -107,7 +107,7 @@ def test_the_limit_of_a_quantised_checkpoint_counts_its_head_too(tmp_path: Path)
 
 
 def test_a_step_takes_the_longer_of_reading_and_multiplying() -> None:
-    work = Work(weights=100, head=20, weight_bytes=200, kv=((3, None), (10, 8)))
+    work = Work(weights=100, head=20, weight_bytes=200, kv=((3, None), (10, 8)), layers=4)
     slow_memory = Ceilings(read_bytes_per_s=1.0, operations_per_s=1e9)
     # One read for the prompts, then two steps: of two sequences, with 11 and 6 tokens, and of one with 12. Of layers
     # with a window, 8 tokens at most.
@@ -115,7 +115,7 @@ def test_a_step_takes_the_longer_of_reading_and_multiplying() -> None:
     assert work.least_s([(10, 3), (5, 2)], slow_memory) == 200 + first + second
     slow_sums = Ceilings(read_bytes_per_s=1e12, operations_per_s=1.0)
     found = work.least_s([(10, 3), (5, 2)], slow_sums)
-    assert found == 2 * (15 * 80 + 2 * 20) + 2 * 100 * 2 + 2 * 100 * 1
+    assert found == 2 * (15 * 60 + 2 * (20 + 20)) + 2 * 100 * 2 + 2 * 100 * 1
 
 
 def test_ceilings_are_measured() -> None:
