@@ -2,9 +2,9 @@
 
 reference.py is every operation in plain torch and the oracle of the others; gpu.py is CUDA's, of the kernels in
 triton/; native/ is the CPU's, in C++. Where these are not at hand, sdpa.py replaces attention by padded batches, and
-cpu.py what oneDNN and reused memory make faster; deterministic/ has sets whose rows depend on nothing but themselves.
-A set also says in which dtype it computes. Weights come in through `prepare_linear`, which may repack or quantise them
-(fp8.py, packed.py); attention reads the paged cache by what ragged.py or groups.py say of a step.
+cpu.py (sampled.py, pieces.py) what torch does faster on a CPU; deterministic/ has sets whose rows depend on nothing but
+themselves. A set also says in which dtype it computes. Weights come in through `prepare_linear`, which may repack or
+quantise them (fp8.py, packed.py); attention reads the paged cache by what ragged.py or groups.py say of a step.
 """
 
 from __future__ import annotations

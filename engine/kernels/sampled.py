@@ -2,8 +2,8 @@
 
 Scores are a product that is computed at the places of a sparse pattern alone, one row of it for each query head; what
 they weigh is summed as the rows of an embedding table are. Both run on all threads, and no memory grows with the keys
-and values that are read. For 32 rows of 192 places, 9 heads on 3, it takes 0.4 times as long as gathering and
-scaled_dot_product_attention; but a key is read once for each query head that shares it.
+and values that are read. It takes about half as long as gathering them for scaled_dot_product_attention
+(tests/bench/sampled.py); but a key is read once for each query head that shares it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from engine.kernels.groups import AttentionGroup
 from engine.kernels.pieces import piece
 
-#: Query heads of one KV head: where there are more, reading each key once pays for the gathering (8 of 128: 0.9 times).
-MOST_SHARED = 7
+#: Query heads of one KV head: where more share it, reading each key once pays for the gathering (with 4 it takes 1.2
+#: times as long, with 7 as long, with 8 0.7 to 0.95 times).
+MOST_SHARED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,8 @@ class Sdpa(Reference):
     ) -> Tensor:
         if isinstance(batch, RaggedBatch):
             return super().paged_attention(query, cache, batch, scale, softcap)
+        if len(batch.groups) == 1:
+            return self.attend_group(query, cache, batch.groups[0], scale, softcap)
         out = torch.empty_like(query)
         for group in batch.groups:
             out[group.rows] = self.attend_group(query[group.rows], cache, group, scale, softcap)
