@@ -32,14 +32,14 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 		|| { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 		|| { echo "Could not make .venv. On Debian and Ubuntu: apt install python3-venv"; rm -rf .venv; exit 1; }
+	@# The one that Python 3.11 comes with takes half a minute longer to choose the versions.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade pip || true
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[gateway,worker,dev]"
 	@# Alone: of what it depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps lm-eval
-	@# On all cores, where pip takes one. Templates and tests of syntax errors cannot be compiled.
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
 	@touch $@
 
-# What all test processes import is compiled by one of them, once.
+# What all test processes import, a sixth of what is installed, is compiled by one of them, once.
 .venv/.collected: .venv/.installed
 	@$(BIN)/python -m pytest --collect-only >/dev/null || true
 	@touch $@

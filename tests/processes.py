@@ -177,8 +177,9 @@ def free_port() -> int:
 
     It lies below those that the kernel gives to outgoing connections, which could take it while its server restarts.
     """
+    ports = _ports()
     while True:
-        port = 20_000 + secrets.randbelow(12_000)
+        port = secrets.choice(ports)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -186,3 +187,12 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def _ports() -> range:
+    """pytest-xdist's processes have some of their own each: no server of another's tests takes one that restarts."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return range(20_000, 32_000)
+    first = 20_000 + (os.getppid() + int(worker.removeprefix("gw"))) % 16 * 750
+    return range(first, first + 750)

@@ -28,7 +28,7 @@ from typing import Any
 from tests.chaos import clock
 from workers.cli.guard import PR_SET_PDEATHSIG
 
-#: What the processes of a system would import when they start.
+#: What the processes of a system would import when they start; last, what lets them share its memory.
 _IMPORTS = """
     billiard.dummy celery.app.control celery.app.events celery.app.log celery.apps.worker celery.backends.redis
     celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer celery.worker.control
@@ -37,6 +37,7 @@ _IMPORTS = """
     workers.consumer workers.pool.engine_pool workers.pool.request workers.worker
     producers.gateway producers.gateway.app uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes
+    tests.frozen
 """
 
 
