@@ -47,7 +47,7 @@ def running_valkey(data_dir: Path | None = None, **config: Any) -> Iterator[Valk
             server = ValkeyServer(port=free_port(), data_dir=directory, config={"loglevel": "warning", **config})
             server._binary_path = _guarded_server(directory, server._binary_path)
             try:
-                server.start()
+                server.start(30)
             except (OSError, ValkeyServerStartupError):  # somebody took the port meanwhile
                 continue
             try:
@@ -112,10 +112,10 @@ class Worker:
         """Those of its names that are in the broker's books."""
         return [name for name in self._redis.hkeys(keys.INCARNATIONS) if name.startswith(f"{self.name}.")]
 
-    def wait_ready(self, seconds: float = 30) -> None:
+    def wait_ready(self, seconds: float = 60) -> None:
         self.wait_until(lambda: bool(self.incarnations), seconds)
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
         """Wait for it while the worker lives; what its log says is in the error otherwise."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -53,9 +53,12 @@ def ordinary_tasks() -> None:
             return f"{task_id} {result.state}"
 
         @app.task(name="app.note")
-        def note(key: str, pause: float = 0) -> None:
+        def note(key: str, pause: float = 0, go: str = "") -> None:
+            """`go`: the file that it waits for."""
             app.backend.client.rpush(f"seen:{key}", "begun")
             time.sleep(pause)
+            while go and not os.path.exists(go):
+                time.sleep(0.02)
             app.backend.client.rpush(f"seen:{key}", "done")
 
         @app.task(name="app.reject_once", bind=True)

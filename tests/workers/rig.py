@@ -56,7 +56,7 @@ class Rig:
             worker.process.wait()
             worker.log.unlink(missing_ok=True)
 
-    def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
+    def until(self, condition: Callable[[], Any], seconds: float = 60) -> None:
         """Wait for it; what the workers' logs say is in the error otherwise."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -117,7 +117,7 @@ class Rig:
     def settled(self, ids: list[str]) -> bool:
         return all(self.store.hexists(keys.task(task_id), "settled") for task_id in ids)
 
-    def until_settled(self, ids: list[str], seconds: float = 30) -> None:
+    def until_settled(self, ids: list[str], seconds: float = 60) -> None:
         self.until(lambda: self.settled(ids), seconds)
 
     # ---- what must hold ---------------------------------------------------------------------------------------

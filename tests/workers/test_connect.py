@@ -65,8 +65,8 @@ def test_over_a_unix_socket_tasks_run_and_waiting_senders_hear(tmp_path: Path) -
             app = Celery("sender", broker=local, backend=local, set_as_current=False)
             app.conf.task_default_queue = MODEL
             sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4})
-            assert sent.get(timeout=20)["status"] == "completed"
-            assert app.send_task("app.add", (1, 2)).get(timeout=20) == 3
+            assert sent.get(timeout=60)["status"] == "completed"
+            assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3
             assert worker.stop() == 0
         finally:
             rig.close()

@@ -167,7 +167,7 @@ def test_a_plain_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> N
     rig.check([result.id], "failed")
     assert result.state == "FAILURE"
     with pytest.raises(Exception, match="Given up"):
-        result.get(timeout=10)
+        result.get(timeout=60)
 
 
 def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> None:
@@ -176,7 +176,7 @@ def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> No
     queue = keys.model_queue("stub")
     (message,) = rig.redis.lrange(queue, 0, -1)
     first = rig.worker()
-    assert sent.get(timeout=20)["status"] == "completed"
+    assert sent.get(timeout=60)["status"] == "completed"
     rig.until_settled([sent.id])
     assert first.stop() == 0
     rig.redis.hdel(keys.task(sent.id), "settled")
@@ -185,7 +185,7 @@ def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> No
     rig.redis.rpush(queue, message)
     rig.worker(max_redeliveries=2)
     rig.until_settled([sent.id])
-    assert rig.sender().AsyncResult(sent.id).get(timeout=10)["status"] == "completed"
+    assert rig.sender().AsyncResult(sent.id).get(timeout=60)["status"] == "completed"
     rig.check_nothing_left()
 
 
@@ -228,7 +228,7 @@ def test_an_ordinary_task_survives_its_worker(rig: Rig) -> None:
     rig.until(lambda: rig.redis.llen("seen:survivor") == 1)
     first.stop(signal.SIGKILL)
     rig.worker(WORKER_PLUGINS=ORDINARY)
-    assert result.get(timeout=20) is None
+    assert result.get(timeout=60) is None
     assert rig.redis.lrange("seen:survivor", 0, -1) == ["begun", "begun", "done"]
 
 

@@ -118,7 +118,7 @@ def test_nothing_is_kept_of_what_cannot_be_read(poisoned: Rig) -> None:
         poisoned.redis.lpush(POOL, raw)
     poisoned.redis.lpush(POOL, json.dumps(envelope(**TIMELIMIT)))
     check_idle(poisoned)
-    assert poisoned.sender().send_task("app.kept").get(timeout=20) == []
+    assert poisoned.sender().send_task("app.kept").get(timeout=60) == []
 
 
 HARMLESS = {
@@ -274,7 +274,7 @@ def test_an_ordinary_task_that_exits_harms_nobody(poisoned: Rig) -> None:
     poisoned.redis.delete(keys.DEAD)
     for _ in range(5):  # more than there are threads
         app.send_task("app.exits")
-    assert app.send_task("app.add", (1, 2)).get(timeout=20) == 3
+    assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3
     poisoned.until(lambda: poisoned.redis.llen(keys.DEAD) == 5)
     check_idle(poisoned)
 

@@ -35,7 +35,7 @@ def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
     served.until_settled(others)
     served.check(others)
     with pytest.raises(TaskFailed, match="its record cannot be used"):
-        sent.get(timeout=10)
+        sent.get(timeout=60)
     assert "its record cannot be used" in served.dead()[-1]["reason"]
 
 
@@ -45,7 +45,7 @@ def test_a_sender_s_own_header_makes_it_no_client_s(served: Rig, said: Any) -> N
     sent = served.sender().send_task(
         keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 3}, headers={"penstock": said}
     )
-    assert sent.get(timeout=10)["status"] == "completed"
+    assert sent.get(timeout=60)["status"] == "completed"
 
 
 @pytest.mark.parametrize("how", [{"serializer": "pickle"}, {"shadow": "\ud800"}])
@@ -53,7 +53,7 @@ def test_who_waits_for_a_message_that_cannot_be_decoded_hears_of_it(served: Rig,
     """By Celery, or by the broker's script, whose decoder takes no half of a pair of surrogates."""
     sent = served.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, **how)
     with pytest.raises(TaskFailed, match="cannot be used"):
-        sent.get(timeout=10)
+        sent.get(timeout=60)
     served.until(lambda: any(sent.id in letter["message"] for letter in served.dead()))
 
 

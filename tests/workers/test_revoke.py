@@ -22,7 +22,7 @@ def check_revoked(rig: Rig, result: Any) -> None:
     rig.check([result.id], "cancelled")
     assert result.state == "REVOKED"
     with pytest.raises(TaskRevokedError):
-        result.get(timeout=10)
+        result.get(timeout=60)
     rig.until(lambda: all((lease["tasks"], lease["running"], lease["waiting"]) == (0, 0, 0) for lease in rig.leases()))
     rig.check_nothing_left()
 
@@ -66,7 +66,7 @@ def test_without_terminate_a_running_task_goes_on(rig: Rig) -> None:
     result = send(app, 100)
     rig.until(lambda: rig.tokens(result.id) > 3)
     result.revoke()
-    assert result.get(timeout=20)["status"] == "completed"
+    assert result.get(timeout=60)["status"] == "completed"
     rig.until_settled([result.id])
     rig.check([result.id])
 
@@ -107,4 +107,4 @@ def check_revoked_but_for(rig: Rig, result: Any) -> None:
 def revoked(rig: Rig, app: Celery, task_id: str) -> None:
     """Wait until the one worker knows of it."""
     hostname = f"penstock@{rig.workers[0].name}"
-    rig.until(lambda: task_id in app.control.inspect([hostname], timeout=5).revoked()[hostname])
+    rig.until(lambda: task_id in app.control.inspect([hostname], timeout=30).revoked()[hostname])

@@ -21,7 +21,7 @@ def test_a_worker_that_never_looks_by_itself_is_woken(rig: Rig) -> None:
         rig.until_settled(ids)
         rig.check(ids)
         result = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 2}, priority=6)
-        assert result.get(timeout=20)["status"] == "completed"
+        assert result.get(timeout=60)["status"] == "completed"
 
 
 def test_it_is_woken_again_after_its_wake_up_connection_broke(rig: Rig) -> None:

@@ -67,7 +67,7 @@ class Door:
         assert not self._thread.is_alive(), "the gateway did not stop"
 
 
-def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """Wait for a true answer, and give it."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
