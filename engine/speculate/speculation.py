@@ -96,7 +96,7 @@ class Speculation:
         stays = len(decoding) // _CHOOSE + (_CHOOSE if self._idle else 0)
         if self._turn - self._chosen > stays or any(seq.serial not in self._lengths for seq in decoding):
             self._choose(decoding)
-        due = self._turn - self._tried >= self._try_every and self._balance.begins > 0
+        due = self._turn - self._tried >= self._try_every
         # Of whom nothing is known, that others were guessed badly says less.
         if (due or (self._turn % _TRY_EVERY == 0 and self._balance.rich)) and not self._hopeless:
             self._try(decoding, due)
@@ -124,14 +124,14 @@ class Speculation:
             and (due or not self._of(seq).tried)
             and not self._barred(seq)
         ]
-        if not idle or not self._pace.steps.known(len(decoding)):
+        most = min(-(-len(decoding) // _TRY_ONE_IN), self._balance.begins)
+        if not idle or not most or not self._pace.steps.known(len(decoding)):
             return
         if due:
             self._tried = self._turn
             # Until one is seen to be right.
             self._try_every = min(2 * self._try_every, _TRY_SELDOM)
         idle.sort(key=lambda seq: self._of(seq).latest)
-        most = min(-(-len(decoding) // _TRY_ONE_IN), self._balance.begins)
         self._trying = frozenset(seq.serial for seq in idle[:most])
 
     def wanted(self, seq: Sequence) -> int:

@@ -125,3 +125,15 @@ def test_as_many_are_begun_with_at_a_time_as_there_is_cover_for() -> None:
     looking = Balance()
     looking.begun(1, 0.0)
     assert looking.begins > 1000
+
+
+def test_after_all_was_lost_a_try_s_cost_is_paid_in_first() -> None:
+    balance = Balance()
+    balance.entered(2.0, 0.0)
+    assert balance.allows
+    balance.entered(0.1, 0.0)
+    assert not balance.allows
+    balance.passed(40.0)
+    assert not balance.allows
+    balance.passed(40.0)
+    assert balance.allows
