@@ -28,7 +28,7 @@ class SampledGroup(AttentionGroup):
 
     pattern: Tensor
     """Sparse CSR, fp32 [sequences * heads, rows of the cache's heads]: row (i, h) has the place, and head, of every key
-    that query head h of sequence i sees, then rows of zeros up to the width of the longest. Its values are 0
+    that query head h of sequence i sees, then its first place up to the width of the longest. Its values are 0
     between one product and the next."""
     hidden: Tensor | None
     """Added to scores [sequences, heads, width]: [sequences, 1, width], 0 or -inf; None where all see as many."""
@@ -37,16 +37,16 @@ class SampledGroup(AttentionGroup):
 def sampled(
     group: AttentionGroup, window: int | None, block_size: int, zero_block: int, heads: int, kv_heads: int
 ) -> SampledGroup:
-    """Of a group whose sequences compute one token each, over a cache whose last block, `zero_block`, is zero."""
+    """Of a group whose sequences compute one token each, over a cache of `zero_block` + 1 blocks."""
     ends = torch.tensor(group.kv_lens)
     begins = torch.zeros_like(ends) if window is None else (ends - window).clamp_(min=0)
     seen = ends - begins
     width, sequences = int(seen.max()), len(ends)
     ahead = torch.arange(width)
     beyond = ahead >= seen[:, None]
+    # Fewer are seen than by another only from the first place on: that one is seen, too.
     at = (begins[:, None] + ahead).masked_fill_(beyond, 0)
     places = group.block_tables.gather(1, at // block_size) * block_size + at % block_size
-    places.masked_fill_(beyond, zero_block * block_size)
     # 32 bits number the heads of more than half a TiB of keys, and take half the time of 64 to go through.
     head = torch.arange(heads, dtype=torch.int32) // (heads // kv_heads)
     columns = (places.int() * kv_heads)[:, None] + head[:, None]
