@@ -172,14 +172,21 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
     return ids
 
 
+#: Ports that this process has yet to give out.
+_left: list[int] = []
+
+
 def free_port() -> int:
-    """A port that nobody listens on just now.
+    """A port that nobody listens on just now, and that this process has not given out lately: whom it was given to
+    may not have come to listen.
 
     It lies below those that the kernel gives to outgoing connections, which could take it while its server restarts.
     """
-    ports = _ports()
     while True:
-        port = secrets.choice(ports)
+        if not _left:
+            ports = _ports()
+            _left.extend(secrets.SystemRandom().sample(ports, len(ports)))
+        port = _left.pop()
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
