@@ -103,6 +103,7 @@ struct Asked {
     INLINE_MEMBER void ask(int t) const {
         if (from) ::ask(from + at[t], bytes);
     }
+    Asked part(int begin, int size) const { return {from + begin, at, size}; }
 };
 
 // score[r * kTile + t] = query row r . key t, for R rows and all `places` rounded up to four.
@@ -284,11 +285,17 @@ template <int W> class Walk {
             float* sum = state.sum + r * dim_;
             int places = seen(r + R - 1, first, here.places), d = 0;
             if (places <= 0) return;
-            Asked next = r ? Asked{} : next_values;
-            for (; d + V * W <= dim_; d += V * W, next = {})
-                weigh<W, R, V, T>(score_ + r * kTile, before_ + r, values, here.at, places, dim_, d, sum, next);
-            for (; d < dim_; d += W, next = {})
-                weigh<W, R, 1, T>(score_ + r * kTile, before_ + r, values, here.at, places, dim_, d, sum, next);
+            // Of the next values what is of the same numbers: more at once than memory answers would be waited for.
+            auto part = [&](int numbers) {
+                if (r || !next_values.from) return Asked{};
+                // Of bytes, all with the first: that is a line or two, with their scale.
+                if (sizeof(T) == 1) return d ? Asked{} : next_values;
+                return next_values.part(d * sizeof(T), numbers * sizeof(T));
+            };
+            for (; d + V * W <= dim_; d += V * W)
+                weigh<W, R, V, T>(score_ + r * kTile, before_ + r, values, here.at, places, dim_, d, sum, part(V * W));
+            for (; d < dim_; d += W)
+                weigh<W, R, 1, T>(score_ + r * kTile, before_ + r, values, here.at, places, dim_, d, sum, part(W));
         });
     }
 
