@@ -13,6 +13,8 @@
 
 // Rows of a piece, unless one query alone has more.
 constexpr int kPieceRows = 48;
+// Rows that compute for as long as it takes to read what they see.
+constexpr int kReading = 8;
 
 INLINE void join(State& all, const State& part, int64_t rows, int64_t dim) {
     for (int64_t r = 0; r < rows; r++) {
@@ -29,9 +31,11 @@ INLINE void join(State& all, const State& part, int64_t rows, int64_t dim) {
 
 // Pieces one after another as tasks of about the same work, at most about `most`: where each begins, and the end of all.
 INLINE std::vector<int> tasks_of(const Attention& a, const std::vector<Piece>& pieces, int most) {
+    // Reading keys and values takes as long as computing some rows with them.
     auto work = [&](const Piece& p) {
-        int64_t to = p.place(a) + p.queries;
-        return (to - std::max<int64_t>(p.chunk * kChunk, a.window ? to - p.queries - a.window : 0)) * p.queries + kTile;
+        int64_t to = p.place(a) + p.queries, rows = p.queries * a.heads / a.kv_heads;
+        int64_t seen = to - std::max<int64_t>(p.chunk * kChunk, a.window ? to - p.queries - a.window : 0);
+        return (seen + kTile) * (rows + kReading);
     };
     int64_t all = 0, some = 0;
     for (const Piece& p : pieces) all += work(p);
@@ -64,7 +68,7 @@ template <int W> static void attend(Pool& pool, const Attention& a) {
     }
     int64_t walk = Walk<W>::floats(rows, a.head_dim), state = State::floats(rows, a.head_dim);
     if (partials == (int)pieces.size() || (int)pieces.size() >= 4 * pool.threads() || pool.threads() == 1) {
-        std::vector<int> ends = tasks_of(a, pieces, 8 * pool.threads());
+        std::vector<int> ends = tasks_of(a, pieces, 16 * pool.threads());
         pool.run((int)ends.size() - 1, [&](int task, int thread) {
             float* memory = pool.own[thread].take(walk + state);
             for (int i = ends[task]; i < ends[task + 1]; i++) {

@@ -115,6 +115,7 @@ INLINE void dots(const float* const* query, const char* keys, const int64_t* at,
         F<W> s[R][4] = {};
         const T* key[4];
         for (int j = 0; j < 4; j++) key[j] = (const T*)(keys + at[t + j]);
+#pragma GCC unroll 2
         for (int i = 0; i < dim; i += W) {
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
@@ -138,6 +139,7 @@ INLINE void weigh(const float* weight, const float* before, const char* values, 
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) s[r][v] = load<W>(sum + r * dim + from + v * W) * before[r];
     }
+#pragma GCC unroll 2
     for (int t = 0; t < places; t++) {
         next.ask(t);
         const T* value = (const T*)(values + at[t]) + from;
