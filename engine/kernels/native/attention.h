@@ -3,8 +3,9 @@
 // A piece is some queries of one sequence and all query heads of one KV head: rows that read the same keys. It walks
 // the keys in tiles (scores, running softmax, sum of values), tiles in chunks of kChunk places; what chunks give is
 // joined in their order. Tiles and chunks are counted from a sequence's first token, also where its table begins behind it
-// (a window's): a row's sums are made in the same order whatever has been dropped. Where there are fewer pieces than the threads can share, each chunk is a task of its own, and
-// joining comes after: the arithmetic is the same, so a row's result depends neither on the threads nor on the batch.
+// (a window's): a row's sums are made in the same order whatever has been dropped. Where there are fewer pieces than the
+// threads can share, each chunk is a task of its own, and joining comes after: the arithmetic is the same, so a row's
+// result depends neither on the threads nor on the batch.
 #pragma once
 
 #include <vector>
@@ -13,7 +14,7 @@
 
 // Rows of a piece, unless one query alone has more.
 constexpr int kPieceRows = 48;
-// Rows that compute for as long as it takes to read what they see.
+// Rows that are taken to compute for as long as it takes to read what they see: an estimate, to cut tasks by.
 constexpr int kReading = 8;
 
 INLINE void join(State& all, const State& part, int64_t rows, int64_t dim) {
@@ -29,7 +30,7 @@ INLINE void join(State& all, const State& part, int64_t rows, int64_t dim) {
     }
 }
 
-// Pieces one after another as tasks of about the same work, at most about `most`: where each begins, and the end of all.
+// Pieces one after another as tasks of about the same work, some `most` of them: where each begins, and the end of all.
 INLINE std::vector<int> tasks_of(const Attention& a, const std::vector<Piece>& pieces, int most) {
     // Reading keys and values takes as long as computing some rows with them.
     auto work = [&](const Piece& p) {

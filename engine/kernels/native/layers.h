@@ -48,7 +48,7 @@ struct Turn {
 };
 
 struct Step {
-    float* residual;  // [tokens, width]: embeddings come in, the sum of all layers but the last goes out
+    float* residual;  // [tokens, width]: embeddings come in, and are overwritten
     float* out;  // [rows, width], normed
     const float* norm;  // after the last layer
     const Group* groups;

@@ -31,16 +31,8 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = told(
         monkeypatch,
         *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain", "5", "--max-deaths", "7"),
-        *(
-            "--max-num-seqs",
-            "8",
-            "--max-batched-tokens",
-            "64",
-            "--unhurried-tokens",
-            "32",
-            "--kv-cache-bytes",
-            "1000000",
-        ),
+        *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--unhurried-tokens", "32"),
+        *("--kv-cache-bytes", "1000000"),
         *("--memory-share", "0.5"),
         *("--dtype", "float32", "--quantization", "none", "--deterministic", "--device", "cpu", "--threads", "1"),
         *("--draft-model", "tiny-draft", "--speculate-tokens", "3"),

@@ -55,18 +55,8 @@ def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
 
 SAID = (
     *("--max-deaths", "7", "--step-limit", "45", "--spot-notice", "aws", "--spot-endpoint", "http://imds"),
-    *(
-        "--max-num-seqs",
-        "8",
-        "--max-batched-tokens",
-        "64",
-        "--unhurried-tokens",
-        "32",
-        "--kv-cache-bytes",
-        "1000000",
-        "--memory-share",
-        "0.5",
-    ),
+    *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--unhurried-tokens", "32"),
+    *("--kv-cache-bytes", "1000000", "--memory-share", "0.5"),
     *("--dtype", "float32", "--quantization", "none", "--deterministic", "--threads", "3", "--drain", "5"),
     *("--speculate", "draft", "--draft-model", "tiny-draft", "--speculate-tokens", "3"),
 )
