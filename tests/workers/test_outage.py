@@ -149,8 +149,8 @@ def test_a_link_waits_until_the_broker_is_back(durable: tuple[Rig, ValkeyServer]
         assert not rig.settled([result.id])
         server.start(60)
         assert AsyncResult("linked-1", app=app).get(timeout=60) == "linked:" + text_of(3, 0, 60)
+        rig.until_settled([result.id])  # links go before their task's own result
         assert result.state == "SUCCESS"
-        rig.until_settled([result.id])
         rig.check([result.id])
         rig.close()
 
@@ -177,8 +177,8 @@ def test_a_link_waits_until_the_broker_takes_writes_again() -> None:
         assert not rig.settled([result.id])
         rig.redis.config_set("min-replicas-to-write", 0)
         assert AsyncResult("linked-1", app=app).get(timeout=60) == "linked:" + text_of(3, 0, 60)
+        rig.until_settled([result.id])  # links go before their task's own result
         assert result.state == "SUCCESS"
-        rig.until_settled([result.id])
         rig.check([result.id])
         assert not rig.redis.exists("seen:failed")
 
