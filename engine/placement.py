@@ -17,6 +17,9 @@ from engine.speculate.draft import DraftModel
 
 #: What a step may take on a GPU where nobody measures it.
 _UNMEASURED = 1 * GIB
+#: Blocks that a CPU finds side by side, and of how many bytes, for one layer, they are long enough by themselves.
+_RUN = 8
+_LONG = 64 << 10
 
 
 def place(
@@ -37,9 +40,10 @@ def place(
                     step += _measured(one, config, step_tokens, length) if one.kernels.ragged else _UNMEASURED
         free = free_bytes(model.device, config.memory_share, step)
     kernels = model.kernels
-    return kv_spaces(
+    groups = [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in model.kv_groups]
+    spaces = kv_spaces(
         config.kv_cache_bytes,
-        [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in model.kv_groups],
+        groups,
         kernels.cache_dtype.itemsize,
         block_size=config.block_size,
         sequences=config.max_num_seqs,
@@ -48,6 +52,10 @@ def place(
         free=free,
         beside=None if draft is None else _beside(model, draft, config.block_size),
     )
+    if model.device.type != "cpu":
+        return spaces
+    sizes = [block_bytes(replace(group, layers=1), config.block_size, kernels.cache_dtype.itemsize) for group in groups]
+    return tuple(replace(space, run=_RUN if size < _LONG else 1) for space, size in zip(spaces, sizes, strict=True))
 
 
 def _beside(model: Model, draft: Model, block_size: int) -> list[int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from engine.errors import EngineError
+from engine.kv.free import FreeBlocks
 
 
 class BlockPool:
@@ -14,14 +16,14 @@ class BlockPool:
         free  --allocate-->  held (references > 0)  --release-->  free, or cached if it was registered
         cached (registered, no references)  --share-->  held;  --evicted by allocate-->  held by another
 
-    `available` counts free and cached ones: what can be allocated.
+    `available` counts free and cached ones: what can be allocated. `run`: so many neighbours are given to one table
+    where that can be (engine/kv/free.py).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, run: int = 1) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        # A stack with the lowest numbers on top, so that a short run touches little memory.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = FreeBlocks(num_blocks, run)
         # Insertion order is the order of release: the first is the least recently used.
         self._cached: dict[int, None] = {}
         self._by_hash: dict[bytes, int] = {}
@@ -35,19 +37,35 @@ class BlockPool:
     def used(self) -> int:
         return self.num_blocks - self.available
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each; the caller has seen to it that so many are available."""
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` blocks with one reference each; the caller has seen to it that so many are available.
+
+        They are for a table that ends with the block `after`.
+        """
         blocks = []
         for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block = next(iter(self._cached))
-                del self._cached[block]
-                del self._by_hash[self._hash_of.pop(block)]
-            self._references[block] = 1
-            blocks.append(block)
+            found = self._free.take(after)
+            if found is None:
+                self._evict()
+                found = self._free.take(None)
+            after = self._free.take_any() if found is None else found
+            self._references[after] = 1
+            blocks.append(after)
         return blocks
+
+    def _evict(self) -> None:
+        """Let go of what was used least recently until a run has room, or for as many blocks as two have.
+
+        With a block go those that come next and are of its run: they were one sequence's.
+        """
+        run = None
+        for count, block in enumerate(list(islice(self._cached, 2 * self._free.run))):
+            if count and self._free.roomy and block // self._free.run != run:
+                break
+            run = block // self._free.run
+            del self._cached[block]
+            del self._by_hash[self._hash_of.pop(block)]
+            self._free.put(block)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each; cached ones are no longer evictable."""
@@ -68,7 +86,9 @@ class BlockPool:
                 if block in self._hash_of:
                     self._cached[block] = None
                 else:
-                    self._free.append(block)
+                    self._free.put(block)
+        if blocks:
+            self._free.leave(blocks[-1])
 
     def register(self, block: int, name: bytes) -> None:
         """Make a held, full, computed block findable. A hash that another block already has is left to it."""
@@ -84,7 +104,7 @@ class BlockPool:
                 del self._hash_of[block]
                 if block in self._cached:
                     del self._cached[block]
-                    self._free.append(block)
+                    self._free.put(block)
 
     def match(self, names: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known beginning of a chain of hashes, with no reference taken."""
@@ -116,7 +136,7 @@ class BlockPool:
         for block, references in enumerate(self._references):
             if references != counts[block]:
                 raise EngineError(f"KV block {block} has {references} references, {counts[block]} holders were found")
-        idle = self._free + list(self._cached)
+        idle = [*self._free, *self._cached]
         if sorted(idle) != [block for block, references in enumerate(self._references) if references == 0]:
             raise EngineError("the free and cached KV blocks are not those without references, once each")
         if {name: block for block, name in self._hash_of.items()} != self._by_hash:

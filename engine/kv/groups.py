@@ -23,6 +23,8 @@ class KvSpace:
 
     num_blocks: int
     window: int | None = None
+    run: int = 1
+    """Blocks that a sequence is given side by side where that can be."""
 
     def tokens_of_one(self, block_size: int) -> int:
         """Tokens of the longest sequence that can be computed in it."""

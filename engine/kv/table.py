@@ -17,6 +17,10 @@ class Table:
     first: int = 0
     """Which of the sequence's blocks blocks[0] is; those before it have fallen out of the window, or never were."""
 
+    def lengthen(self, pool: BlockPool, count: int) -> None:
+        """By so many blocks, which the pool has."""
+        self.blocks += pool.allocate(count, self.blocks[-1] if self.blocks else None)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -39,7 +43,7 @@ class GroupTables:
     """The pool of a group whose queries see all before them."""
 
     def __init__(self, space: KvSpace, block_size: int) -> None:
-        self.pool = BlockPool(space.num_blocks)
+        self.pool = BlockPool(space.num_blocks, space.run)
         self._size = block_size
         #: Blocks that an admission leaves to those who run, so that it does not put one of them out at once.
         self.headroom = max(1, space.num_blocks // 100)

@@ -99,10 +99,11 @@ class BlockTables:
         for i, (group, part) in enumerate(zip(self.groups, claim.parts, strict=True)):
             # Shared first, or allocating might evict the very blocks to be shared.
             group.pool.share(part.shared)
-            fresh = group.pool.allocate(part.fresh)
-            seq.tables.append(Table(part.shared + fresh, part.first))
+            table = Table(list(part.shared), part.first)
+            table.lengthen(group.pool, part.fresh)
+            seq.tables.append(table)
             if part.copy_from is not None:
-                copies.append((i, part.copy_from, fresh[0]))
+                copies.append((i, part.copy_from, table.blocks[len(part.shared)]))
         seq.computed = claim.computed
         seq.registered = claim.computed // self.block_size
         seq.room = self._room(seq)
@@ -129,7 +130,7 @@ class BlockTables:
             return 0
         for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
             if lack > 0:
-                table.blocks += group.pool.allocate(lack)
+                table.lengthen(group.pool, lack)
         seq.room = self._room(seq)
         return count
 
@@ -144,7 +145,7 @@ class BlockTables:
                 return min(count, seq.room - len(seq.tokens))
             for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
                 if lack > 0:
-                    table.blocks += group.pool.allocate(lack)
+                    table.lengthen(group.pool, lack)
             seq.room = self._room(seq)
         return count
 

@@ -286,6 +286,12 @@ class HistoriesInATightPool(Histories):
     spaces: ClassVar = [KvSpace(10)]
 
 
+class HistoriesWithRuns(Histories):
+    """Of neighbouring blocks, of which the last is shorter than the others."""
+
+    spaces: ClassVar = [KvSpace(14, run=3), KvSpace(window_blocks(7, 4) + 1, 7, run=2)]
+
+
 class HistoriesWithBlocksOfOne(Histories):
     spaces: ClassVar = [KvSpace(41)]
     block_size = 1
@@ -328,6 +334,7 @@ class HistoriesBeyondASwitch(Histories):
     "machine",
     [
         Histories,
+        HistoriesWithRuns,
         HistoriesWithoutCaching,
         HistoriesInATightPool,
         HistoriesWithBlocksOfOne,
