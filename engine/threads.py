@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-
-import torch
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -15,7 +14,20 @@ def threads_for(asked: int | None) -> int:
     processor time has whole cores: threads beyond it are held up in the middle of a step, and all wait for them."""
     if asked is not None:
         return asked
-    most = torch.get_num_threads()
+    # Not at the top: who starts several workers asks for their share, and has no use for torch.
+    import torch
+
+    return _within_limit(torch.get_num_threads())
+
+
+def threads_of_each(processes: int) -> int:
+    """For each of so many processes on this machine: the cores that this one may run on, shared out, within the same
+    limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, _within_limit(cores) // processes)
+
+
+def _within_limit(most: int) -> int:
     limit = _limit()
     return most if limit is None else max(1, min(most, int(limit)))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import threads
-from engine.threads import threads_for
+from engine.threads import threads_for, threads_of_each
 
 
 @pytest.fixture
@@ -41,6 +41,17 @@ def test_without_a_limit_there_are_as_many_as_torch_has(groups: Path) -> None:
 def test_a_limit_of_time_is_one_of_threads(groups: Path, quota: int, count: int) -> None:
     (groups / "pods" / "one" / "cpu.max").write_text(f"{quota} 100000\n")
     assert threads_for(None) == count
+
+
+@pytest.mark.parametrize(("quota", "each"), [("max", 3), ("400000", 2), ("100000", 1)])
+def test_several_processes_share_the_cores_that_one_may_use(
+    groups: Path, monkeypatch: pytest.MonkeyPatch, quota: str, each: int
+) -> None:
+    (groups / "pods" / "one" / "cpu.max").write_text(f"{quota} 100000\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert threads_of_each(2) == each
+    assert threads_of_each(100) == 1
 
 
 def test_the_strictest_of_all_groups_around_counts(groups: Path) -> None:

@@ -166,6 +166,7 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     import socket
     from contextlib import suppress
 
+    from engine.threads import threads_of_each
     from workers.cli.gpu_workers import programs, supervise
     from workers.cli.gpus import choose, gpus_here
 
@@ -176,7 +177,7 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     argv = [*PENSTOCK, str(context.info_name), *said_again(context, without=("gpus", "name", "device", "health_port"))]
     argv += ["--device", "cuda"]
     if context.params["threads"] is None:
-        argv += ["--threads", str(max(1, (os.cpu_count() or 1) // len(gpus)))]
+        argv += ["--threads", str(threads_of_each(len(gpus)))]
 
     def say(name: str, line: str) -> None:
         with suppress(OSError):  # nobody reads it any more: no reason to stop serving

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
+from engine.errors import EngineError
+
 logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: penstock_version() of the source that this file calls.
-VERSION = 11
+VERSION = 12
 #: Instruction set -> whether the CPU has it; the best one first.
 _BUILDS: dict[str, Callable[[], bool]] = {
     "avx512bf16": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
@@ -81,9 +83,15 @@ class Pool:
     """Threads that share each call's work; whoever calls with its address keeps it."""
 
     def __init__(self, library: Library, threads: int) -> None:
-        """`threads` has the caller's in it."""
+        """`threads` has the caller's in it. Raises EngineError where the system does not give so many."""
         self.threads = threads
-        self.address: int = library.pool(threads, _SPIN_US)
+        address = library.pool(threads, _SPIN_US)
+        if address is None:
+            raise EngineError(
+                f"the system does not start {threads - 1} more threads to compute with: take fewer (--threads), or "
+                "raise its limit of processes"
+            )
+        self.address: int = address
         weakref.finalize(self, library.free, self.address)
 
 

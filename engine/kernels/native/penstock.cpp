@@ -1,4 +1,6 @@
 // The C ABI: pointers and sizes alone, nothing of torch or Python. Built once for each instruction set.
+#include <exception>
+
 #include "draws.h"
 #include "layers.h"
 #include "peaks.h"
@@ -7,7 +9,7 @@
 extern "C" {
 
 // Bumped with every change of what is below.
-int penstock_version() { return 11; }
+int penstock_version() { return 12; }
 int penstock_columns() { return kColumns; }
 // Whether products by weights in bf16 round the rows to bf16 too.
 int penstock_rounds() {
@@ -18,7 +20,14 @@ int penstock_rounds() {
 #endif
 }
 
-void* penstock_pool(int threads, int spin_us) { return new Pool(threads, spin_us); }
+// Null where the system has no more threads.
+void* penstock_pool(int threads, int spin_us) {
+    try {
+        return new Pool(threads, spin_us);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
 void penstock_free(void* pool) { delete (Pool*)pool; }
 
 void penstock_pack(void* pool, const void* weight, void* packed, int half, int64_t inputs, int64_t outputs) {

@@ -45,19 +45,16 @@ class Scratch {
 
 class Pool {
   public:
-    // `threads` includes the caller's own.
+    // `threads` includes the caller's own. Throws std::system_error where the system has no more.
     Pool(int threads, int spin_us) : own(threads), spin_(std::chrono::microseconds(spin_us)), queues_(threads) {
-        for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
-    }
-    ~Pool() {
-        stop_.store(true);
-        queues_[0].left.store(Queue::of(generation_ + 1, 0, 0));
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
+        try {
+            for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
+        } catch (...) {
+            end();
+            throw;
         }
-        wake_.notify_all();
-        for (auto& worker : workers_) worker.join();
     }
+    ~Pool() { end(); }
 
     int threads() const { return (int)own.size(); }
 
@@ -136,6 +133,16 @@ class Pool {
             if (i % 4096 == 0) std::this_thread::yield();
             else pause_briefly();
         }
+    }
+
+    void end() {
+        stop_.store(true);
+        queues_[0].left.store(Queue::of(generation_ + 1, 0, 0));
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
     }
 
     void work(int thread) {

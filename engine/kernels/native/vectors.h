@@ -152,9 +152,18 @@ template <int W> INLINE float largest(F<W> x) {
 
 // The sums of four vectors, as a vector of four.
 template <int W> INLINE F<4> sums(F<W> a, F<W> b, F<W> c, F<W> d) {
-    if constexpr (W > 4) {
+    if constexpr (W > 8) {
         return sums<W / 2>(half<W, 0>(a) + half<W, 1>(a), half<W, 0>(b) + half<W, 1>(b), half<W, 0>(c) + half<W, 1>(c),
                            half<W, 0>(d) + half<W, 1>(d));
+    } else if constexpr (W == 8) {
+        // Within halves, which are joined last: 11 instructions, where joining each vector's halves first takes 17.
+        typedef I<8> P;
+        auto pairs = [](F<8> x, F<8> y) {
+            return __builtin_shuffle(x, y, P{0, 8, 1, 9, 4, 12, 5, 13}) + __builtin_shuffle(x, y, P{2, 10, 3, 11, 6, 14, 7, 15});
+        };
+        F<8> ab = pairs(a, b), cd = pairs(c, d);
+        F<8> all = __builtin_shuffle(ab, cd, P{0, 1, 8, 9, 4, 5, 12, 13}) + __builtin_shuffle(ab, cd, P{2, 3, 10, 11, 6, 7, 14, 15});
+        return half<8, 0>(all) + half<8, 1>(all);
     } else {
         typedef I<4> P;
         F<4> ab = __builtin_shuffle(a, b, P{0, 4, 1, 5}) + __builtin_shuffle(a, b, P{2, 6, 3, 7});

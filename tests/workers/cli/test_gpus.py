@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.threads import threads_of_each
 from tests.workers.cli.conftest import Run
 from workers.cli import cuda_devices, gpus
 from workers.cli.exits import Failure
@@ -206,7 +206,7 @@ class TestWorkerCommand:
     def test_shares_the_processors_out(self, run: Run, asked: list[Program]) -> None:
         run("worker", "--broker", "redis://h:1/0", "--model", "tiny", "--gpus", "all")
         threads = [program.argv[program.argv.index("--threads") + 1] for program in asked]
-        assert threads == [str(max(1, (os.cpu_count() or 1) // 2))] * 2
+        assert threads == [str(threads_of_each(2))] * 2
         assert len({program.argv[-1] for program in asked}) == 2  # their names
 
     def test_is_not_for_a_cpu(self, run: Run, asked: list[Program]) -> None:

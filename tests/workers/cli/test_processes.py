@@ -63,7 +63,7 @@ def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("option", ["--drain", "--reader-lease"])
-@pytest.mark.parametrize("seconds", ["inf", "nan"])
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e300"])
 def test_what_is_no_number_of_seconds_is_misuse(option: str, seconds: str) -> None:
     result = CliRunner().invoke(app, ["gateway", "--broker", URL, option, seconds])
     assert result.exit_code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from engine import EngineError
 from engine.kernels import select
 from engine.kernels.native import Native, library, load_library
-from engine.kernels.native.library import Library
+from engine.kernels.native.library import Library, Pool
 
 CPU = torch.device("cpu")
 BUILT = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
@@ -33,6 +34,25 @@ def test_without_a_build_torchs_kernels_are_taken_and_a_line_says_why(caplog: py
         assert select(CPU, torch.bfloat16, deterministic=deterministic).name == name
     assert [record.getMessage() for record in caplog.records if "torch's are taken" in record.getMessage()]
     assert len(caplog.records) == 1
+
+
+@BUILT
+def test_threads_that_the_system_does_not_give_are_refused_and_those_it_gave_end() -> None:
+    before, found = threads(), load_library()
+    assert found is not None
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (256 << 20), hard))
+    try:
+        with pytest.raises(EngineError, match="does not start 999 more threads"):
+            Pool(found, 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert threads() == before
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @BUILT
