@@ -35,18 +35,21 @@ from typing import Any
 import torch
 
 from engine import Engine, EngineConfig, Event, Request, SamplingParams
-from engine.bench_load import MIXES, bench_load
+from engine.bench_load import bench_load, longest_of
+from engine.bench_options import checked, every_argument
 from engine.breakdown import Meter, shown
 from engine.ceilings import Ceilings, Work
 from engine.engine import device_named
+from engine.errors import EngineError
 from engine.kernels import Kernels, select
 from engine.models import load_model
 from engine.text.config import Config, read_config
+from engine.threads import threads_for
 
 #: (prompt token ids, output tokens)
 Job = tuple[list[int], int]
-
-WORKLOADS = ("W1", "W8", "W32", "W64mix")
+#: Below are the ids that most tokenizers have for their special tokens.
+_FIRST_ID = 100
 
 
 def workload(name: str, vocab_size: int, seed: int, repeat: int) -> list[Job]:
@@ -58,7 +61,8 @@ def workload(name: str, vocab_size: int, seed: int, repeat: int) -> list[Job]:
     else:
         shapes = [(128, 128)] * int(name[1:])
     highest = min(vocab_size, 49152) - 1
-    return [([ids.randint(100, highest) for _ in range(prompt)], output) for prompt, output in shapes]
+    lowest = _FIRST_ID if highest > _FIRST_ID else 0
+    return [([ids.randint(lowest, highest) for _ in range(prompt)], output) for prompt, output in shapes]
 
 
 def warm_up(name: str, vocab_size: int, seed: int) -> list[Job]:
@@ -193,9 +197,9 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
     """Of each workload where the host's time goes, and on CUDA the device's, with every kernel launched by itself."""
     plans = workloads(args, vocab_size)
     config = settings(args, plans)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     device = device_named(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(threads_for(config.threads))
     runs: list[tuple[str, EngineConfig, torch.device | None]] = [("host", config, None)]
     if device.type == "cuda":
         runs.append(("device", replace(config, graphs=False, overlap=0), device))
@@ -203,7 +207,8 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
     for whose, how, timed in runs:
         meter = Meter(timed)
         model = load_model(args.model, config.dtype, device, partial(_timed, meter, config, device))
-        with Engine(model, how, folder=Path(args.model), version="") as engine:
+        draft = None if how.draft_model is None else load_model(how.draft_model, how.dtype, device, how.kernels)
+        with Engine(model, how, folder=Path(args.model), version="", draft=draft) as engine:
             meter.watch(engine)
             for name, repeats in plans.items():
                 run_jobs(engine, warm_up(name, vocab_size, args.seed))
@@ -276,63 +281,26 @@ def bench_peer(args: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
-def arguments() -> argparse.ArgumentParser:
-    """What this bench and its peer have in common."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument(
-        "--workload", type=partial(_listed, WORKLOADS), default="W1,W8,W32,W64mix", help="one or several, by commas"
-    )
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
-    parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each workload; the best counts")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--json", default=None, help="write all figures here")
-    return parser
-
-
-def _listed(known: tuple[str, ...], text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is not known; there are {', '.join(known)}")
-    return names
-
-
-def _rates(text: str) -> list[float]:
-    rates = [float(part) for part in text.split(",")]
-    if min(rates) <= 0:
-        raise argparse.ArgumentTypeError(f"rates are above 0, and {text} has one that is not")
-    return rates
-
-
-def every_argument() -> argparse.ArgumentParser:
-    parser = arguments()
-    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
-    parser.add_argument("--peer", choices=["transformers-cb"], default=None)
-    parser.add_argument("--peer-dtype", choices=["float32", "bfloat16", "float16"], default=None)
-    parser.add_argument("--kernels", default="auto", help="the kernel set, as EngineConfig has it")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
-    parser.add_argument("--deterministic", action="store_true", help="rows that depend on nothing but themselves")
-    parser.add_argument("--speculate", default="none", choices=["none", "lookup", "draft"])
-    parser.add_argument("--draft-model", default=None, help="folder, for --speculate draft")
-    parser.add_argument("--speculate-tokens", type=int, default=5)
-    parser.add_argument("--breakdown", action="store_true", help="time the parts of steps in place of throughput")
-    parser.add_argument("--load", action="store_true", help="latency at rates of arrival in place of throughput")
-    parser.add_argument("--mix", type=partial(_listed, MIXES), default="chat,prefix,long,tiers", help="with --load")
-    parser.add_argument("--rates", type=_rates, default="0.5,1,2,4", help="requests a second, by commas; with --load")
-    parser.add_argument("--requests", type=int, default=60, help="of each rate; with --load")
-    parser.add_argument("--plot", default=None, help="with --load: a chart, as SVG")
-    return parser
-
-
 def main() -> None:
-    args = every_argument().parse_args()
-    vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
+    parser = every_argument(__doc__)
+    args = checked(parser)
+    try:
+        report = run(args)
+    except EngineError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except subprocess.CalledProcessError as error:
+        parser.exit(1, f"{parser.prog}: {args.peer} ended with status {error.returncode}; what it said is above\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures that `args` ask for. Raises EngineError where they cannot be had."""
+    config = Config.of_model(read_config(args.model))
+    vocab_size = config.integer("vocab_size")
+    _fit(args, vocab_size, config.context_length())
     report: dict[str, Any] = {"torch": torch.__version__, "seed": args.seed, "threads": args.threads}
     report["load_average_before"] = os.getloadavg()
     if args.load:
@@ -347,8 +315,25 @@ def main() -> None:
         report[args.peer] = bench_peer(args)
         report["ratio"] = ratios(report, args.workload, args.peer)
     report["load_average_after"] = os.getloadavg()
-    if args.json is not None:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _fit(args: argparse.Namespace, vocab_size: int, context: int) -> None:
+    """Raises EngineError, before anything is measured, where the model's context is too short for a workload or mix."""
+    if args.load:
+        option, longest = "mix", {name: longest_of(name) for name in args.mix}
+    else:
+        option = "workload"
+        longest = {
+            name: max(len(prompt) + output for prompt, output in workload(name, vocab_size, args.seed, repeat=0))
+            for name in args.workload
+        }
+    for name, tokens in longest.items():
+        if tokens > context:
+            raise EngineError(
+                f"{name} has requests of {tokens} tokens, and the model a context of {context}; leave it out of "
+                f"--{option}"
+            )
 
 
 if __name__ == "__main__":

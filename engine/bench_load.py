@@ -18,17 +18,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engine import Engine, EngineConfig, Event, Request, SamplingParams
 from engine.bench_plot import Line, chart
 from engine.request import Tier
 
-MIXES = ("chat", "prefix", "long", "tiers")
 _PERCENTILES = (50, 95, 99)
 #: Of a prefix mix.
 _SHARED, _OWN = 400, 32
+#: Tokens of prompt and output.
+_SHAPES = {"chat": (128, 64), "prefix": (_SHARED + _OWN, 32), "long": (1500, 32), "tiers": (128, 64)}
+MIXES = tuple(_SHAPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,18 @@ def arrivals(mix: str, rate: float, count: int, vocab_size: int, seed: int) -> l
         return [random_.randrange(vocab_size) for _ in range(number)]
 
     shared = ids(_SHARED)
-    shapes: dict[str, Callable[[], tuple[list[int], int]]] = {
-        "chat": lambda: (ids(128), 64),
-        "prefix": lambda: (shared + ids(_OWN), 32),
-        "long": lambda: (ids(1500), 32),
-        "tiers": lambda: (ids(128), 64),
-    }
+    prompt, output = _SHAPES[mix]
     found, at = [], 0.0
     for _ in range(count):
         at += random_.expovariate(rate)
         tier = random_.choice([Tier.PRIORITY, *[Tier.DEFAULT] * 3, Tier.BATCH]) if mix == "tiers" else Tier.DEFAULT
-        found.append(Arrival(at, *shapes[mix](), tier))
+        found.append(Arrival(at, shared + ids(_OWN) if mix == "prefix" else ids(prompt), output, tier))
     return found
+
+
+def longest_of(mix: str) -> int:
+    """Tokens of its longest request, prompt and output."""
+    return sum(_SHAPES[mix])
 
 
 def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[Told], float]:
@@ -138,7 +139,7 @@ def bench_load(args: argparse.Namespace, config: EngineConfig, vocab_size: int) 
                 print(shown(mix, one), flush=True)
         found[mix] = rates
     if args.plot is not None:
-        Path(args.plot).write_text(plotted(found))
+        args.plot.write_text(plotted(found))
     return found
 
 

@@ -6,12 +6,12 @@ import json
 import os
 import time
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.bench import Job, arguments, measure, summary, warm_up, workload
+from engine.bench import Job, measure, summary, warm_up, workload
+from engine.bench_options import arguments
 from engine.text.config import Config, read_config
 
 _PAGE = 32
@@ -75,7 +75,7 @@ def run_jobs(manager: Any, jobs: list[Job]) -> dict[str, float]:
 
 
 def main() -> None:
-    args = arguments().parse_args()
+    args = arguments(__doc__).parse_args()
     vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
     plans = {
         name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
@@ -86,7 +86,7 @@ def main() -> None:
         for name, repeats in plans.items():
             run_jobs(manager, warm_up(name, vocab_size, args.seed))
             results[name] = summary(name, "transformers-cb", [run_jobs(manager, jobs) for jobs in repeats])
-        Path(args.json).write_text(json.dumps({"dtype": args.dtype, "results": results}))
+        args.json.write_text(json.dumps({"dtype": args.dtype, "results": results}))
         # Its threads do not always end by themselves; the figures are written.
         os._exit(0)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from producers.connect import connect
 from tests.chaos import clock
 from tests.chaos.processes import wait_for
 from tests.chaos.stage import BOOT_S, HAND_BACK_S, Shape, Stage
@@ -107,7 +108,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
 
     try:
         stage.up()
-        watcher = Watcher(stage.store.url, stage.journals)
+        watcher = Watcher(connect(stage.store.url, timeout=2, decode=True), stage.journals)
         watcher.start()
         stage.journal.write("phase", name="load")
         stage.start_clients()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine import EngineConfig
-from engine.bench import every_argument, measure, settings, workload, workloads
+from engine.bench import bench_breakdown, main, measure, settings, workload, workloads
+from engine.bench_options import checked, every_argument
 
 
 def digest(name: str, repeat: int) -> str:
@@ -73,8 +74,63 @@ def test_the_command_writes_its_figures(model_folder: Path, tmp_path: Path) -> N
     assert 0 < results["W1"]["share_of_limit"] < 1
 
 
-def test_an_unknown_workload_is_refused_by_name(model_folder: Path) -> None:
-    command = [sys.executable, "-m", "engine.bench", "--model", str(model_folder), "--workload", "W9"]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert "'W9' is not known" in ran.stderr
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--workload", "W1,W9"], "'W9' is not known"),
+        (["--repeats", "0"], "--repeats: '0' is no whole number of 1 or more"),
+        (["--load", "--requests", "-1"], "--requests"),
+        (["--json", "/dev/null/out.json"], "--json: /dev/null/out.json lies in /dev/null, which is no folder"),
+        (["--json", "."], "--json: . is a folder"),
+        (["--load", "--rates", "1,nan"], "rates are finite and above 0"),
+        (["--load", "--rates", "1,,2"], "'1,,2' are no numbers with commas between them"),
+        (["--plot", "out.svg"], "--plot goes with --load"),
+        (["--load", "--breakdown"], "not allowed with"),
+        (["--load", "--peer", "transformers-cb"], "--peer is compared by throughput"),
+    ],
+)
+def test_what_would_lose_the_figures_is_refused_first(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        checked(every_argument(), ["--model", "m", *given])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["--workload", "W1,W64mix"],
+            "W64mix has requests of 714 tokens, and the model a context of 512; leave it out",
+        ),
+        (["--load", "--mix", "chat,long"], "long has requests of 1532 tokens"),
+        (["--workload", "W1", "--kernels", "none"], "kernels='none' must be one of"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_told_in_a_line(
+    model_folder: Path,
+    given: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--model", str(model_folder), *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_a_breakdown_can_be_of_an_engine_that_guesses(model_folder: Path) -> None:
+    given = ["--model", str(model_folder), "--workload", "W1", "--breakdown", "--repeats", "1", "--dtype", "float32"]
+    given += ["--speculate", "draft", "--draft-model", str(model_folder), "--device", "cpu", "--threads", "1"]
+    found = bench_breakdown(checked(every_argument(), given), 320)
+    assert found["W1"]["host"]["decode"]["steps"] > 0
+
+
+def test_a_vocabulary_may_be_smaller_than_what_tokenizers_keep() -> None:
+    assert len({token for prompt, _ in workload("W1", 40, 7, 0) for token in prompt}) > 30

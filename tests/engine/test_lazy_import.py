@@ -10,7 +10,9 @@ import pytest
 import engine
 
 
-@pytest.mark.parametrize("module", ["engine", "engine.text", "engine.scheduler", "engine.params", "engine.kv"])
+@pytest.mark.parametrize(
+    "module", ["engine", "engine.text", "engine.scheduler", "engine.params", "engine.kv", "engine.threads"]
+)
 def test_importing_what_needs_no_weights_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

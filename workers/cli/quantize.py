@@ -150,10 +150,10 @@ def _make(
     from engine.quant.make.model import plain
     from engine.text import ModelCard, Tokenizer
     from engine.text.config import Config, read_config
+    from engine.threads import threads_for
     from workers.library.shelf import write_manifest
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads_for(threads))
     place = device_named(device or "auto")
     context = Config.of_model(read_config(folder)).context_length()
     tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,7 +22,7 @@ _HEADS = ["re:.*lm_head$", "re:.*embed_tokens$"]
 
 
 class Writer:
-    """Tensors as they come, in as many files as it takes; nothing is complete before `finish`."""
+    """Tensors as they come, in as many files as it takes; nothing is complete before `finish`. All raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,9 +51,20 @@ class Writer:
         if not self._held:
             return
         name = _shard(len(set(self._weight_map.values())) + 1)
-        save_file(self._held, self._folder / name, metadata={"format": "pt"})
+        _save(self._held, self._folder / name)
         self._weight_map |= dict.fromkeys(self._held, name)
         self._held, self._bytes = {}, 0
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    path.touch()
+    # safetensors leaves a file that nobody else may read, whatever others in the folder are.
+    mode = S_IMODE(path.stat().st_mode)
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    path.chmod(mode)
 
 
 def _shard(number: int) -> str:

@@ -136,7 +136,8 @@ def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
 
 
 def _hessians(walk: Walk, linears: Sequence[tuple[str, Linear]]) -> dict[str, Tensor]:
-    """Of each matrix of the next layer, by name, the sum of x x^T over the rows that it is multiplied with."""
+    """Of each matrix of the next layer, by name, the sum of x x^T over the rows that it is multiplied with. Raises
+    ModelError where that is no number."""
     sums = []
     for _, linear in linears:
         total = torch.zeros(linear.inputs, linear.inputs, device=linear.device)
@@ -144,6 +145,12 @@ def _hessians(walk: Walk, linears: Sequence[tuple[str, Linear]]) -> dict[str, Te
     walk.look()
     for linear, _, run in sums:
         linear.replace(partial(_instead, run))
+    for (prefix, linear), (_, total, _) in zip(linears, sums, strict=True):
+        if not bool(torch.isfinite(total).all()):
+            raise ModelError(
+                f"what the calibration text multiplies with {prefix}{','.join(linear.parts)} is not finite: what the "
+                "checkpoint has before it is not, or is too large"
+            )
     return {
         prefix + part: total
         for (prefix, linear), (_, total, _) in zip(linears, sums, strict=True)

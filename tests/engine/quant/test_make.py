@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelError
 from engine.models import load_model
 from engine.quant.make import Recipe, compare, quantise, windows
+from engine.quant.make.folder import Writer
 from engine.quant.make.model import plain
 from engine.quant.make.walk import hidden
 from engine.text import ModelCard, Tokenizer
@@ -133,3 +135,33 @@ def test_the_bundled_model_keeps_its_perplexity(tmp_path: Path, recipe: Recipe, 
     found = compare(plain(folder, CPU), plain(tmp_path, CPU), judged)
     assert found.perplexity_before < 20
     assert found.increase < limit
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_text_that_makes_no_finite_numbers_is_refused_by_where_it_does(tmp_path: Path, value: float) -> None:
+    folder = write_model(tmp_path / "model", tokenizer=False)
+    held = load_file(folder / "model.safetensors")
+    held["model.layers.1.post_attention_layernorm.weight"][0] = value
+    save_file(held, folder / "model.safetensors")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelError, match=r"multiplies with model\.layers\.1\.mlp\.gate_proj,up_proj is not finite"):
+        quantise(folder, tmp_path / "out", Recipe(8), WINDOWS, CPU)
+
+
+def test_who_may_read_the_settings_may_read_the_weights(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.put("a", torch.ones(2))
+    writer.finish({})
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.put("a", torch.ones(1 << 16))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match=r"model-00001.safetensors: .*too large"):
+            writer.finish({})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from engine.text import ModelCard
@@ -84,6 +85,19 @@ def test_bad_input_is_refused_and_leaves_nothing(
     with pytest.raises(Failure, match=message):
         quantize(folder, tmp_path / "out", *given, *text)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def test_it_takes_as_many_threads_as_a_container_may(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.threads._limit", lambda: 1.5)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        quantize(folder, tmp_path / "out", "--method", "nearest", "--calibration", folder.parent / "text.py")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
