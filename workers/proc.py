@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 PROC: Final = Path("/proc")
+#: No process id is greater: to the kernel it is a signed integer of 32 bits.
+LAST: Final = (1 << 31) - 1
 SERVER: Final = "server"
 #: Names of the servers' programs.
 SERVERS: Final = ("redis-server", "valkey-server")

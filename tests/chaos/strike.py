@@ -98,7 +98,7 @@ class Lane:
         if not _within(lambda: not worker.alive or self._scenario.done()):
             return ["the first worker hangs"]
         worker.terminate()
-        code = worker.wait(PATIENCE_S)
+        code = worker.ended(PATIENCE_S)
         if self._killed(tap):
             return []
         if tap.struck is None and (code != 0 or self._scenario.leases()):
@@ -127,9 +127,9 @@ class Lane:
         if not _within(lambda: not worker.alive or self._only_second()):
             return ["the second worker hangs"]
         if not worker.alive:
-            return [f"the second worker exited with {worker.wait(0)}"]
+            return [f"the second worker exited with {worker.ended(0)}"]
         worker.kill()
-        worker.wait(PATIENCE_S)
+        worker.ended(PATIENCE_S)
         scenario.bury("second")
         return []
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from redis import Redis
 from redis.exceptions import RedisError
 
+from producers.connect import connect
 from workers.chaos.journal import Journal
 from workers.chaos.plan import Fault, Plan
 from workers.chaos.pulse import Pulse
@@ -95,8 +95,8 @@ class Injector:
         pulse: Pulse,
     ) -> None:
         self._scene, self._journal, self._open_tasks, self._pulse = scene, journal, open_tasks, pulse
-        self._broker = Redis.from_url(broker, decode_responses=True, socket_timeout=2)
-        self._store = Redis.from_url(store, decode_responses=True, socket_timeout=2)
+        self._broker = connect(broker, timeout=2, decode=True)
+        self._store = connect(store, timeout=2, decode=True)
         self._healings: list[tuple[float, int, Fault, Healing]] = []
         self._order = itertools.count()
         self._late = 0.0
@@ -143,14 +143,15 @@ class Injector:
         if handle is not None:
             about = {"process": handle.process, "role": handle.role}
         if handle is not None and fault.kind == "kill":
-            if handle.role == "worker":
-                about["stood"] = round(time.monotonic(), 4)
-                with suppress(Gone):  # held still first, where that can be, so that what it is at is known for certain
-                    handle.pause()
-                time.sleep(UNDER_WAY_S)
-                about |= self._at_work(handle.process)
-            self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
-            handle.kill()
+            with _going_on(handle):
+                if handle.role == "worker":
+                    about["stood"] = round(time.monotonic(), 4)
+                    with suppress(Gone):  # held still first, where that can be: what it is at is known for certain then
+                        handle.pause()
+                    time.sleep(UNDER_WAY_S)
+                    about |= self._at_work(handle.process)
+                self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
+                handle.kill()
             self._pulse.stopped(about.get("stopped", {}))
             self._scene.after(fault)
             return
@@ -158,7 +159,8 @@ class Injector:
             "fault", kind=fault.kind, target=fault.target, seconds=fault.seconds, amount=fault.amount, **about
         )
         if handle is not None and fault.kind == "pause":
-            handle.pause()
+            with _going_on(handle):
+                handle.pause()
             healing = handle.resume
         elif handle is not None and fault.kind == "drain":
             handle.drain()
@@ -201,6 +203,17 @@ class Injector:
             if end is None and (str(owner).startswith(f"{process}.") or (task_id in fetched and length))
         }
         return {"stopped": stopped, "lease_left": max(leases, default=0) / 1000}
+
+
+@contextmanager
+def _going_on(handle: Handle) -> Iterator[None]:
+    """What may have been held still goes on where this is interrupted, or what was to come next could not be done."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Gone):
+            handle.resume()
+        raise
 
 
 def _said(fault: Fault) -> str:

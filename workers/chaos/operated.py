@@ -8,6 +8,7 @@ A process id is looked at before each signal: what is not what it was said to be
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import signal
@@ -17,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from redis import Redis
 from redis.exceptions import RedisError
 
+from producers.connect import connect
 from workers.chaos.checker.store import workers_of
 from workers.chaos.injector import Gone, Handle, Healing
-from workers.chaos.plan import KINDS, PROCESSES, SERVERS, Fault
-from workers.proc import SERVER, argv_of, command_of, option
+from workers.chaos.plan import KINDS, PROCESSES, SERVERS, Fault, Plan
+from workers.proc import LAST, SERVER, argv_of, command_of, option
 
 VERBS: Final = ("kill", "pause", "resume", "drain", "start")
 #: Verbs that a kind of fault takes.
@@ -59,7 +60,8 @@ class Process:
         name, _, pid = rest.partition("=")
         roles = (*(role for role in PROCESSES if role != "client"), *SERVERS)
         if not colon or role not in roles or not name:
-            raise ValueError(f"--process is {text!r}; it must be ROLE:NAME or ROLE:NAME=PID, with a role of {roles}")
+            some = ", ".join(roles)
+            raise ValueError(f"--process is {text!r}; it must be ROLE:NAME or ROLE:NAME=PID, with a role of {some}")
         if pid and not pid.isdecimal() and not Path(pid).exists():
             raise ValueError(f"--process is {text!r}; {pid} is neither a process id nor a file with one")
         if pid.isdecimal() and int(pid) < 1:
@@ -132,6 +134,12 @@ class Process:
             return False
         return True
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended for good: whatever runs in its place has another process id, and none but that reaches
+        it."""
+        return self.pid.isdecimal() and not self.commands and not self.alive
+
     def _do(self, verb: str) -> None:
         """Raises Gone where that process is not there."""
         if verb in self.commands:
@@ -152,9 +160,10 @@ class Process:
             raise Gone(f"{self.name}, process {self.pid}: {error}") from error
 
     def _number(self) -> int:
-        """Raises OSError or ValueError, also where the file says 0 or less: that means many processes to the kernel."""
+        """Raises OSError or ValueError, also where the file says what no process has: 0 or less means many to the
+        kernel."""
         number = int(self.pid if self.pid.isdecimal() else Path(self.pid).read_text())
-        if number < 1:
+        if not 1 <= number <= LAST:
             raise ValueError(f"{self.pid} says {number}, which is no process id")
         return number
 
@@ -164,7 +173,7 @@ class Operated:
 
     def __init__(self, processes: Sequence[Process], broker: str) -> None:
         self._processes = {one.name: one for one in processes}
-        self._broker = Redis.from_url(broker, decode_responses=True, socket_timeout=2)
+        self._broker = connect(broker, timeout=2, decode=True)
 
     @property
     def handles(self) -> Mapping[str, Handle]:
@@ -175,6 +184,16 @@ class Operated:
         for one in self._processes.values():
             one.look()
 
+    def check(self, plan: Plan) -> None:
+        """Raises ValueError where the plan has what cannot be done here."""
+        for fault in plan.faults:
+            if fault.target not in self._processes:
+                raise ValueError(f"the plan names {fault.target}, which no --process does")
+            if fault.kind not in NEEDS or fault.target not in itertools.chain(*self.targets(fault.kind).values()):
+                raise ValueError(
+                    f"the plan has {fault.kind} of {fault.target}, which cannot be done to it from outside"
+                )
+
     def targets(self, kind: str) -> dict[str, list[str]]:
         """Names, by role, of what can suffer it."""
         found: dict[str, list[str]] = {}
@@ -184,8 +203,10 @@ class Operated:
         return found
 
     def fits(self, fault: Fault) -> bool:
-        """It is up, and of workers another one is."""
+        """It is up, and of workers another one is. What will never be up again is not waited for: to begin says so."""
         target = self._processes[fault.target]
+        if target.over:
+            return True
         if target.role != "worker":
             return target.alive
         try:

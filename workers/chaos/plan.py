@@ -6,6 +6,7 @@ draw(seed, ...) -> Plan -> plan.json -> (injector)          --replay plan.json -
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -89,8 +90,14 @@ class Plan:
         try:
             raw = json.loads(path.read_text())
             faults = tuple(Fault(**one) for one in raw.pop("faults"))
-            return cls(faults=faults, **raw)
-        except (KeyError, TypeError, AttributeError) as error:
+            plan = cls(faults=faults, **raw)
+            times = [plan.seconds, plan.lease]
+            for fault in plan.faults:
+                times += [fault.at, fault.seconds, fault.amount]
+            if not all(map(math.isfinite, times)):
+                raise TypeError("a time in it is not finite")
+            return plan
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no plan: {error}") from error
 
 

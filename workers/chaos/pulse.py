@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from redis import Redis
 from redis.exceptions import RedisError
 
+from producers.connect import connect
 from workers.chaos.journal import Journal
 
 #: Between two looks (s).
@@ -26,7 +26,7 @@ class Pulse(threading.Thread):
 
     def __init__(self, store: str, journal: Journal) -> None:
         super().__init__(name="pulse", daemon=True)
-        self._store = Redis.from_url(store, decode_responses=True, socket_timeout=2)
+        self._store = connect(store, timeout=2, decode=True)
         self._journal = journal
         self._still: dict[str, tuple[int, float]] = {}
         self._changed = threading.Condition()

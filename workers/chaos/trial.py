@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from redis import Redis
-
+from producers.connect import connect
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
 from workers.chaos.checker.store import wait_until_over, workers_of
 from workers.chaos.client import Settings
@@ -53,11 +52,12 @@ class Trial:
         journals.mkdir()
         journal, wrong = Journal(journals, "trial"), list[Violation]()
         with (
-            Redis.from_url(self.broker, decode_responses=True) as broker,
-            Redis.from_url(self.store, decode_responses=True) as store,
+            connect(self.broker, decode=True) as broker,
+            connect(self.store, decode=True) as store,
+            connect(self.store, timeout=2, decode=True) as watched,
         ):
             broker.delete(LINKS)
-            watcher = Watcher(self.store, journals)
+            watcher = Watcher(watched, journals)
             watcher.start()
             pulse = Pulse(self.store, journal)
             pulse.start()
@@ -65,6 +65,7 @@ class Trial:
                 "client", str(journals), self.url, self.broker, self.store, self.load, open_tasks=self.open_tasks
             )
             client = self._start(settings, "client")
+            begun = [client]
             try:
                 while not journal_path(journals, "client", 1).exists() and client.poll() is None:
                     time.sleep(0.05)  # it would not heed a signal yet
@@ -81,11 +82,13 @@ class Trial:
                 journal.write("phase", name="quiet")
                 variants = sorted({seen.variant for seen in History.read(journals).tasks.values()})
                 quiet = self._start(replace(settings, name="quiet", variants=tuple(variants)), "quiet")
+                begun.append(quiet)
                 wrong += _ended(quiet, "the run in quiet", QUIET_S)
                 ids = None if self.alone else list(History.read(journals).by_id)
                 wrong += _over(wait_until_over(broker, store, CALM_S, ids, shared=not self.alone))
             finally:
-                client.kill()
+                for process in begun:
+                    process.kill()
                 watcher.stop()
                 pulse.stop()
                 journal.close()

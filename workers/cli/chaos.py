@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS, Exit, Failure
-from workers.cli.options import Url
+from workers.cli.exits import MINDER_STATUS, Exit, Failure
+from workers.cli.options import Url, finite
 from workers.cli.processes import Broker, Store
 
 
@@ -25,7 +26,7 @@ def add_to(app: typer.Typer) -> None:
         "With Kubernetes: --process worker:penstock-worker-0 --process worker:penstock-worker-1 "
         "--exec kill='kubectl delete pod {name} --grace-period=0 --force'"
     )
-    epilog = f"Example: {example}\n\n{hooks}\n\n{PROCESS_STATUS}"
+    epilog = f"Example: {example}\n\n{hooks}\n\n{MINDER_STATUS}"
     app.command(epilog=epilog, rich_help_panel="Processes")(chaos)
 
 
@@ -54,12 +55,12 @@ def chaos(
     faults: Annotated[
         str | None, typer.Option(help="kill, pause, drain, restart (of a server), with commas; unset: all that can be.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.05, help="Of load under faults.")] = 2.0,
+    minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Of load under faults.")] = 2.0,
     kills: Annotated[int | None, typer.Option(min=1, help="Go on until so many processes were killed.")] = None,
-    pause: Annotated[float, typer.Option(min=0.1, help="Longest time between two faults (s).")] = 15.0,
+    pause: Annotated[float, typer.Option(min=0.1, callback=finite, help="Longest time between two faults (s).")] = 15.0,
     seed: Annotated[int, typer.Option(help="The same seed does the same at the same times.")] = 1,
     replay: Annotated[Path | None, typer.Option(help="A plan.json, in place of a seed.")] = None,
-    lease: Annotated[float, typer.Option(min=1, help="The workers' --lease.")] = 10.0,
+    lease: Annotated[float, typer.Option(min=1, callback=finite, help="The workers' --lease.")] = 10.0,
     open_tasks: Annotated[int, typer.Option(min=1, help="Tasks that are kept under way.")] = 8,
     longest: Annotated[int, typer.Option(min=8, help="Longest output, in tokens.")] = 300,
     alone: Annotated[
@@ -74,20 +75,20 @@ def chaos(
     """Kill, stop and drain processes of a staging system under load, and prove that nothing was lost or came twice.
 
     Never on a system that matters: it is meant to survive, and this is how to find out. Tasks of many kinds are asked
-    for and read in all ways there are; in the end each is run once more in quiet, and the outputs are compared. Exit
-    status 1: a promise was broken.
+    for and read in all ways there are; in the end each is run once more in quiet, and the outputs are compared, to the
+    bit: start the workers with --deterministic. Exit status 1: a promise was broken.
     """
     import tempfile
 
-    from redis import Redis
     from redis.exceptions import RedisError
 
     from producers import keys
-    from producers.connect import shown
+    from producers.connect import connect, shown
     from workers.chaos.load import Load
     from workers.chaos.operated import Operated, Process, say_plan
     from workers.chaos.plan import Plan, draw
     from workers.chaos.trial import Trial
+    from workers.cli.client import Gateway
 
     try:
         hooks = _hooks(commands or [])
@@ -105,9 +106,9 @@ def chaos(
                 seed, 60 * minutes, system.targets, kinds=_kinds(faults), lease=lease, kills=kills, pause=(0.5, pause)
             )
         )
-        if strange := {fault.target for fault in plan.faults} - {*names}:
-            raise Failure(f"the plan names {', '.join(sorted(strange))}, which no --process does")
+        system.check(plan)
         system.look()
+        server = connect(store or broker)
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
     servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store or broker)))
@@ -120,18 +121,28 @@ def chaos(
     if (folder / "journals").exists():
         raise Failure(f"{folder} has the journals of another run; choose another --folder")
     load = Load(plan.seed, model, 40, longest)
-    trial = Trial(url, broker, store or broker, load, plan, folder, open_tasks=open_tasks, alone=alone)
+    gateway = Gateway(url)
+    trial = Trial(gateway.url, broker, store or broker, load, plan, folder, open_tasks=open_tasks, alone=alone)
+    # From `timeout`, or whoever ends a job: what stands still has to go on, as at Ctrl-C.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Redis.from_url(store or broker) as server:
+        with server:
             if not server.hexists(keys.MODELS, model):
                 raise Failure(f"no worker has ever announced {model!r} there: nothing was done")
+        gateway.models()
         report = trial.run(system, f"penstock {_line()}", lambda line: typer.echo(line, err=True))
     except RedisError as error:
         raise Failure(f"no answer from {servers} ({error}); journals: {folder}", Exit.UNREACHABLE) from error
+    except KeyboardInterrupt:
+        raise Failure(f"interrupted: nothing was judged; plan and journals: {folder}", Exit.INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     typer.echo(json.dumps(report.json(), indent=1) if as_json else report.markdown())
     for violation in report.violations[:40]:
         typer.echo(str(violation), err=True)
     typer.echo(f"plan, journals and report: {folder}", err=True)
+    if report.count("outputs_equal_the_quiet_run"):
+        typer.echo("equal outputs are promised of workers that all have --deterministic and one fingerprint", err=True)
     if not report.fine:
         raise Failure(
             f"{len(report.violations)} promises were broken; the same again: --replay {folder / 'plan.json'}",
@@ -145,7 +156,11 @@ def _hooks(commands: list[str]) -> dict[str, str]:
     found = {}
     for text in commands:
         verb, equals, command = text.partition("=")
-        if not equals or verb not in VERBS or not shlex.split(command):
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise Failure(f"--exec is {text!r}: {error}") from None
+        if not equals or verb not in VERBS or not words:
             raise Failure(f"--exec is {text!r}; it must be VERB=COMMAND, with a verb of {', '.join(VERBS)}")
         found[verb] = command
     return found

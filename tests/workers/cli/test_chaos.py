@@ -7,12 +7,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
+from producers import keys
+from producers.connect import connect
+from tests.chaos.processes import wait_for
 from tests.chaos.stage import Shape, Stage
-from tests.workers.cli.conftest import Run
+from tests.workers.cli.conftest import Run, Scripted
 from workers.chaos.injector import Gone
 from workers.chaos.operated import Process
 
@@ -74,14 +78,14 @@ def test_a_process_id_that_has_become_another_process_s_is_left_alone(tmp_path: 
                 harm()
 
 
-@pytest.mark.parametrize("pid", ["4194305", "no"])
+@pytest.mark.parametrize("pid", ["4194305", "99999999999", "no"])
 def test_a_process_that_is_not_there_is_told_of_before_anything_is_done(run: Run, tmp_path: Path, pid: str) -> None:
     """Of one whose file says none, another may begin."""
     (tmp_path / "pid").write_text("4194305")
     process = f"worker:w1={pid if pid.isdecimal() else tmp_path / 'pid'}"
     ran = run("chaos", "tiny", *URLS, "--process", process)
     assert ran.status == 2
-    assert ("there is no process 4194305" if pid.isdecimal() else "say --i-know") in " ".join(ran.err.split())
+    assert (f"there is no process {pid}" if pid.isdecimal() else "say --i-know") in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize(
@@ -96,9 +100,14 @@ def test_a_process_that_is_not_there_is_told_of_before_anything_is_done(run: Run
         (("--process", "worker:w1=1", "--process", "worker:w1=2"), "two processes are called w1"),
         (("--process", "worker:w1=1", "--exec", "kill"), "must be VERB=COMMAND"),
         (("--process", "worker:w1=1", "--exec", "hug=true"), "must be VERB=COMMAND"),
+        (("--process", "worker:w1=1", "--exec", "kill='"), '--exec is "kill=\'": No closing quotation'),
         (("--process", "worker:w1=1", "--faults", "kill,flood"), "from outside there are"),
         (("--process", "broker:b=1", "--faults", "restart"), "nothing here can suffer restart"),
         (("--process", "worker:w1=1", "--replay", "/no/such/plan"), "No such file"),
+        (("--process", "worker:w1=1", "--replay", "/dev/null"), "/dev/null holds no plan"),
+        (("--process", "worker:w1=1", "--minutes", "inf"), "inf is no length of time"),
+        (("--process", "worker:w1=1", "--pause", "inf"), "inf is no length of time"),
+        (("--process", "worker:w1=1", "--lease", "inf"), "inf is no length of time"),
     ],
 )
 def test_what_cannot_be_done_is_refused(run: Run, options: tuple[str, ...], said: str) -> None:
@@ -114,6 +123,39 @@ def test_nothing_is_harmed_where_nobody_serves_the_model(run: Run, valkey_url: s
         ran = run("chaos", "nobodys", *urls, "--process", f"gateway:g={process.pid}", "--minutes", "0.05", "--i-know")
         assert ran.status == 2
         assert "no worker has ever announced 'nobodys'" in " ".join(ran.err.split())
+
+
+def test_nothing_is_harmed_where_no_gateway_answers(run: Run, valkey_url: str) -> None:
+    connect(valkey_url).hset(keys.MODELS, "tiny", "{}")
+    with sleeping("penstock", "gateway") as process:
+        urls = ("--broker", valkey_url, "--url", "http://127.0.0.1:1")
+        ran = run("chaos", "tiny", *urls, "--process", f"gateway:g={process.pid}", "--minutes", "0.05", "--i-know")
+        assert ran.status == 3
+        assert "no answer from http://127.0.0.1:1" in " ".join(ran.err.split())
+
+
+@pytest.mark.slow
+def test_who_ends_it_ends_what_it_began(scripted: Scripted, valkey_url: str, tmp_path: Path) -> None:
+    """`timeout 600 penstock chaos ...`, say: a server that stands still must go on."""
+    connect(valkey_url).hset(keys.MODELS, "tiny", "{}")
+    scripted.answers = [_no_models]
+    argv = ["chaos", "tiny", "--broker", valkey_url, "--url", scripted.url, "--process", "broker:b"]
+    argv += ["--exec", f"pause=touch {tmp_path}/paused", "--exec", f"resume=touch {tmp_path}/resumed"]
+    argv += ["--faults", "pause", "--pause", "0.1", "--lease", "10000", "--folder", str(tmp_path / "f"), "--i-know"]
+    with subprocess.Popen([sys.executable, "-m", "workers.cli", *argv], stderr=subprocess.PIPE, text=True) as trial:
+        wait_for((tmp_path / "paused").exists, 60)
+        assert not (tmp_path / "resumed").exists()
+        trial.terminate()
+        _, said = trial.communicate(timeout=60)
+    assert (tmp_path / "resumed").exists()
+    assert trial.returncode == 130
+    assert "interrupted: nothing was judged" in said
+
+
+def _no_models(request: BaseHTTPRequestHandler) -> None:
+    request.send_response(200)
+    request.end_headers()
+    request.wfile.write(b'{"data": []}')
 
 
 @pytest.mark.parametrize("said", ["0", "-1"])

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Stores:
         found.streams = streams_of(store, ids)
         sent = [_linked(str(raw)) for raw in broker.lrange(links, 0, -1)]
         found.links = [task_id for task_id in sent if task_id is not None]
-        found.dead = [json.loads(raw) for raw in broker.lrange("penstock:dead", 0, -1)]
+        found.dead = [_letter(str(raw)) for raw in broker.lrange("penstock:dead", 0, -1)]
         found.workers = workers_of(broker)
         found.left = _left(broker, store, None if only is None else set(ids))
         found.readers = _readers(store, None if only is None else set(ids))
@@ -72,11 +73,11 @@ class Stores:
 
 class Watcher(threading.Thread):
     """Reads each task's stream once it has ended. Follows the journals in `folder` for the ids; a server that is away
-    is asked again. `open` are those that have not ended yet."""
+    is asked again. `store`: a client that decodes replies, with a time limit. `open`: those that have not ended yet."""
 
-    def __init__(self, store: str, folder: Path, every: float = 0.2) -> None:
+    def __init__(self, store: Redis, folder: Path, every: float = 0.2) -> None:
         super().__init__(name="watcher", daemon=True)
-        self._store = Redis.from_url(store, decode_responses=True, socket_timeout=2)
+        self._store = store
         self._folder, self._every = folder, every
         self._offsets: dict[Path, int] = {}
         self._over = threading.Event()
@@ -195,6 +196,15 @@ def _readers(store: Redis, only: set[str] | None) -> dict[str, float]:
     leases: Any = store.zrange("penstock:readers", 0, -1, withscores=True)
     now = seconds + micros / 1e6
     return {task_id: now - over / 1000 for task_id, over in leases if only is None or task_id in only}
+
+
+def _letter(raw: str) -> dict[str, Any]:
+    """Also of an entry that is none: others use the system."""
+    with suppress(ValueError, RecursionError):
+        said = json.loads(raw)
+        if isinstance(said, dict):
+            return {**said, "message": str(said.get("message", ""))}
+    return {"reason": "not an entry of this list", "message": raw}
 
 
 def _linked(raw: str) -> str | None:
