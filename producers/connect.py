@@ -48,13 +48,19 @@ def is_redis(url: str) -> bool:
     return url.partition("://")[0] in SCHEMES
 
 
-def connect(url: str, *, timeout: float | None = SILENT_S, protocol: int = 2) -> redis.Redis:
-    """A client with a bounded pool; `timeout`: of each answer (s). Raises ValueError for a URL of another kind."""
-    return redis.Redis.from_pool(connection_pool(url, timeout=timeout, protocol=protocol))
+def connect(url: str, *, timeout: float | None = SILENT_S, protocol: int = 2, decode: bool = False) -> redis.Redis:
+    """A client with a bounded pool; `timeout`: of each answer (s). `decode`: answers are text, in which what is no
+    UTF-8 is replaced. Raises ValueError for a URL of another kind."""
+    return redis.Redis.from_pool(connection_pool(url, timeout=timeout, protocol=protocol, decode=decode))
 
 
 def connection_pool(
-    url: str, mixin: type | None = None, *, timeout: float | None = SILENT_S, protocol: int = 2
+    url: str,
+    mixin: type | None = None,
+    *,
+    timeout: float | None = SILENT_S,
+    protocol: int = 2,
+    decode: bool = False,
 ) -> redis.BlockingConnectionPool:
     """`connect`'s pool. `mixin`: goes before its connections' class. Raises ValueError for a URL of another kind."""
     plain, sentinels = _read(url)
@@ -62,6 +68,8 @@ def connection_pool(
         "socket_timeout": timeout,
         "retry": Retry(NoBackoff(), 0),
         "redis_connect_func": _look,
+        "decode_responses": decode,
+        "encoding_errors": "replace" if decode else "strict",
         **_options(plain, protocol),
     }
     options |= parse_url(plain)

@@ -16,18 +16,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from redis.exceptions import ResponseError
+
 from producers import keys
 from producers.aio import AsyncClient
 from producers.errors import PenstockError, TaskExists
-from producers.message import is_plain
+from producers.message import id_of, is_plain
 from producers.protocol import PACKAGE
 from producers.record import Record
 from producers.script import Call, arun, script
 from producers.task import Task
+from producers.trouble import trouble
 
 #: Letters read in one go.
 PAGE: Final = 200
 _SPACE: Final = uuid.UUID("5b7c2f0e-6c39-4f0c-9d0f-0d6b1f3f6a11")
+
+
+class BrokenRecord(PenstockError):
+    """The task's record is none. It may be why the letter is here."""
 
 
 class NotReplayed(PenstockError):
@@ -85,17 +92,29 @@ async def letters(client: AsyncClient) -> AsyncIterator[Letter]:
 
 
 async def record_of(client: AsyncClient, letter: Letter) -> Record | None:
-    """The task's record, with who was lost with it (`lost`); None where there is none any more."""
+    """The task's record, with who was lost with it (`lost`); None where there is none any more. Raises BrokenRecord."""
     if letter.task_id is None:
         return None
-    raw = await client.store.hgetall(keys.task(letter.task_id))
-    return Record.parse(letter.task_id, raw) if raw else None
+    try:
+        raw = await client.store.hgetall(keys.task(letter.task_id))
+        if not raw:
+            return None
+        record = Record.parse(letter.task_id, raw)
+        for name in ("error", "lost", "task"):
+            record.json(name)
+        if "status" not in record.fields:
+            raise ValueError("it has no status")
+    except (ResponseError, ValueError) as error:  # of another type; no text; no JSON
+        if trouble(error) is not None:
+            raise
+        raise BrokenRecord(f"the record of task {letter.task_id} cannot be used ({error}); purge the letter") from error
+    return record
 
 
 async def replay(client: AsyncClient, letter: Letter) -> Replayed:
     """Ask for it once more. A task's timeout counts from now.
 
-    Raises NotReplayed, producers.errors.InvalidTask (the model is gone, or other) and SubmitFailed.
+    Raises NotReplayed, BrokenRecord, producers.errors.InvalidTask (the model is gone, or other) and SubmitFailed.
     """
     record = await record_of(client, letter)
     message = _decoded(letter.message)
@@ -112,7 +131,7 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
     again = str(uuid.uuid5(_SPACE, letter.digest))
     if not record.plain:
         with suppress(TaskExists):  # by a replay that was broken off here
-            await client.submit(Task.parse(record.task), task_id=again)
+            await client.submit(Task.parse(record.json("task") or {}), task_id=again)
         await purge(client, letter)
         return Replayed(again, anew=True)
     if message is None:
@@ -136,7 +155,13 @@ async def _send(client: AsyncClient, letter: Letter, message: str, task_id: str 
         (keys.DEAD, keys.REAPED, letter.list_name),
         (_bytes(letter.raw), _bytes(message), task_id or ""),
     )
-    if not await arun(client.broker, call):
+    try:
+        sent = await arun(client.broker, call)
+    except ResponseError as error:
+        if trouble(error) is not None:
+            raise
+        raise NotReplayed(f"{letter.list_name} is no list that takes it ({error}); purge it") from error
+    if not sent:
         raise NotReplayed("somebody else has taken it off the list")
     return Replayed(task_id, anew=False)
 
@@ -158,5 +183,4 @@ def _decoded(message: str) -> dict[str, Any] | None:
 
 def _task_id(message: str) -> str | None:
     found = _decoded(message)
-    task_id = found["headers"].get("id") if found else None
-    return task_id if isinstance(task_id, str) and task_id else None
+    return id_of(found["headers"]) if found else None

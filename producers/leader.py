@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from producers import keys
 from producers.aio import AsyncClient
+from producers.complaints import complain
 from producers.protocol import PACKAGE
 from producers.script import Call, script
 from producers.steps import FAILURES, Steps
@@ -75,7 +76,7 @@ class Leadership:
             async with asyncio.timeout(self._lease_s / RENEWALS):
                 await self._client.run(_one(resign(self.name)))
         except FAILURES as error:
-            log.info("the sweeper's lease is left to lapse: %s", error)
+            log.info("the sweeper's lease is left to lapse: %s", said(error))
 
     async def _asked(self) -> int | None:
         """0 where it leads; for how many ms another does; None where the store does not answer."""
@@ -85,7 +86,7 @@ class Leadership:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):
                 left = int(await self._client.run(_one(lead(self.name, int(self._lease_s * 1000)))))
         except FAILURES as error:
-            log.warning("cannot ask the store who sweeps, trying again: %s", said(error))
+            complain(log, "cannot ask the store who sweeps, trying again: %s", error)
             return None
         if left == 0:
             self._until = asked + self._lease_s

@@ -107,6 +107,14 @@ class Message:
         return {"v": 1, "n": self.n, "tokens": self.tokens, **({"tenant": self.tenant} if self.tenant else {})}
 
 
+def id_of(headers: Mapping[str, Any]) -> str | None:
+    """The task's id; None where it says none that could be one: half of a pair of surrogates is in no key."""
+    task_id = headers.get("id")
+    if not isinstance(task_id, str) or not task_id:
+        return None
+    return None if any("\ud800" <= one <= "\udfff" for one in task_id) else task_id
+
+
 def is_plain(headers: Mapping[str, Any]) -> bool:
     """Whether no Penstock client sent it: those say its size. A sender's own header of that name says nothing to us."""
     said = headers.get("penstock")

@@ -17,8 +17,11 @@ from typing import Any, Final
 
 from producers import keys, protocol
 from producers.aio import AsyncClient
+from producers.complaints import complain
+from producers.connect import SILENT_S
 from producers.script import Call, script, text
 from producers.steps import FAILURES, Steps, persistently
+from producers.trouble import said
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +81,10 @@ class ReaderLeases:
         ended = [task_id for task_id in task_ids if task_id not in lapse]
         try:
             if ended:
-                await self._client.store.zrem(keys.READERS, *ended)
+                async with asyncio.timeout(SILENT_S):
+                    await self._client.store.zrem(keys.READERS, *ended)
         except FAILURES as error:
-            log.info("reader leases are left to lapse: %s", error)
+            log.info("reader leases are left to lapse: %s", said(error))
 
     async def run(self) -> None:
         """Renew until cancelled."""
@@ -93,7 +97,7 @@ class ReaderLeases:
                     await self._client.run(persistently(hold(held[start : start + MANY], self._lease_ms), 0.0))
                 pause = self._every_s
             except FAILURES as error:
-                log.warning("cannot renew %d reader leases, trying again: %s", len(held), error)
+                complain(log, "cannot renew %d reader leases, trying again: %s", len(held), error)
                 pause = min(RETRY_S, self._every_s)
 
 

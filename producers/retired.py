@@ -19,7 +19,7 @@ from typing import Any, Final
 from producers import keys
 from producers.aio import AsyncClient
 from producers.deserted import takers_of
-from producers.message import is_plain
+from producers.message import id_of, is_plain
 from producers.protocol import PACKAGE
 from producers.script import Call, arun, script, text
 
@@ -133,6 +133,6 @@ def _headers(raw: bytes | str) -> dict[str, Any] | None:
     """Those of a message for a task of ours. What is none is a dead letter, once somebody fetches it."""
     try:
         headers = json.loads(raw)["headers"]
-        return headers if isinstance(headers["id"], str) and headers["task"] == keys.TASK_NAME else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return headers if headers["task"] == keys.TASK_NAME and id_of(headers) is not None else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

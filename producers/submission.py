@@ -20,7 +20,7 @@ from producers.message import Message
 from producers.script import text
 from producers.steps import FAILURES, Read, Send, Steps, lost, persistently
 from producers.task import Task, shown
-from producers.trouble import CODES, Trouble, trouble
+from producers.trouble import CODES, Trouble, said, trouble
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
         yield protocol.queued(task_id)
     except FAILURES as error:
         # The message is on its way: at worst the sweeper sends a second one, which finds the task taken.
-        log.info("task %s was sent but not marked queued: %s", task_id, error)
+        log.info("task %s was sent but not marked queued: %s", task_id, said(error))
     return task_id
 
 
@@ -170,7 +170,7 @@ def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
 
 def _failed(what: str, error: Exception) -> SubmitFailed:
     found = trouble(error)
-    return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{error}", CODES.get(found, "submit_failed"))
+    return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{said(error)}", CODES.get(found, "submit_failed"))
 
 
 def _unknown(model: str, names: list[str]) -> str:

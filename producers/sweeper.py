@@ -25,6 +25,7 @@ from producers import keys, protocol, submits
 from producers.aio import AsyncClient
 from producers.celery_results import CeleryResults
 from producers.compact import AGE_MS, compact
+from producers.complaints import complain
 from producers.deserted import PATIENCE_S as DESERTED_AFTER_S
 from producers.deserted import DesertedQueues
 from producers.expiry import expire_late
@@ -37,7 +38,6 @@ from producers.retired import RETIRE_AFTER_S, RetiredPools
 from producers.script import Call
 from producers.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
 from producers.steps import FAILURES
-from producers.trouble import said
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], ev
                     log.info("swept: %s", ", ".join(f"{count} {what}" for what, count in done.items()))
                     await _count(client, done)
         except FAILURES as error:
-            log.warning("sweep broken off, trying again: %s", said(error))
+            complain(log, "sweep broken off, trying again: %s", error)
         except Exception:  # whatever one record is made of must not end the sweeping of all others
             log.exception("a sweep failed, going on")
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart

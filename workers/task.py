@@ -31,7 +31,7 @@ class EngineTask(Task):
 def register(app: Celery, max_retries: int) -> None:
     """Add `penstock.generate` to the app."""
 
-    def generate(self: Any, **kwargs: Any) -> Any:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # what is wrong with `args` is the outcome's to say
         outcome = getattr(self.request, OUTCOME, None)
         if outcome is None:
             raise RuntimeError(f"{TASK_NAME} runs in a Penstock worker only (EnginePool), not here")

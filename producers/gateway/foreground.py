@@ -21,6 +21,7 @@ from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.sse import watch
 from producers.steps import FAILURES
 from producers.task import Task
+from producers.trouble import said
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Foreground:
             except TaskNotFound:
                 pass  # it was never recorded
             except (PenstockError, *FAILURES) as error:
-                logger.warning("task %s of a caller who left is not cancelled yet: %s", name, error)
+                logger.warning("task %s of a caller who left is not cancelled yet: %s", name, said(error))
                 missed.add(name)
         self._open.clear()
         await self._gateway.readers.leave(self.ids, lapse=missed)

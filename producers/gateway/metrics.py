@@ -6,6 +6,7 @@ gateway tells the same of the pools; take `max by (pool)` over gateways, not the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -15,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from producers.connect import SILENT_S
 from producers.gateway.pools import Fleet, read_fleet
 from producers.steps import FAILURES
 
@@ -197,10 +199,11 @@ router = APIRouter(tags=["health"])
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """For Prometheus. Answers also while the store or the broker is away: `penstock_up` says so."""
+    """For Prometheus. Answers also while the store or the broker is away, or hangs: `penstock_up` says so."""
     gateway = request.app.state.gateway
     try:
-        gateway.metrics.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
+        async with asyncio.timeout(SILENT_S):  # Prometheus waits for 10 s
+            gateway.metrics.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
     except FAILURES:
         gateway.metrics.fleet = None
     return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -22,6 +22,7 @@ from typing import Final
 
 from producers import keys
 from producers.aio import AsyncClient
+from producers.connect import SILENT_S
 from producers.gateway.errors import Problem
 from producers.steps import FAILURES
 from producers.task import Task
@@ -57,6 +58,7 @@ class Room:
         self._most_of_one = max_queued_per_tenant
         self._counts: dict[str, _Count] = {}
         self._taken: tuple[float, int] | None = None
+        self._away = False
         self._rate = 0.0
 
     async def enter(self, tasks: Sequence[Task]) -> None:
@@ -117,14 +119,16 @@ class Room:
         answer is submit's to tell of."""
         names = [(tier, name) for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
         try:
-            async with self._client.broker.pipeline(transaction=False) as pipe:
+            async with asyncio.timeout(SILENT_S), self._client.broker.pipeline(transaction=False) as pipe:
                 for _, name in names:
                     pipe.execute_command("LLEN", name)
                     pipe.execute_command("ZCARD", keys.sorted_of(name))
                 pipe.execute_command("GET", keys.DELIVERIES)
                 *counts, taken = await pipe.execute()
         except FAILURES:
+            self._away = True
             return {}
+        self._away = False
         self._measure(int(taken or 0))
         waiting = dict.fromkeys(keys.TIERS, 0)
         for (tier, _), arrived, by_tenant in zip(names, counts[::2], counts[1::2], strict=True):
@@ -141,11 +145,14 @@ class Room:
 
     async def _waiting_of(self, queue: str, tenant: str) -> int:
         """As far as workers have sorted what waits."""
+        if self._away:  # a moment ago: not each tenant has to wait for that
+            return 0
         names = [name for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
         try:
-            async with self._client.broker.pipeline(transaction=False) as pipe:
+            async with asyncio.timeout(SILENT_S), self._client.broker.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.execute_command("ZCARD", keys.turn(name, tenant))
                 return sum(await pipe.execute())
         except FAILURES:
+            self._away = True
             return 0

@@ -3,11 +3,13 @@
 -- deliveries, put the message at the end of its list; else nothing.
 -- KEYS: dead, reaped, list   ARGV: letter, message, task id (or empty)
 -- Answers: 1 sent | 0
-if redis.call('LREM', KEYS[1], 1, ARGV[1]) == 0 then
+if not redis.call('LPOS', KEYS[1], ARGV[1]) then
   return 0
 end
+-- First what may fail, where the list is none: nothing that a script did before is taken back.
+redis.call('LPUSH', KEYS[3], ARGV[2])
+redis.call('LREM', KEYS[1], 1, ARGV[1])
 if ARGV[3] ~= '' then
   redis.call('HDEL', KEYS[2], ARGV[3])
 end
-redis.call('LPUSH', KEYS[3], ARGV[2])
 return 1

@@ -193,3 +193,12 @@ def keyed(**fields: Any) -> str:
 
 def test_a_key_depends_on_all_of_the_letter() -> None:
     assert len({keyed(), keyed(at=2), keyed(message="n"), keyed(reason="s"), keyed(list="k")}) == 5
+
+
+async def test_one_whose_list_is_none_stays(aclient: AsyncClient, valkey: Redis) -> None:
+    raw = json.dumps({"reason": "not JSON", "list": keys.POOLS, "at": 1, "message": "{"})
+    valkey.rpush(keys.DEAD, raw)
+    valkey.hset(keys.POOLS, "a", "b")
+    with pytest.raises(NotReplayed, match=f"{keys.POOLS} is no list"):
+        await dead_letters.replay(aclient, await only(aclient))
+    assert valkey.lrange(keys.DEAD, 0, -1) == [raw.encode()]

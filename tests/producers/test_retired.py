@@ -53,15 +53,16 @@ async def test_only_what_is_over_is_removed_and_the_rest_told_of(
     ends = ["", "settled", "", "expired", "settled", "settled", "expired", ""]
     ids = [await task(aclient, valkey, end) for end in ends]
     plain = Message("plain", OLD, "default", 1, 9).envelope().replace('"penstock": {', '"other": {')
-    valkey.lpush(OLD, plain, "junk")
+    impossible = Message("half", OLD, "default", 1, 9).envelope().replace('"half"', '"\\ud800"')  # in no key
+    valkey.lpush(OLD, plain, "junk", impossible)
     valkey.hset(keys.REAPED, ids[1], 1)
     pools = RetiredPools(aclient, broker.recall)
     assert await pools.sweep() == Pruned(messages=5)
     left = valkey.lrange(OLD, 0, -1)
-    assert left[:2] == [b"junk", plain.encode()]
-    assert [json.loads(raw)["headers"]["id"] for raw in left[2:]] == [ids[7], ids[2], ids[0]]
+    assert left[:3] == [impossible.encode(), b"junk", plain.encode()]
+    assert [json.loads(raw)["headers"]["id"] for raw in left[3:]] == [ids[7], ids[2], ids[0]]
     assert not valkey.exists(keys.REAPED)
-    assert f"5 tasks wait in {OLD}" in caplog.text
+    assert f"6 tasks wait in {OLD}" in caplog.text
     caplog.clear()
     await pools.sweep()
     assert "wait in" not in caplog.text, "once for each number"

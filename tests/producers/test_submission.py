@@ -11,6 +11,8 @@ from redis import Redis
 
 from producers import InvalidTask, SubmitFailed, Task, TaskExists, TaskNotFound, UnknownModel, keys, protocol
 from producers.script import script
+from producers.steps import drive
+from producers.submission import Directory, submit
 from tests.producers.conftest import CARD, QUEUE
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
@@ -245,3 +247,14 @@ def test_a_late_submit_is_refused_and_the_clock_measured_again(
 def test_patience_ends_within_the_submit_window(make_client: Any, patience: float) -> None:
     with pytest.raises(ValueError, match="patience"):
         make_client("redis://127.0.0.1:1/0", patience=patience)
+
+
+def test_what_says_nothing_is_named() -> None:
+    """asyncio's time limits, for one."""
+
+    def hang(step: object) -> None:
+        raise TimeoutError
+
+    steps = submit(Directory(), Task(model="tiny", prompt="x"), None, 0.0)
+    with pytest.raises(SubmitFailed, match=r"nothing was queued: TimeoutError$"):
+        drive(steps, hang)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import AsyncClient, keys, protocol, submits, sweeper
+from producers import AsyncClient, complaints, keys, protocol, submits, sweeper
 from producers.submits import Swept
 from producers.sweeper import SweeperSettings
 from tests.producers.conftest import QUEUE
@@ -81,3 +81,24 @@ async def test_one_bad_record_does_not_end_the_sweeping_of_others(
     assert valkey.hexists(keys.task(handle.id), "settled")
     leading.cancel()
     await asyncio.wait((leading,))
+
+
+async def test_a_store_that_is_away_is_complained_of_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(complaints, "_said", {})
+    monkeypatch.setattr(complaints, "EVERY_S", 1e6)
+    tries, tried = 0, asyncio.Event()
+
+    async def away() -> dict[str, int]:
+        nonlocal tries
+        tries += 1
+        if tries == 20:
+            tried.set()
+        raise TimeoutError
+
+    async with AsyncClient("redis://127.0.0.1:1/0") as client:
+        sweeping = asyncio.create_task(sweeper._repeat(client, away, 0.0))
+        await tried.wait()
+        sweeping.cancel()
+    assert caplog.messages == ["sweep broken off, trying again: TimeoutError"]

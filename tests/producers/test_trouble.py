@@ -121,6 +121,8 @@ def test_the_same_complaint_is_made_once_in_a_while(
     monkeypatch.setattr(time, "monotonic", lambda: now + EVERY_S)
     complain(log, "try %d: %s", 4, OSError("away"))
     assert caplog.records[-1].getMessage() == "try 4: away (and 2 times more since that was last said)"
+    complain(log, "try %d: %s", 5, TimeoutError())
+    assert caplog.records[-1].getMessage() == "try 5: TimeoutError"
 
 
 def test_what_an_error_says_is_told_and_else_its_name() -> None:

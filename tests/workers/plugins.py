@@ -253,6 +253,22 @@ def tells_its_books() -> None:
         }
 
 
+def tells_what_is_collected() -> None:
+    """`inspect collected`: of how many objects a collection asks whether anybody has them, and how many full ones there
+    are until 150,000 objects have come and gone, while 12,000 stay."""
+
+    @inspect_command()
+    def collected(state: Any) -> tuple[int, int]:
+        before = gc.get_stats()[2]["collections"]
+        stay: list[list[Any]] = []
+        for i in range(150_000):
+            one: list[Any] = []
+            one.append(one)
+            if i % 12 == 0:
+                stay.append(one)
+        return len(gc.get_objects()) - len(stay), gc.get_stats()[2]["collections"] - before
+
+
 def never_looks_idly() -> None:
     """The intake looks only when it is woken."""
     intake.IDLE_S = 1e6

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from producers import keys
+from producers import TaskFailed, keys
 from producers.message import Message
 from tests.workers.rig import POOL, Rig, rig
 
@@ -174,7 +174,10 @@ def test_a_plain_message_that_is_no_task_fails_with_a_record(poisoned: Rig, name
 
 
 def test_positional_arguments_are_refused(poisoned: Rig) -> None:
+    """A task in the midst of a chain is sent what came before it as one, unless it is immutable."""
     result = poisoned.sender().send_task(keys.TASK_NAME, args=["a prompt"])
+    with pytest.raises(TaskFailed, match="takes keyword arguments only"):
+        result.get(timeout=60)
     poisoned.until_settled([result.id])
     assert "keyword arguments" in poisoned.record(result.id)["error"]
     check_idle(poisoned)

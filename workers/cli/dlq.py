@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS, Exit, Failure
+from workers.cli.exits import MINDER_STATUS, Exit, Failure
 from workers.cli.processes import Broker, Store
 from workers.cli.show import printable
 
@@ -36,7 +36,7 @@ def add_to(app: typer.Typer) -> None:
         "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0"),
     }
     for name, (command, example) in examples.items():
-        dlq.command(name, epilog=f"Example: {example}\n\n{PROCESS_STATUS}")(command)
+        dlq.command(name, epilog=f"Example: {example}\n\n{MINDER_STATUS}")(command)
     app.add_typer(dlq, name="dlq", rich_help_panel="Processes")
 
 
@@ -69,10 +69,14 @@ def show(
     """Show what a letter holds: its message, and what is known of its task and of the workers that it lost."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.dead_letters import record_of
+        from producers.dead_letters import BrokenRecord, record_of
 
         for letter in await _chosen(client, keys, False, None, None):
-            record = await record_of(client, letter)
+            record, broken = None, ""
+            try:
+                record = await record_of(client, letter)
+            except BrokenRecord as error:
+                broken = str(error)
             about = {
                 **_about(letter),
                 "message": letter.message,
@@ -85,7 +89,7 @@ def show(
             for name in ("key", "at", "task_id", "list", "reason"):
                 _say(f"{name:<8} {about[name]}")
             if record is None:
-                _say("record   none, or past its time to live")
+                _say(f"record   {broken or 'none, or past its time to live'}")
             else:
                 _say(f"record   {record.fields['status']}, model {record.model}, taken up {_times(record.fields)}")
                 for one in about["lost"]:
@@ -194,6 +198,7 @@ def with_client(broker: str, store: str | None, work: Callable[[AsyncClient], Aw
     from producers.aio import AsyncClient
     from producers.connect import shown
     from producers.steps import FAILURES
+    from producers.trouble import Trouble, said, trouble
 
     async def within() -> None:
         async with AsyncClient(broker, store) as client:
@@ -206,7 +211,9 @@ def with_client(broker: str, store: str | None, work: Callable[[AsyncClient], Aw
         raise Failure(str(error)) from error
     except FAILURES as error:
         where = " or ".join(dict.fromkeys(shown(url) for url in (broker, store or broker)))
-        raise Failure(f"no answer from {where} ({str(error) or type(error).__name__})", Exit.UNREACHABLE) from error
+        if trouble(error) is not Trouble.AWAY:
+            raise Failure(f"{where} refused: {said(error)}", Exit.UNREACHABLE) from error
+        raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error
 
 
 def _about(letter: Letter) -> dict[str, Any]:

@@ -98,3 +98,49 @@ def test_a_terminal_is_not_harmed(dlq: Run, valkey: Redis, monkeypatch: pytest.M
     (key,) = keys_of(dlq)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert "\x1b" not in dlq("show", key).out
+
+
+def test_a_server_that_refuses_is_not_one_that_does_not_answer(dlq: Run, valkey: Redis) -> None:
+    bury(valkey, "{", "not JSON", 1)
+    valkey.config_set("maxmemory", 1)
+    try:
+        ran = dlq("replay", "--all")
+    finally:
+        valkey.config_set("maxmemory", 0)
+    assert ran.status == 3
+    assert "refused: command not allowed when used memory" in ran.err
+
+
+def test_a_letter_that_names_no_possible_task_keeps_none_behind_it(dlq: Run, valkey: Redis) -> None:
+    """Half of a pair of surrogates, say, which no key and no terminal takes."""
+    message = '{"headers": {"id": "\\ud800", "task": "penstock.generate"}, "properties": {}}'
+    bury(valkey, message, "a \ud800 in it", 1)
+    valkey.rpush(keys.DEAD, b'{"reason": "\xff", "list": "l", "at": 2, "message": "\xff"}')
+    bury(valkey, "{", "not JSON", 3)
+    listed = dlq("ls")
+    assert listed.status == 0, listed.err
+    assert [line.split()[2:4] for line in listed.out.splitlines()] == [["no", "task"]] * 3
+    for key in keys_of(dlq):
+        assert dlq("show", key).status == 0
+    ran = dlq("replay", "--all")
+    assert (ran.status, ran.err) == (0, "")
+    assert valkey.llen(LIST) == 2
+    assert message in [raw.decode() for raw in valkey.lrange(LIST, 0, -1)]
+
+
+@pytest.mark.parametrize("broken", ["of another type", "no JSON", "no text", "no status"])
+def test_a_record_that_is_none_is_told_of_and_keeps_none_behind_it(dlq: Run, valkey: Redis, broken: str) -> None:
+    bury(valkey, json.dumps({"headers": {"id": "t1"}, "properties": {}}), "its record cannot be used", 1)
+    bury(valkey, "{", "not JSON", 2)
+    if broken == "of another type":
+        valkey.set(keys.task("t1"), "no record")
+    else:
+        fields = {"no JSON": {"status": "failed", "error": "{"}, "no text": {"status": b"\xff"}, "no status": {"n": 1}}
+        valkey.hset(keys.task("t1"), mapping=fields[broken])
+    shown = dlq("show", "t1")
+    assert shown.status == 0
+    assert "the record of task t1 cannot be used" in shown.out
+    ran = dlq("replay", "--all")
+    assert ran.status == 1
+    assert "the record of task t1 cannot be used" in ran.err
+    assert valkey.lrange(LIST, 0, -1) == [b"{"]
