@@ -17,12 +17,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from tests.chaos import clock
@@ -62,22 +64,29 @@ def _environment(env: Mapping[str, str]) -> Any:
         os.environ.update(before)
 
 
-class Forked:
-    """A `subprocess.Popen` of `argv`, which runs a module (`-m`), as far as it goes. What it prints goes to `log`."""
+class _Child:
+    """What the template forked. Its end is told once, to whoever reads first: of several threads one at a time asks."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        name, *arguments = argv[argv.index("-m") + 1 :]
-        self._process = template().Process(target=_run, args=(name, arguments, dict(env), str(log)), daemon=True)
+    def __init__(self, run: Callable[..., None], *args: object) -> None:
+        self._process = template().Process(target=run, args=args, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        self._asking = Lock()
+
+    def poll(self) -> int | None:
+        """The exit code (negative: the signal), or None where it still runs."""
+        with self._asking:
+            return self._process.exitcode
 
     @property
     def returncode(self) -> int | None:
-        """Negative: the signal."""
-        return self._process.exitcode
+        return self.poll()
 
-    poll = returncode.fget
+    def ended(self, seconds: float | None) -> int | None:
+        """As `poll`, after so long at most."""
+        wait([self._process.sentinel], seconds)
+        return self.returncode
 
     def send_signal(self, sig: int) -> None:
         if self.returncode is None:
@@ -89,46 +98,38 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+
+class Forked(_Child):
+    """A `subprocess.Popen` of `argv`, which runs a module (`-m`), as far as it goes. What it prints goes to `log`."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        name, *arguments = argv[argv.index("-m") + 1 :]
+        super().__init__(_run, name, arguments, dict(env), str(log))
+
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout)
-        if (code := self.returncode) is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        if (code := self.ended(timeout)) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
 
 
-class WarmWorker:
+class WarmWorker(_Child):
     """As `tests.processes.Worker`, with the stub engine; `env` are environment variables of its own."""
 
     def __init__(self, *, env: dict[str, str], **fields: Any) -> None:
         handle, name = tempfile.mkstemp(prefix="penstock-worker-", suffix=".log")
         os.close(handle)
         self.log = Path(name)
-        settings = {"model": "stub", "engine_factory": "tests.stub_engine:load"} | fields
-        self._process = template().Process(target=_serve, args=(settings, env, name), daemon=True)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        super().__init__(_serve, {"model": "stub", "engine_factory": "tests.stub_engine:load"} | fields, env, name)
 
     @property
     def alive(self) -> bool:
-        return self._process.is_alive()
-
-    def wait(self, seconds: float) -> int | None:
-        """The exit code (negative: the signal), or None where it still runs."""
-        self._process.join(seconds)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def terminate(self) -> None:
-        self._process.terminate()
+        return self.returncode is None
 
     def close(self) -> None:
         """Kill it where it still runs, and forget its log."""
-        self._process.kill()
-        self._process.join()
+        self.kill()
+        self.ended(None)
         self._process.close()
         self.log.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from datetime import UTC, datetime
+from http.client import HTTPException
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class SpotNotice(threading.Thread):
         while True:
             try:
                 notice = self._look()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, HTTPException) as error:
+                self._token = ""  # what it was given may have been no token, by a proxy that was not up yet, say
                 if not self._silent:
                     logger.warning(
                         "The instance's metadata at %s cannot be read (%s), so no spot notice would be seen. In a "
@@ -67,7 +69,7 @@ class SpotNotice(threading.Thread):
                 return
 
     def _look(self) -> bytes | None:
-        """The notice, where there is one. Raises OSError, ValueError."""
+        """The notice, where there is one. Raises OSError, ValueError, HTTPException."""
         for _ in range(2):
             if not self._token:
                 self._token = self._ask(

@@ -23,6 +23,7 @@ class Metadata:
 
     def __init__(self) -> None:
         self.notice: bytes | None = None
+        self.first: list[bytes] = []  # what it answers before it is up, from the last on
         self.good: set[str] = set()
         self.asked: list[str] = []
         metadata = self
@@ -31,6 +32,10 @@ class Metadata:
             def do_PUT(self) -> None:
                 metadata.asked.append(f"PUT {self.path}")
                 seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+                if metadata.first:
+                    self.wfile.write(metadata.first.pop())
+                    self.close_connection = True
+                    return None
                 if self.path != "/latest/api/token" or not 1 <= int(seconds or 0) <= 21_600:
                     return self.tell(400, b"")
                 token = f"token{len(metadata.asked)}"
@@ -95,6 +100,33 @@ def test_it_is_seen_once_also_after_the_token_went_bad(metadata: Metadata, monke
     ((left, why),) = found
     assert 100 < left <= 115
     assert "terminate" in why
+
+
+def test_what_answers_before_the_metadata_do_is_not_believed_for_ever(
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+    page = b"<html>\r\n</html>"
+    metadata.first = [b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page), b"no HTTP\r\n\r\n"]
+    metadata.announce(120)
+    found: list[tuple[float, str]] = []
+    watching = SpotNotice(lambda *told: found.append(told), metadata.url)
+    watching.start()
+    watching.join(20)
+    assert len(found) == 1
+
+
+def test_an_endpoint_that_cannot_be_asked_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+    watching = SpotNotice(lambda *told: None, "http://127.0.0.1:port")
+    with caplog.at_level(logging.WARNING):
+        watching.start()
+        until(lambda: any("no spot notice would be seen" in record.message for record in caplog.records))
+    assert watching.is_alive()
+    watching.stop()
+    watching.join(5)
 
 
 def test_a_machine_without_metadata_is_told_of_once(

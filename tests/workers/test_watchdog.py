@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -140,8 +141,7 @@ def test_a_worker_tells_whoever_runs_it_how_it_is(rig: Rig) -> None:
     worker.process.terminate()
     rig.until(lambda: ask(port, "/readyz") == (503, {"status": "not ready", "reasons": ["it drains"]}))
     assert ask(port, "/livez")[0] == 200
-    worker.process.terminate()
-    assert worker.process.wait(10) == 0
+    assert worker.stop(signal.SIGINT) == 0
 
 
 def test_a_port_that_is_taken_is_refused(rig: Rig) -> None:

@@ -27,6 +27,7 @@ from workers.cli import (
 )
 from workers.cli.completion import COMPLETE
 from workers.cli.exits import Exit, Failure
+from workers.cli.stdout import guarded
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,7 +80,8 @@ def main() -> None:
 
         completion_init()  # of typer's answers to a shell's questions, which come with its own options otherwise
     try:
-        app(prog_name="penstock")  # also as python -m workers.cli: shells complete it by that name
+        with guarded():
+            app(prog_name="penstock")  # also as python -m workers.cli: shells complete it by that name
     except Failure as failure:
         typer.echo(f"penstock: {failure}", err=True)
         sys.exit(failure.status)

@@ -12,6 +12,7 @@ import typer
 
 from workers import proc
 from workers.cli.exits import Exit, Failure
+from workers.cli.options import finite
 
 STATUS: Final = "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
 
@@ -23,10 +24,12 @@ def add_to(app: typer.Typer) -> None:
 
 
 def drain(
-    pid: Annotated[int | None, typer.Option(min=1, help="The worker's process; unset: the only one there is.")] = None,
+    pid: Annotated[
+        int | None, typer.Option(min=1, max=proc.LAST, help="The worker's process; unset: the only one there is.")
+    ] = None,
     now: Annotated[bool, typer.Option("--now", help="Hand back at once what it runs.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Longest wait in seconds; unset: until it has ended.")
+        float | None, typer.Option(min=0, callback=finite, help="Longest wait in seconds; unset: until it has ended.")
     ] = None,
 ) -> None:
     """Tell a worker on this machine to drain, and wait until it has ended: for a preStop hook in Kubernetes."""

@@ -22,6 +22,9 @@ CALLER_STATUS: Final = (
     "Exit status: 0 done, 1 the task failed or was cancelled, 2 refused, 3 no answer from the gateway, 4 timed out, "
     "130 interrupted."
 )
+MINDER_STATUS: Final = (
+    "Exit status: 0 done, 1 failed, 2 refused, 3 no answer from broker, store or gateway, 130 interrupted."
+)
 PROCESS_STATUS: Final = "Exit status: 0 stopped as told, 1 failed, 2 refused to start, 130 stopped at once."
 
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-def finite(time: float) -> float:
-    """Of an option that is a length of time. Raises typer.BadParameter."""
+#: What clocks and servers can still reckon with: 30 years, in seconds.
+LONGEST: Final = 1e9
+
+
+def finite(time: float | None) -> float | None:
+    """Of an option that is a length of time, or is not given. Raises typer.BadParameter."""
+    if time is None:
+        return None
     if not math.isfinite(time):
         raise typer.BadParameter(f"{time} is no length of time")
+    if time > LONGEST:
+        raise typer.BadParameter(f"{time:g} is too long a time: {LONGEST:g} is the most")
     return time
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from engine.threads import threads_of_each
 from producers.aio import AsyncClient
 from producers.gateway.pools import read_fleet
 from producers.steps import FAILURES
@@ -188,7 +189,7 @@ class System:
         plan, programs = self.plan, []
         total = plan.workers * len(plan.models)
         # What was said of them comes later on the line, and wins.
-        shared = ("--threads", str(max(1, (os.cpu_count() or 1) // total))) if total > 1 else ()
+        shared = ("--threads", str(threads_of_each(total))) if total > 1 else ()
         gpus, ports = iter(plan.gpus), iter(plan.health_ports)
         for model in plan.models:
             for k in range(1, plan.workers + 1):

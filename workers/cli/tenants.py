@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.dlq import with_client
-from workers.cli.exits import PROCESS_STATUS
+from workers.cli.exits import MINDER_STATUS
 from workers.cli.processes import Broker, Store
 from workers.cli.show import printable
 
@@ -28,7 +28,7 @@ def add_to(app: typer.Typer) -> None:
         "weigh": (weigh, "penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0"),
     }
     for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{PROCESS_STATUS}")(command)
+        group.command(name, epilog=f"Example: {example}\n\n{MINDER_STATUS}")(command)
     app.add_typer(group, name="tenants", rich_help_panel="Processes")
 
 

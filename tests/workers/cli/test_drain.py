@@ -76,6 +76,7 @@ def test_no_other_process_is_touched() -> None:
         assert process.poll() is None
         process.kill()
     assert "there is no process" in str(refused("--pid", str(process.pid)))
+    assert run("--pid", "99999999999").exit_code == 2
 
 
 @pytest.mark.parametrize("argv", [("--pid", "0"), ("--pid", "x"), ("--timeout", "-1")])
@@ -104,3 +105,10 @@ def test_the_workers_here_are_found(
     assert drain.workers_here() == found
     if len(found) != 1:
         assert ("choose one with --pid" if found else "no worker runs here") in str(refused())
+
+
+def test_a_wait_that_cannot_be_reckoned_with_is_refused_before_anything_is_told(worker: subprocess.Popen[str]) -> None:
+    result = run("--pid", str(worker.pid), "--timeout", "inf")
+    assert result.exit_code == 2
+    assert "no length of time" in result.output
+    assert worker.poll() is None
