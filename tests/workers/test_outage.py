@@ -40,6 +40,7 @@ def test_a_restart_with_tasks_in_flight(durable: tuple[Rig, ValkeyServer], tmp_p
     go = tmp_path / "go"
     note = app.send_task("app.note", ("note",), {"go": str(go)})
     rig.until(lambda: sum(rig.tokens(task_id) > 5 for task_id in ids) >= 16 and rig.redis.llen("seen:note"))
+    under_way = {task_id for task_id in ids if rig.tokens(task_id)}
     for _ in range(2):
         server.stop(30)
         time.sleep(0.3)
@@ -49,9 +50,9 @@ def test_a_restart_with_tasks_in_flight(durable: tuple[Rig, ValkeyServer], tmp_p
     go.touch()
     rig.until_settled(ids)
     rig.check(ids)
-    assert {(rig.record(i)["claims"], rig.record(i)["deaths"]) for i in ids} == {("1", "0")}, (
-        f"each was run once\n{rig.logs()}"
-    )
+    assert {rig.record(i)["deaths"] for i in ids} == {"0"}
+    # The others' turn may come while the server stops: a claim whose answer is lost is given back, and made again.
+    assert {rig.record(i)["claims"] for i in under_way} == {"1"}, f"each was run once\n{rig.logs()}"
     assert note.get(timeout=60) is None
     assert rig.redis.lrange("seen:note", 0, -1) == ["begun", "done"], "and so was the ordinary task"
     late = rig.fill(5)
