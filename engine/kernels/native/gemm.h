@@ -10,21 +10,29 @@
 #include <algorithm>
 #include <array>
 
+#if defined(__AVX512BF16__) || defined(PENSTOCK_EMULATED_DOTS)
+#define DOTS 1
+#endif
 #include "pool.h"
 #include "tile_avx2.h"
+#include "tile_avx512.h"
 #include "vectors.h"
 
 constexpr int kVectors = 3;
 constexpr int kColumns = kVectors * LANES;
 // Rows of a tile: its sums fill the registers (12 of 16, 24 of 32).
 constexpr int kRows = LANES == 16 ? 8 : 4;
-// Bytes of a panel that several tiles read one after the other: they stay in the nearest cache.
-constexpr int kPiece = 12288;
+// Bytes of a panel that several tiles read one after the other, which stay in the nearest cache, and of a task's rows that
+// are read again for each of its panels, which stay in the core's own. One with AVX-512 has 1 MiB or more of that, and
+// takes in a panel from there as fast as it multiplies: tiles go through all inputs, and sums stay in registers.
+#if LANES == 16 && !defined(DOTS)
+constexpr int kPiece = 147456, kStay = 1048576;
+#else
+constexpr int kPiece = 12288, kStay = 262144;
+#endif
 // Inputs of such a piece in bf16, and from how many tiles on it is widened to fp32 once for all of them.
 constexpr int kWide = kPiece / (2 * kColumns);
 constexpr int kWorthWidening = 8;
-// Bytes of a task's rows that are read again for each of its panels: they stay in a core's own cache.
-constexpr int kStay = 262144;
 // How far ahead of a single tile weights are asked for, in bytes.
 constexpr int kAhead = 1024;
 // Rows of a task.
@@ -39,8 +47,7 @@ struct Gemm {
     const uint32_t* rounded = nullptr;  // x as pairs of bf16, with DOTS
 };
 
-#if defined(__AVX512BF16__) || defined(PENSTOCK_EMULATED_DOTS)
-#define DOTS 1
+#ifdef DOTS
 // What a product goes through one by one: pairs of inputs, or inputs.
 template <class W> constexpr bool kPairs = sizeof(W) == 2;
 #else
@@ -54,10 +61,12 @@ template <class W> INLINE int64_t units_of(int64_t inputs) { return kPairs<W> ? 
 // a * b + c, rounded once. Where some tiles are written by hand, all others have to be sure of it too: what compilers make
 // of the operators depends on how they are called.
 INLINE F<LANES> fused(F<LANES> a, F<LANES> b, F<LANES> c) {
-#ifdef PENSTOCK_TILE_BY_HAND
-    return (F<LANES>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
+#if !defined(PENSTOCK_TILE_BY_HAND)
     return a * b + c;
+#elif LANES == 16
+    return (F<LANES>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (F<LANES>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #endif
 }
 
@@ -116,14 +125,16 @@ struct Ahead {
 template <int M, class W>
 INLINE void take_by_hand(const float*& x, int64_t ldx, const W*& w, int64_t& inputs, Sums& s, const Ahead& ahead) {
 #ifdef PENSTOCK_TILE_BY_HAND
-    // Where a panel in fp32 is not for several tiles, it does not ask for enough.
-    if (M != 4 || inputs < 4 || (sizeof(W) == 4 && 4 * ahead.step > 128)) return;
-    s.ask<M>();
-    tile_by_hand(x, ldx, w, inputs / 4, s.from, s.from_ld, s.to, s.ld, ahead.at, 4 * ahead.step);
-    s = s.begun();
-    x += inputs / 4 * 4;
-    w += inputs / 4 * 4 * kColumns;
-    inputs %= 4;
+    if constexpr (M == kRows && (LANES == 8 || sizeof(W) == 2)) {
+        // A tile in fp32 does not ask for enough where a panel is not for several.
+        if (inputs < 4 || (sizeof(W) == 4 && 4 * ahead.step > 128)) return;
+        s.ask<M>();
+        tile_by_hand(x, ldx, w, inputs / 4, s.from, s.from_ld, s.to, s.ld, ahead.at, 4 * ahead.step);
+        s = s.begun();
+        x += inputs / 4 * 4;
+        w += inputs / 4 * 4 * kColumns;
+        inputs %= 4;
+    }
 #endif
 }
 
@@ -269,7 +280,7 @@ template <class W> INLINE auto rows_of(const Gemm& g, const Part& part) {
 }
 
 // A piece of a panel in bf16, of 4 inputs at least and not more than kWide, for many rows: the first tile widens it.
-#ifdef PENSTOCK_TILE_BY_HAND
+#ifdef PENSTOCK_WIDEN_BY_HAND
 INLINE void widened(const float* x, int64_t ldx, int64_t rows, const bf16* w, int64_t some, Sums s) {
     alignas(64) float wide[kWide * kColumns];
     int64_t whole = some / 4 * 4, others = (rows - 1) / kRows, share = some * kColumns * sizeof(bf16) / others;
@@ -301,7 +312,7 @@ INLINE void product(const Gemm& g, const Part& part, int64_t p, int64_t k, int64
         s.to = k + some < end ? kept : c;
         s.ld = k + some < end ? kColumns : ldc;
         const char* w = (const char*)weight + k * kBytes;
-#ifdef PENSTOCK_TILE_BY_HAND
+#ifdef PENSTOCK_WIDEN_BY_HAND
         if constexpr (sizeof(W) == 2)
             if (count >= kWorthWidening && some >= 4) {
                 widened(x + k, units, part.rows, (const W*)w, some, s);

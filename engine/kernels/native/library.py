@@ -19,7 +19,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: penstock_version() of the source that this file calls.
-VERSION = 12
+VERSION = 13
 #: Instruction set -> whether the CPU has it; the best one first.
 _BUILDS: dict[str, Callable[[], bool]] = {
     "avx512bf16": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),

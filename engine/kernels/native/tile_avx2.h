@@ -10,6 +10,7 @@
 
 #if LANES == 8 && defined(__AVX2__) && defined(__FMA__) && defined(__x86_64__)
 #define PENSTOCK_TILE_BY_HAND 1
+#define PENSTOCK_WIDEN_BY_HAND 1
 #include <immintrin.h>
 
 #define EACH_SUM(OP) \

@@ -150,6 +150,24 @@ template <int W> INLINE float largest(F<W> x) {
     else return largest<W / 2>(larger<W / 2>(half<W, 0>(x), half<W, 1>(x)));
 }
 
+// Rows to columns.
+template <int W> INLINE void transpose(F<W>* square) {
+    I<W> even, odd;  // of two vectors in turns: their first halves, their second ones
+    for (int i = 0; i < W; i++) {
+        even[i] = i / 2 + i % 2 * W;
+        odd[i] = even[i] + W / 2;
+    }
+    for (int half = 1; half < W; half *= 2) {
+        F<W> next[W];
+#pragma GCC unroll 8
+        for (int i = 0; i < W / 2; i++) {
+            next[2 * i] = __builtin_shuffle(square[i], square[i + W / 2], even);
+            next[2 * i + 1] = __builtin_shuffle(square[i], square[i + W / 2], odd);
+        }
+        memcpy(square, next, sizeof next);
+    }
+}
+
 // The sums of four vectors, as a vector of four.
 template <int W> INLINE F<4> sums(F<W> a, F<W> b, F<W> c, F<W> d) {
     if constexpr (W > 8) {

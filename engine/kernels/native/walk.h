@@ -129,6 +129,65 @@ INLINE void dots(const float* const* query, const char* keys, const int64_t* at,
     }
 }
 
+// The same by keys that lie across (`keys` [dim, kTile]): a vector is a number of several keys, and nothing has to be summed
+// within one. In the same order, which is that of `sums`.
+template <int W, int V, int R>
+INLINE void dots_of(const float* const* query, const float* keys, int dim, float* score) {
+    typedef F<W> Part[R][V];
+    auto add = [](Part& to, const Part& from) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) to[r][v] += from[r][v];
+    };
+    // What lanes `lane` and `lane` + 8 would have.
+    auto lanes = [&](int lane, Part& lower) __attribute__((always_inline)) {
+        Part upper = {};
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) lower[r][v] = F<W>{};
+        for (int i = lane; i < dim; i += W) {
+            const float* at = keys + i * kTile;
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                F<W> a = splat<W>(query[r][i]), b = splat<W>(query[r][i + 8]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) {
+                    lower[r][v] += a * load<W>(at + v * W);
+                    upper[r][v] += b * load<W>(at + 8 * kTile + v * W);
+                }
+            }
+        }
+        add(lower, upper);
+    };
+    auto four = [&](int lane, Part& s) __attribute__((always_inline)) {
+        Part t, u;
+        lanes(lane, s);
+        lanes(lane + 2, t);
+        add(s, t);
+        lanes(lane + 1, t);
+        lanes(lane + 3, u);
+        add(t, u);
+        add(s, t);
+    };
+    Part s, t;
+    four(0, s);
+    four(4, t);
+    add(s, t);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) store<W>(score + r * kTile + v * W, s[r][v]);
+}
+// Whether they lie so where they are widened: where sums within vectors cost more than products do.
+template <int W> constexpr bool kAcross = W == 16;
+template <int W, int R>
+INLINE void dots_across(const float* const* query, const float* keys, int places, int dim, float* score) {
+    if (places > W) dots_of<W, kTile / W, R>(query, keys, dim, score);
+    else dots_of<W, 1, R>(query, keys, dim, score);
+}
+
 // sum[r * dim ..] = that * before[r] + the sum of weight[r * kTile + t] * value t, for R rows and V vectors of each.
 template <int W, int R, int V, class T>
 INLINE void weigh(const float* weight, const float* before, const char* values, const int64_t* at, int places, int dim,
@@ -238,29 +297,43 @@ template <int W> class Walk {
             next_keys = {keys, after.at, stored};
             next_values = {values, after.at, stored};
         }
-        if (sizeof(T) == 4 || rows_ < kWiden) {
+        if (rows_ < kWiden || (sizeof(T) == 4 && !kAcross<W>)) {
             attend<T>(keys, values, here, first, state, next_keys, next_values);
             return;
         }
         // Widened once for all rows, but for scales: numbers are the same as where they are not.
         Places wide;
+        if constexpr (kAcross<W>) turn<T>(keys, here);
         for (int t = 0; t < here.places; t++) {
             next_keys.ask(t);
             next_values.ask(t);
             float *k = wide_ + t * dim_, *v = k + kTile * dim_;
             const T *key = (const T*)(keys + here.at[t]), *value = (const T*)(values + here.at[t]);
             for (int i = 0; i < dim_; i += W) {
-                store<W>(k + i, load<W>(key + i));
+                if constexpr (!kAcross<W>) store<W>(k + i, load<W>(key + i));
                 store<W>(v + i, load<W>(value + i));
             }
         }
         wide.places = here.places;
         for (int t = 0; t < (here.places + 3) / 4 * 4; t++)
             wide.at[t] = std::min(t, here.places - 1) * (int64_t)(dim_ * sizeof(float));
-        attend<float>((const char*)wide_, (const char*)(wide_ + kTile * dim_), wide, first, state, {}, {});
+        attend<float, true>((const char*)wide_, (const char*)(wide_ + kTile * dim_), wide, first, state, {}, {});
     }
 
-    template <class T>
+    // Keys into `wide_`: number i of all places, then number i + 1 of all; 0 where there is no place.
+    template <class T> void turn(const char* keys, const Places& here) {
+        for (int t = 0; t < here.places; t += W) {
+            for (int i = 0; i < dim_; i += W) {
+                F<W> square[W] = {};
+                for (int j = 0; j < W && t + j < here.places; j++) square[j] = load<W>((const T*)(keys + here.at[t + j]) + i);
+                transpose<W>(square);
+                for (int j = 0; j < W; j++) store<W>(wide_ + (i + j) * kTile + t, square[j]);
+            }
+        }
+    }
+
+    // WIDE: keys and values are in `wide_`.
+    template <class T, bool WIDE = false>
     __attribute__((noinline)) void attend(const char* keys, const char* values, const Places& here, int first, State& state,
                                           Asked next_keys, Asked next_values) {
         // One thing after the other for all rows: keys, and then values, stay in the nearest cache, and no row waits for what
@@ -269,7 +342,10 @@ template <int W> class Walk {
         each_rows([&](auto count, int r) {
             constexpr int R = decltype(count)::value;
             int places = seen(r + R - 1, first, here.places);
-            if (places > 0) dots<W, R, T>(query_ + r, keys, here.at, places, dim_, score_ + r * kTile, r ? Asked{} : next_keys);
+            if (places <= 0) return;
+            float* score = score_ + r * kTile;
+            if constexpr (WIDE && kAcross<W>) dots_across<W, R>(query_ + r, wide_, places, dim_, score);
+            else dots<W, R, T>(query_ + r, keys, here.at, places, dim_, score, r ? Asked{} : next_keys);
         });
         each_rows([&](auto count, int r) {
             constexpr int R = decltype(count)::value;
@@ -356,20 +432,20 @@ template <int W> class Walk {
 
     // Scores of R rows to weights, relative to their largest.
     template <int R> INLINE_MEMBER void soften(int r, State& state) {
-        F<8> totals[4] = {};
+        F<W> totals[4] = {};
 #pragma GCC unroll 4
         for (int i = 0; i < R; i++) {
-            F<8> base = splat<8>(base_[r + i]);
+            F<W> base = splat<W>(base_[r + i]);
 #pragma GCC unroll 8
-            for (int t = 0; t < kTile; t += 8) {
+            for (int t = 0; t < kTile; t += W) {
                 float* at = score_ + (r + i) * kTile + t;
-                F<8> w = two_to<8>(load<8>(at) * unit_ - base);
+                F<W> w = two_to<W>(load<W>(at) * unit_ - base);
                 totals[i] += w;
-                if (scaled_) w *= load<8>(value_scales_ + t);
-                store<8>(at, w);
+                if (scaled_) w *= load<W>(value_scales_ + t);
+                store<W>(at, w);
             }
         }
-        F<4> total = sums<8>(totals[0], totals[1], totals[2], totals[3]);
+        F<4> total = sums<W>(totals[0], totals[1], totals[2], totals[3]);
         for (int i = 0; i < R; i++) state.weight[r + i] = state.weight[r + i] * before_[r + i] + total[i];
     }
 
