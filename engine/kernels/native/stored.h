@@ -79,13 +79,13 @@ template <class T> INLINE void put_row(T* to, const float* from, int64_t width) 
 // `load` gives a number divided by `scale`; `bytes` is what `dim` numbers take.
 template <class T> struct Stored {
     static constexpr bool scaled = false;
-    static int64_t bytes(int64_t dim) { return dim * (int64_t)sizeof(T); }
+    static constexpr int64_t bytes(int64_t dim) { return dim * (int64_t)sizeof(T); }
     static void write(void* to, const float* from, int64_t dim) { put_row((T*)to, from, dim); }
 };
 
 template <> struct Stored<e4m3> {
     static constexpr bool scaled = true;
-    static int64_t bytes(int64_t dim) { return dim; }
+    static constexpr int64_t bytes(int64_t dim) { return dim; }
     static float scale(const e4m3*, int64_t) { return 256.0f; }
     // `dim` is a multiple of 8.
     static void write(void* to, const float* from, int64_t dim) {
@@ -95,7 +95,7 @@ template <> struct Stored<e4m3> {
 
 template <> struct Stored<int8_t> {
     static constexpr bool scaled = true;
-    static int64_t bytes(int64_t dim) { return dim + (int64_t)sizeof(float); }
+    static constexpr int64_t bytes(int64_t dim) { return dim + (int64_t)sizeof(float); }
     static float scale(const int8_t* of, int64_t dim) {
         float found;
         memcpy(&found, of + dim, sizeof found);

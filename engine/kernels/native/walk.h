@@ -14,6 +14,8 @@
 
 constexpr int kTile = 32;
 constexpr int kChunk = 256;
+// Places that scores are made of together, at most.
+constexpr int kTogether = 8;
 // Rows from which on a tile is widened to fp32 once for all of them.
 constexpr int kWiden = 7;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -61,7 +63,7 @@ struct Span {
 
 // Where a tile's places lie: bytes from where the keys, and the values, begin.
 struct Places {
-    int64_t at[kTile + 4];
+    int64_t at[kTile];
     int places = 0;
 
     void find(const Attention& a, const Piece& p, int first, int count, int64_t stored) {
@@ -78,7 +80,7 @@ struct Places {
             place += some;
         }
         // Whole vectors of scores: what is beyond the last place repeats it, and is hidden like all that a row may not see.
-        for (; t % 4; t++) at[t] = at[count - 1];
+        for (; t % kTogether; t++) at[t] = at[count - 1];
         places = count;
     }
 };
@@ -103,8 +105,28 @@ struct Asked {
     INLINE_MEMBER void ask(int t) const {
         if (from) ::ask(from + at[t], bytes);
     }
+    // Where they are known to be so many.
+    template <int BYTES> INLINE_MEMBER void ask(int t) const {
+        if (!from) return;
+#pragma GCC unroll 4
+        for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(from + at[t] + i);
+    }
     Asked part(int begin, int size) const { return {from + begin, at, size}; }
 };
+
+// Sums of what each of R rows and four keys have in each lane.
+template <int W, int R, class T>
+INLINE void add_four(const float* const* query, const T* const* key, int dim, F<W> (&s)[R][4]) {
+#pragma GCC unroll 4
+    for (int i = 0; i < dim; i += W) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            F<W> wide = load<W>(key[j] + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) s[r][j] += load<W>(query[r] + i) * wide;
+        }
+    }
+}
 
 // score[r * kTile + t] = query row r . key t, for R rows and all `places` rounded up to four.
 template <int W, int R, class T>
@@ -115,24 +137,46 @@ INLINE void dots(const float* const* query, const char* keys, const int64_t* at,
         F<W> s[R][4] = {};
         const T* key[4];
         for (int j = 0; j < 4; j++) key[j] = (const T*)(keys + at[t + j]);
-#pragma GCC unroll 2
-        for (int i = 0; i < dim; i += W) {
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                F<W> wide = load<W>(key[j] + i);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++) s[r][j] += load<W>(query[r] + i) * wide;
-            }
-        }
+        add_four<W, R, T>(query, key, dim, s);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) store<4>(score + r * kTile + t, sums<W>(s[r][0], s[r][1], s[r][2], s[r][3]));
     }
 }
 
+// The same where vectors are of 16, in the same order: sums of 16 keys end in one vector. `places` are rounded up to eight.
+// DIM: the head's size where that is one of the usual ones, else 0: compilers then spend more on finding numbers than on
+// multiplying them.
+template <int R, class T, int DIM>
+INLINE void dots_by_16(const float* const* query, const char* keys, const int64_t* at, int places, int dim, float* score,
+                       Asked next) {
+    if (DIM) dim = DIM;
+    for (int t = 0; t < places; t += 16) {
+        SumsOf16 sums[R] = {};
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++) {
+            if (t + SumsOf16::first(g) >= places) continue;
+            F<16> s[R][4] = {};
+            const T* key[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                if constexpr (DIM) next.template ask<Stored<T>::bytes(DIM)>(t + SumsOf16::key(g, j));
+                else next.ask(t + SumsOf16::key(g, j));
+                key[j] = (const T*)(keys + at[t + SumsOf16::key(g, j)]);
+            }
+            add_four<16, R, T>(query, key, dim, s);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) sums[r].take(g, s[r]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) store<16>(score + r * kTile + t, sums[r].all());
+    }
+}
+
 // The same by keys that lie across (`keys` [dim, kTile]): a vector is a number of several keys, and nothing has to be summed
 // within one. In the same order, which is that of `sums`.
-template <int W, int V, int R>
+template <int W, int V, int R, int DIM>
 INLINE void dots_of(const float* const* query, const float* keys, int dim, float* score) {
+    if (DIM) dim = DIM;
     typedef F<W> Part[R][V];
     auto add = [](Part& to, const Part& from) __attribute__((always_inline)) {
 #pragma GCC unroll 4
@@ -182,10 +226,16 @@ INLINE void dots_of(const float* const* query, const float* keys, int dim, float
 }
 // Whether they lie so where they are widened: where sums within vectors cost more than products do.
 template <int W> constexpr bool kAcross = W == 16;
-template <int W, int R>
+template <int W, int R, int DIM>
 INLINE void dots_across(const float* const* query, const float* keys, int places, int dim, float* score) {
-    if (places > W) dots_of<W, kTile / W, R>(query, keys, dim, score);
-    else dots_of<W, 1, R>(query, keys, dim, score);
+    if (places > W) dots_of<W, kTile / W, R, DIM>(query, keys, dim, score);
+    else dots_of<W, 1, R, DIM>(query, keys, dim, score);
+}
+// call(the head's size where that is one of the usual ones).
+template <int W, class Call> INLINE void of_size(int dim, Call&& call) {
+    if (W == 16 && dim == 64) call(std::integral_constant<int, 64>{});
+    else if (W == 16 && dim == 128) call(std::integral_constant<int, 128>{});
+    else call(std::integral_constant<int, 0>{});
 }
 
 // sum[r * dim ..] = that * before[r] + the sum of weight[r * kTile + t] * value t, for R rows and V vectors of each.
@@ -277,7 +327,8 @@ template <int W> class Walk {
                 find(after, *next, its.from, its.to);
             }
             // Who has fewer places than this tile is asked for them again.
-            for (int j = after.places; after.places && j < (tiles[i].places + 3) / 4 * 4; j++) after.at[j] = after.at[0];
+            int asked = (tiles[i].places + kTogether - 1) / kTogether * kTogether;
+            for (int j = after.places; after.places && j < asked; j++) after.at[j] = after.at[0];
             tile<T>(tiles[i], t, state, after);
         }
     }
@@ -339,13 +390,18 @@ template <int W> class Walk {
         // One thing after the other for all rows: keys, and then values, stay in the nearest cache, and no row waits for what
         // was just begun for it.
         bool plain = here.places == kTile && !scaled_ && a_.cap == 0;
-        each_rows([&](auto count, int r) {
-            constexpr int R = decltype(count)::value;
-            int places = seen(r + R - 1, first, here.places);
-            if (places <= 0) return;
-            float* score = score_ + r * kTile;
-            if constexpr (WIDE && kAcross<W>) dots_across<W, R>(query_ + r, wide_, places, dim_, score);
-            else dots<W, R, T>(query_ + r, keys, here.at, places, dim_, score, r ? Asked{} : next_keys);
+        of_size<W>(dim_, [&](auto size) {
+            constexpr int DIM = decltype(size)::value;
+            each_rows([&](auto count, int r) {
+                constexpr int R = decltype(count)::value;
+                int places = seen(r + R - 1, first, here.places);
+                if (places <= 0) return;
+                float* score = score_ + r * kTile;
+                Asked next = r ? Asked{} : next_keys;
+                if constexpr (WIDE && kAcross<W>) dots_across<W, R, DIM>(query_ + r, wide_, places, dim_, score);
+                else if constexpr (W == 16) dots_by_16<R, T, DIM>(query_ + r, keys, here.at, places, dim_, score, next);
+                else dots<W, R, T>(query_ + r, keys, here.at, places, dim_, score, next);
+            });
         });
         each_rows([&](auto count, int r) {
             constexpr int R = decltype(count)::value;
@@ -403,8 +459,8 @@ template <int W> class Walk {
 #pragma GCC unroll 8
             for (int t = 0; t < kTile; t += 8) {
                 float* at = score_ + (r + i) * kTile + t;
-                // In halves, as they were stored.
-                F<8> s = joined(load<4>(at), load<4>(at + 4));
+                // As they were stored.
+                F<8> s = W == 16 ? load<8>(at) : joined(load<4>(at), load<4>(at + 4));
                 if (!PLAIN) {
                     if (scaled_) s *= load<8>(key_scales_ + t);
                     // cap * tanh(scale * s / cap)
