@@ -1,7 +1,7 @@
 // The product of eight rows and a panel in bf16, in AVX-512's assembly. Its sums take 24 of the 32 registers.
 //
 // As in tile_avx2.h, how many instructions a core takes in may be what limits it: GCC 12 makes 40 for an input, here they
-// are 33. Numbers of every other row are operands of the multiply-adds themselves, which is an instruction less and two
+// are 34. Numbers of every other row are operands of the multiply-adds themselves, which is an instruction less and two
 // more reads each; with all rows so, reads would be what is waited for.
 #pragma once
 
