@@ -23,8 +23,8 @@ constexpr int kColumns = kVectors * LANES;
 // Rows of a tile: its sums fill the registers (12 of 16, 24 of 32).
 constexpr int kRows = LANES == 16 ? 8 : 4;
 // Bytes of a panel that several tiles read one after the other, which stay in the nearest cache, and of a task's rows that
-// are read again for each of its panels, which stay in the core's own. One with AVX-512 has 1 MiB or more of that, and
-// takes in a panel from there as fast as it multiplies: tiles go through all inputs, and sums stay in registers.
+// are read again for each of its panels, which stay in the core's own. One with AVX-512 mostly has 1 MiB or more of that,
+// and takes in a panel from there as fast as it multiplies: tiles go through all inputs, and sums stay in registers.
 #if LANES == 16 && !defined(DOTS)
 constexpr int kPiece = 147456, kStay = 1048576;
 #else
