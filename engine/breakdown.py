@@ -162,7 +162,7 @@ class Meter:
         launch = runner.launch
 
         def timed(plan: StepPlan) -> Any:
-            self._kind = "decode" if all(row.count == 1 for row in plan.rows) else "prefill"
+            self._kind = kind(plan)
             if self._device is not None:
                 torch.cuda._sleep(_HOLD)
             with self.part("launch"):
@@ -215,6 +215,13 @@ class Meter:
                 "parts_ms": {name: 1e3 * took / len(steps) for name, took in by_time},
             }
         return found
+
+
+def kind(plan: StepPlan) -> str:
+    """`prefill` where a part of a prompt is computed, `verify` where drafts are and no prompt, else `decode`."""
+    if any(row.count - len(row.draft) > 1 for row in plan.rows):
+        return "prefill"
+    return "verify" if any(row.draft for row in plan.rows) else "decode"
 
 
 def shown(title: str, report: dict[str, Any]) -> str:

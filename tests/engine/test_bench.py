@@ -129,7 +129,9 @@ def test_a_breakdown_can_be_of_an_engine_that_guesses(model_folder: Path) -> Non
     given = ["--model", str(model_folder), "--workload", "W1", "--breakdown", "--repeats", "1", "--dtype", "float32"]
     given += ["--speculate", "draft", "--draft-model", str(model_folder), "--device", "cpu", "--threads", "1"]
     found = bench_breakdown(checked(every_argument(), given), 320)
-    assert found["W1"]["host"]["decode"]["steps"] > 0
+    # How many steps are of either kind is for the clock to say: drafts are left where they do not pay.
+    told = found["W1"]["host"]
+    assert sum(told[kind]["steps"] for kind in ("decode", "verify") if kind in told) > 0
 
 
 def test_a_vocabulary_may_be_smaller_than_what_tokenizers_keep() -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.breakdown import Meter, shown
+from engine.breakdown import Meter, kind, shown
 from engine.kernels import Kernels, select
 from engine.kernels.native import load_library
 from engine.models import Model, load_model
+from engine.plan import ScheduledSeq, StepPlan
+from tests.engine.stepping import request, scheduler, step
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 31], [7, 7, 90, 14, 3, 250, 11]]
@@ -87,15 +89,32 @@ def test_what_was_timed_elsewhere_is_taken_from_the_part_around_it() -> None:
     assert least <= meter._now["outer"] + 0.012 <= most
 
 
-def test_a_part_is_told_without_those_within_it() -> None:
+def test_a_part_is_told_without_those_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     meter = Meter()
     with meter.part("outer"):
         with meter.part("inner"):
-            time.sleep(0.02)
+            pass
         with meter.part("inner"):
-            time.sleep(0.02)
-    assert meter._now["inner"] >= 0.04
-    assert meter._now["outer"] < meter._now["inner"]
+            pass
+    assert meter._now == {"outer": 31 - 2 - 8, "inner": 2 + 8}
+
+
+def test_a_step_is_of_the_kind_of_what_it_computes() -> None:
+    scheduled = scheduler()
+    scheduled.add(request("a", [1, 2, 3]))
+    sequence = step(scheduled)[0].rows[0].seq
+    plain, guessing = ScheduledSeq(sequence, 3, 1, samples=True), ScheduledSeq(sequence, 3, 1, samples=True, room=2)
+    drafts = StepPlan([plain, guessing])
+    drafts.guess(guessing, (8, 9))
+    chunk = ScheduledSeq(sequence, 0, 2, samples=False)
+    assert [kind(StepPlan(rows)) for rows in ([plain], [plain, guessing], [plain, guessing, chunk], [chunk])] == [
+        "decode",
+        "verify",
+        "prefill",
+        "prefill",
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
