@@ -4,9 +4,6 @@ The kernel's note of each signal comes to a thread of its own, so that neither a
 event loop that waits for a broker keeps it from being heard.
 
     SIGTERM, SIGINT, SIGHUP: drain      SIGQUIT, or a second one of any: hand back now      a third: end on the spot
-
-One that comes again at once is still the same one: `timeout` signals a process and then its group, and systemd all
-processes of a unit, of which the one above the workers (`--gpus`) passes it on.
 """
 
 from __future__ import annotations
@@ -16,17 +13,14 @@ import os
 import signal
 import socket
 import threading
-import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
+
+from workers.signals import SIGNALS, News
 
 if TYPE_CHECKING:
     from workers.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-#: Within so long (s) after a signal, it is no second one that comes again. (The kernel makes those one that wait.)
-SAME_S: Final = 0.5
 
 
 class Stopping(threading.Thread):
@@ -37,7 +31,7 @@ class Stopping(threading.Thread):
         self._runtime: Runtime | None = None
         self._lock = threading.Lock()
         self._heard = 0
-        self._last: tuple[signal.Signals | None, float] = None, 0.0
+        self._news = News()
         self._ours, self._kernels = socket.socketpair()
         self._kernels.setblocking(False)
 
@@ -62,11 +56,8 @@ class Stopping(threading.Thread):
                         self._take(signal.Signals(number))
 
     def _take(self, sig: signal.Signals) -> None:
-        now = time.monotonic()
-        before, at = self._last
-        if sig is before and now < at + SAME_S:
+        if not self._news.is_new(sig):
             return
-        self._last = sig, now
         self._heard += 1
         if self._runtime is None:
             logger.info("%s before anything was taken: ending", sig.name)

@@ -12,7 +12,7 @@ import pytest
 from producers import keys
 from tests.stub_engine import STALLED
 from tests.workers.rig import Rig, two_servers
-from workers.stopping import SAME_S
+from workers.signals import SAME_S
 
 ORDINARY = "tests.workers.plugins:ordinary_tasks"
 

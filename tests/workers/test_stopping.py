@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from workers import stopping
+from workers import signals as heard
 from workers.stopping import Stopping
 
 
@@ -27,12 +27,12 @@ DRAINS, HURRIES = (30.0, "SIGTERM came"), (0.0, "SIGTERM came")
 
 def test_one_that_was_sent_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `timeout` does, and systemd with `--gpus`: the drain must not be over before it began."""
-    monkeypatch.setattr(stopping, "SAME_S", 60.0)
+    monkeypatch.setattr(heard, "SAME_S", 60.0)
     assert _told(signal.SIGTERM, signal.SIGTERM, signal.SIGTERM) == [DRAINS]
     assert _told(signal.SIGTERM, signal.SIGTERM, signal.SIGINT) == [DRAINS, (0.0, "SIGINT came")]
     assert _told(signal.SIGTERM, signal.SIGQUIT) == [DRAINS, (0.0, "SIGQUIT came")]
 
 
 def test_a_later_one_hastens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "SAME_S", 0.0)
+    monkeypatch.setattr(heard, "SAME_S", 0.0)
     assert _told(signal.SIGTERM, signal.SIGTERM) == [DRAINS, HURRIES]

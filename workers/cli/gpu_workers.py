@@ -31,8 +31,9 @@ from typing import Final
 
 from workers.cli.exits import Exit
 from workers.cli.gpus import Chosen
-from workers.cli.supervisor import HAND_BACK_S, WELL_S, Child, Program
+from workers.cli.supervisor import HAND_BACK_S, TOLD, WELL_S, Child, Program
 from workers.notify import notify_ready
+from workers.signals import coming
 
 #: Deaths in a row, none after it served for WELL_S seconds, after which a child is given up: some minutes, with pauses.
 MOST_DEATHS: Final = 8
@@ -58,10 +59,7 @@ async def supervise(asked: Sequence[Program], say: Say, drain: float) -> int:
     SIGTERM, SIGINT or SIGHUP: each drains, for `drain` seconds at most. SIGQUIT, or a second signal of any kind: each
     hands back at once. A third kills them.
     """
-    loop, came = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(sig) is not signal.SIG_IGN:  # as SIGHUP is under nohup
-            loop.add_signal_handler(sig, came.put_nowait, sig)
+    came = coming()
     fleet = _Fleet(asked, say)
     try:
         await fleet.start()
@@ -155,7 +153,7 @@ class _Fleet:
 
     def _hopeless(self, child: Child, status: int, deaths: int) -> str | None:
         if status == 0:
-            return "told so by somebody else; it stays stopped"
+            return TOLD
         if status == Exit.REFUSED:
             return None if child.served else "it was refused, and would be again: given up"
         if deaths >= MOST_DEATHS:

@@ -31,6 +31,8 @@ WELL_S: Final = 20.0
 HAND_BACK_S: Final = 5.0
 #: Lines of a child's output that are kept, for when it fails.
 KEPT: Final = 200
+#: Why a worker that exited with 0 is left alone.
+TOLD: Final = "told so by somebody else; it stays stopped"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
     start:  valkey (unless a broker is given) -> gateway, workers, sweeper -> wait until all are of use
     stop:   gateway stops listening -> workers drain -> sweeper, the gateway's streams end -> valkey
 
-Whatever a child dies of once all run, it is started again.
+Whatever a child dies of once all run, it is started again; but a worker that was told to drain, or that drained for a
+spot notice, stays stopped.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.gpus import Chosen
 from workers.cli.processes import PENSTOCK, open_port
-from workers.cli.supervisor import HAND_BACK_S, Child, Program, ended
+from workers.cli.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
 from workers.connect import check_server
 from workers.errors import Refused
 from workers.library import Found
+from workers.signals import coming
 
 STREAMS_END_S: Final = 5.0
 VALKEY_STOP_S: Final = 15.0
@@ -112,6 +114,8 @@ class System:
         self._sweeper = Child(self._sweeper_program(), self.say)
         await self._sweeper.start()
         await self._all_of_use()
+        for worker in self._workers:
+            worker.give_up = lambda status, deaths: TOLD if status == 0 else None
         for child in self.children:
             child.restart = True
 
@@ -230,12 +234,7 @@ async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> b
     Returns whether the use came to its own end. Raises Failure from the start, the use, or for the third signal;
     nothing is left running in any case.
     """
-    loop = asyncio.get_running_loop()
-    came: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(sig) is signal.SIG_IGN:  # under nohup
-            continue
-        loop.add_signal_handler(sig, came.put_nowait, sig)
+    came = coming()
 
     async def start_and_use() -> None:
         await system.start()

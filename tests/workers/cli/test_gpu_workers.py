@@ -20,6 +20,7 @@ from redis import Redis
 from producers import keys
 from tests.processes import ROOT, fill
 from tests.producers.gateway.conftest import until
+from workers import signals
 from workers.cli import gpu_workers, supervisor
 from workers.cli.gpu_workers import supervise
 from workers.cli.supervisor import Program
@@ -66,7 +67,8 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without long pauses, and with the test runner's own signal handlers afterwards."""
+    """Without long pauses, each signal a new one, and with the test runner's own signal handlers afterwards."""
+    monkeypatch.setattr(signals, "SAME_S", 0.0)
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.002)
     sent = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

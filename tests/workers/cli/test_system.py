@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from workers import signals
 from workers.cli.exits import Failure
 from workers.cli.system import Plan, System, conduct
 
@@ -32,18 +34,21 @@ def _hangup() -> Iterator[None]:
 
 
 class Slow(Empty):
-    """Its workers drain for as long as nobody hastens them."""
+    """Its workers drain for as long as nobody hastens them, or for the time of their `patience`, s."""
 
-    def __init__(self, stubborn: bool, tmp_path: Path) -> None:
+    def __init__(self, stubborn: bool, tmp_path: Path, patience: float | None = None) -> None:
         super().__init__(Plan((), tmp_path), lambda name, line: None)
         self.told: list[str] = []
         self._stubborn = stubborn
+        self._patience = patience
         self._hastened = asyncio.Event()
 
     async def stop(self) -> None:
         self.told.append("stop")
         os.kill(os.getpid(), signal.SIGTERM)
-        await self._hastened.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._patience):
+                await self._hastened.wait()
 
     def hasten(self) -> None:
         self.told.append("hasten")
@@ -61,13 +66,22 @@ async def _until_told(system: System) -> None:
     await asyncio.Event().wait()
 
 
-def test_a_second_signal_hastens(tmp_path: Path) -> None:
+def test_a_second_signal_hastens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_S", 0.0)
     system = Slow(False, tmp_path)
     assert asyncio.run(conduct(system, _until_told)) is False
     assert system.told == ["stop", "hasten"]
 
 
-def test_a_third_ends_all(tmp_path: Path) -> None:
+def test_one_that_was_sent_twice_at_once_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_S", 60.0)
+    system = Slow(False, tmp_path, patience=0.2)
+    assert asyncio.run(conduct(system, _until_told)) is False
+    assert system.told == ["stop"]
+
+
+def test_a_third_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_S", 0.0)
     system = Slow(True, tmp_path)
     with pytest.raises(Failure, match="stopped at once"):
         asyncio.run(conduct(system, _until_told))
@@ -78,7 +92,7 @@ def test_a_third_ends_all(tmp_path: Path) -> None:
 def test_a_hangup_is_nothing_under_nohup(disposition: signal.Handlers, finished: bool, tmp_path: Path) -> None:
     async def use(system: System) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1 if finished else 60)
 
     signal.signal(signal.SIGHUP, disposition)
     system = Empty(Plan((), tmp_path), lambda name, line: None)

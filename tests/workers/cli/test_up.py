@@ -179,6 +179,10 @@ def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outli
             assert [index for index, _ in whole(gateway, task_id)] == list(range(100))
         assert f"{victim} | was ended by SIGKILL; starting it again" in system.out
 
+    # As `penstock drain` does, and a worker by itself for a spot notice.
+    os.kill(system.children()["worker"], signal.SIGTERM)
+    until(lambda: "worker | exited with status 0; told so by somebody else; it stays stopped" in system.out, PATIENCE_S)
+
     assert system.stop(signal.SIGKILL) == -signal.SIGKILL
     assert system.nothing_left()
 
@@ -219,7 +223,7 @@ def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hasten
         gateway.submit(task(max_tokens=1000, n=8, seed=seed))
     system.process.send_signal(signal.SIGINT)
     until(lambda: not gateway.ready())
-    assert system.stop() == 0
+    assert system.stop(signal.SIGTERM) == 0
     assert "handing" in system.out
     assert system.nothing_left()
 
