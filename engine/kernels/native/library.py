@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
+import struct
 import weakref
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
@@ -26,6 +28,8 @@ _BUILDS: dict[str, Callable[[], bool]] = {
     "avx512": torch.cpu._is_avx512_supported,
     "avx2": torch.cpu._is_avx2_supported,
 }
+#: Where the table of sections begins, an entry's size, and how many there are: System V ABI, ELF-64 header.
+_ELF64 = struct.Struct("<40xQ10xHH2x")
 #: How long idle threads look for the next call before they sleep: calls of one step come within tens of microseconds.
 _SPIN_US = 100
 _P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
@@ -48,15 +52,19 @@ class Library:
     """One build's functions, as native/penstock.cpp describes them; pointers and sizes are not checked."""
 
     def __init__(self, path: Path, isa: str) -> None:
-        """Raises OSError where the file is missing or does not load, or is of another version of the source."""
+        """Raises OSError where the file is missing, not whole or does not load, or is not of this version."""
         self.isa = isa
+        _refuse_part(path)
         found = ctypes.CDLL(str(path))
         try:
             version = found.penstock_version()
+            if version != VERSION:
+                raise OSError(f"{path} is of version {version}, this is {VERSION}: build it again")
+            self._bind(found)
         except AttributeError as error:
-            raise OSError(f"{path} has no penstock_version") from error
-        if version != VERSION:
-            raise OSError(f"{path} is of version {version}, this is {VERSION}: build it again")
+            raise OSError(f"{path} is not what it should be ({error}): build it again") from error
+
+    def _bind(self, found: ctypes.CDLL) -> None:
         self.columns: int = found.penstock_columns()
         """Outputs of a panel of packed weights."""
         self.rounds = bool(found.penstock_rounds())
@@ -79,6 +87,20 @@ class Library:
         self.layers = found.penstock_layers
 
 
+def _refuse_part(path: Path) -> None:
+    """Raises OSError where the end of the file is missing, as after a build that was killed: loading what is mapped but
+    not there would end this process without a word."""
+    with path.open("rb") as file:
+        head = file.read(_ELF64.size)
+        size = file.seek(0, os.SEEK_END)
+    if len(head) < _ELF64.size:
+        raise OSError(f"{path} is cut off: build it again")
+    # The linker writes the table of sections last.
+    table, entry, entries = _ELF64.unpack(head)
+    if size < table + entry * entries:
+        raise OSError(f"{path} is cut off: build it again")
+
+
 class Pool:
     """Threads that share each call's work; whoever calls with its address keeps it."""
 
@@ -97,15 +119,20 @@ class Pool:
 
 @cache
 def load_library() -> Library | None:
-    """The best build for this CPU; None, with a line in the log that says why, where there is none."""
+    """The best build for this CPU; None where there is none. Where it is not what the CPU could do, a line in the log
+    says why."""
     reasons = []
     for isa, runs in _BUILDS.items():
         if platform.machine().lower() not in ("x86_64", "amd64") or not runs():
             continue
         try:
-            return Library(_FOLDER / f"_{isa}.so", isa)
+            found = Library(_FOLDER / f"_{isa}.so", isa)
         except OSError as error:
             reasons.append(str(error))
+            continue
+        if reasons:
+            logger.warning("native CPU kernels for %s are taken, there were faster ones: %s", isa, "; ".join(reasons))
+        return found
     if not reasons:
         reasons.append(f"they are for x86-64 with AVX2 or more, and this CPU is {platform.machine()} without")
     logger.warning("native CPU kernels cannot be used, torch's are taken, which are slower: %s", "; ".join(reasons))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from engine.kernels.native import Native, library, load_library
 from engine.kernels.native.library import Library, Pool
 
 CPU = torch.device("cpu")
+FOLDER = Path(library.__file__).parent
 BUILT = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
 
@@ -95,6 +98,46 @@ def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     with pytest.raises(OSError, match=r"_avx2\.so"):
         Library(path, "avx2")
+
+
+@BUILT
+def test_a_file_that_is_cut_off_is_told_before_it_is_mapped(tmp_path: Path) -> None:
+    own = load_library()
+    assert own is not None
+    path = tmp_path / "_avx2.so"
+    whole = (FOLDER / f"_{own.isa}.so").read_bytes()
+    for size in (0, 63, 64, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(OSError, match=r"_avx2\.so is cut off: build it again"):
+            Library(path, "avx2")
+    path.write_bytes(whole)
+    assert Library(path, own.isa).columns == own.columns
+
+
+def test_a_library_without_a_function_is_told(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source, path = tmp_path / "a.c", tmp_path / "_avx2.so"
+    source.write_text(f"int penstock_version(void) {{ return {library.VERSION}; }}\n")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", path], check=True)
+    with pytest.raises(OSError, match=r"_avx2\.so is not what it should be .*penstock_columns.*: build it again"):
+        Library(path, "avx2")
+
+
+@BUILT
+def test_a_build_that_cannot_be_used_leaves_the_next_best_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unbuilt: None, tmp_path: Path
+) -> None:
+    (tmp_path / "_avx2.so").symlink_to(FOLDER / "_avx2.so")
+    monkeypatch.setattr(library, "_BUILDS", {"avx512": lambda: True, "avx2": lambda: True})
+    found = load_library()
+    assert found is not None
+    assert found.isa == "avx2"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"native CPU kernels for avx2 are taken, there were faster ones: [Errno 2] No such file or directory: "
+        f"'{tmp_path}/_avx512.so'"
+    ]
 
 
 @BUILT
