@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -24,6 +25,13 @@ def finite(time: float | None) -> float | None:
     if time > LONGEST:
         raise typer.BadParameter(f"{time:g} is too long a time: {LONGEST:g} is the most")
     return time
+
+
+def process_name(name: str | None) -> str | None:
+    """Of an option that is the name of a process, or is not given. Raises typer.BadParameter."""
+    if name is not None and not re.fullmatch(r"[!-~]{1,512}", name):
+        raise typer.BadParameter(f"{name!r} must be 1 to 512 letters, digits or signs of ASCII, without spaces")
+    return name
 
 
 def _known(notice: str | None) -> str | None:

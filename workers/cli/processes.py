@@ -36,6 +36,7 @@ from workers.cli.options import (
     check_spot,
     finite,
     health_ports,
+    process_name,
     said_again,
     speculation,
 )
@@ -76,7 +77,9 @@ def worker(
     broker: Broker,
     model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
     store: Store = None,
-    name: Annotated[str | None, typer.Option(help="Of this process, in leases and logs; unset: HOST.PID.")] = None,
+    name: Annotated[
+        str | None, typer.Option(callback=process_name, help="Of this process, in leases and logs; unset: HOST.PID.")
+    ] = None,
     lease: Annotated[
         float, typer.Option(min=1, callback=finite, help="Seconds of silence after which its tasks go to others.")
     ] = 10.0,
@@ -235,7 +238,10 @@ def gateway(
 def sweeper(
     broker: Broker,
     store: Store = None,
-    name: Annotated[str | None, typer.Option(help="Of this process, its own alone; unset: HOST.PID and more.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(callback=process_name, help="Of this process, its own alone; unset: HOST.PID and more."),
+    ] = None,
     lease: Annotated[
         float, typer.Option(min=1, callback=finite, help="Seconds of silence after which another sweeper leads.")
     ] = 5.0,

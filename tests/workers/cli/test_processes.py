@@ -68,3 +68,12 @@ def test_what_is_no_number_of_seconds_is_misuse(option: str, seconds: str) -> No
     result = CliRunner().invoke(app, ["gateway", "--broker", URL, option, seconds])
     assert result.exit_code == 2
     assert option in result.output
+
+
+@pytest.mark.parametrize("command", ["worker", "sweeper"])
+@pytest.mark.parametrize("name", ["", "a b", "a\n", "wörker", "a" * 513])
+def test_a_name_that_logs_and_leases_cannot_show_is_misuse(command: str, name: str) -> None:
+    result = CliRunner().invoke(app, [command, "--broker", URL, "--name", name])
+    assert result.exit_code == 2
+    assert "--name" in result.output
+    assert "without spaces" in result.output
