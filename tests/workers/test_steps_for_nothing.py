@@ -39,11 +39,13 @@ def test_a_cancel_that_comes_by_word_frees_memory_within_a_step(rig: Rig, slow: 
     rig.store.script_load(accept.script.text)
     with rig.store.pipeline(transaction=True) as pipe:
         pipe.execute_command(*accept.command)
-        if slow:  # CANCEL is through, and no FINISH for as long as thirty steps
-            pipe.execute_command("CLIENT", "PAUSE", 1500, "WRITE")
+        if slow:  # CANCEL is through, and no FINISH for as long as eighty steps
+            pipe.execute_command("CLIENT", "PAUSE", 4000, "WRITE")
         pipe.execute()
     ((why, count),) = steps(rig)
-    assert (why, count <= 1) == ("word", True), count
+    # Where the store answers, an APPEND may tell of it first.
+    assert why in (("word",) if slow else ("word", "cancel"))
+    assert count <= 1
     rig.until_settled([unwanted])
     rig.check([unwanted], "cancelled")
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.chaos.stage import Shape, Stage
 from tests.workers.cli.conftest import Run, Scripted
 from workers.chaos.injector import Gone
 from workers.chaos.operated import Process
+from workers.proc import argv_of
 
 URLS = ("--broker", "redis://127.0.0.1:1/0", "--url", "http://127.0.0.1:1")
 
@@ -27,9 +29,12 @@ URLS = ("--broker", "redis://127.0.0.1:1/0", "--url", "http://127.0.0.1:1")
 def sleeping(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that does nothing, with such words at the end of its command line; unharmed in the end."""
     process = subprocess.Popen([sys.executable, "-c", "input()", *argv], stdin=subprocess.PIPE)
+    while not argv_of(process.pid):  # Popen hears of the exec a moment before the kernel has its words
+        assert process.poll() is None
+        time.sleep(0.01)
     yield process
     assert process.poll() is None
-    process.communicate(b"\n", timeout=10)
+    process.communicate(b"\n", timeout=60)
     assert process.returncode == 0
 
 
