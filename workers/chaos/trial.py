@@ -17,7 +17,7 @@ from typing import Final
 
 from producers.connect import connect
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
-from workers.chaos.checker.store import wait_until_over, workers_of
+from workers.chaos.checker.store import letters_of, wait_until_over, workers_of
 from workers.chaos.client import Settings
 from workers.chaos.injector import Injector
 from workers.chaos.journal import Journal, journal_path
@@ -57,6 +57,7 @@ class Trial:
             connect(self.store, timeout=2, decode=True) as watched,
         ):
             broker.delete(LINKS)
+            old = letters_of(broker)
             watcher = Watcher(watched, journals)
             watcher.start()
             pulse = Pulse(self.store, journal)
@@ -94,6 +95,7 @@ class Trial:
                 journal.close()
             stores = Stores.read(broker, store, links=LINKS, only=ids)
             stores.workers = workers_of(broker)
+            stores.dead = [letter for letter in stores.dead if letter not in old]
             broker.delete(LINKS)
         case = Case.of(History.read(journals), stores, watcher.streams, shared=not self.alone)
         report = Report.of(case, judge(case) + wrong, command=command, seed=self.plan.seed, lease=self.plan.lease)

@@ -64,7 +64,7 @@ class Stores:
         found.streams = streams_of(store, ids)
         sent = [_linked(str(raw)) for raw in broker.lrange(links, 0, -1)]
         found.links = [task_id for task_id in sent if task_id is not None]
-        found.dead = [_letter(str(raw)) for raw in broker.lrange("penstock:dead", 0, -1)]
+        found.dead = letters_of(broker)
         found.workers = workers_of(broker)
         found.left = _left(broker, store, None if only is None else set(ids))
         found.readers = _readers(store, None if only is None else set(ids))
@@ -198,6 +198,11 @@ def _readers(store: Redis, only: set[str] | None) -> dict[str, float]:
     return {task_id: now - over / 1000 for task_id, over in leases if only is None or task_id in only}
 
 
+def letters_of(broker: Redis) -> list[dict[str, Any]]:
+    """The dead letters. `broker`: a client that decodes replies."""
+    return [_letter(str(raw)) for raw in broker.lrange("penstock:dead", 0, -1)]
+
+
 def _letter(raw: str) -> dict[str, Any]:
     """Also of an entry that is none: others use the system."""
     with suppress(ValueError, RecursionError):
@@ -225,4 +230,15 @@ def _parts(ids: list[str]) -> list[list[str]]:
     return [ids[at : at + 200] for at in range(0, len(ids), 200)]
 
 
-__all__ = ["FINAL", "Stores", "Stream", "Watcher", "lines_of", "pending", "unfinished", "wait_until_over", "workers_of"]
+__all__ = [
+    "FINAL",
+    "Stores",
+    "Stream",
+    "Watcher",
+    "letters_of",
+    "lines_of",
+    "pending",
+    "unfinished",
+    "wait_until_over",
+    "workers_of",
+]
