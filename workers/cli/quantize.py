@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,7 @@ def _make(
     found = compare(plain(folder, place), plain(work, place), judged)
     report = _report(folder, work, recipe, texts, sum(map(len, learnt)), found)
     (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _say_in_readme(work / "README.md", report)
     write_manifest(work)
     return report
 
@@ -180,6 +182,20 @@ def _copy_rest(folder: Path, work: Path) -> None:
     for path in sorted(folder.iterdir()):
         if KEPT.fullmatch(path.name) and path.name not in ("config.json", MANIFEST, INDEX) and path.is_file():
             shutil.copyfile(own_file(folder, path.name), work / path.name)
+
+
+def _say_in_readme(path: Path, report: dict[str, Any]) -> None:
+    """What a person reads is of the original, and comes after what was made of it."""
+    whole = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    # Fields for a hub's own use come first, if there are any.
+    fields = re.match(r"---\n.*?\n---\n", whole, re.DOTALL)
+    head = fields[0] if fields else ""
+    rest = whole[len(head) :].lstrip("\n")
+    told = [f"Quantised by `penstock quantize`; measures are in [{_REPORT}]({_REPORT})."]
+    told += ["What follows was written of the original."] if rest else []
+    table = [f"| {name} | {value} |" for name, value in _lines(report).items()]
+    text = "\n".join([*told, "", "| | |", "| --- | --- |", *table])
+    path.write_text("\n".join(filter(None, [head, text + "\n", rest])), encoding="utf-8")
 
 
 def _report(
@@ -203,10 +219,9 @@ def _report(
     }
 
 
-def _told(report: dict[str, Any]) -> str:
+def _lines(report: dict[str, Any]) -> dict[str, str]:
     group = "one scale for each output" if report["group_size"] is None else f"groups of {report['group_size']}"
-    lines = {
-        "folder": report["folder"],
+    return {
         "made of": f"{report['of']['name']} {report['of']['version']}",
         "weights": f"{report['bits']} bits, {group}, {report['method']}",
         "output head": "as it was" if report["head_bits"] is None else f"{report['head_bits']} bits",
@@ -217,5 +232,9 @@ def _told(report: dict[str, Any]) -> str:
         "divergence": f"KL {report['divergence']:.5f} nats on average, p99 {report['divergence_p99']:.4f}",
         "agreement": f"{report['agreement']:.2%} of the likeliest tokens are the same",
     }
+
+
+def _told(report: dict[str, Any]) -> str:
+    lines = {"folder": report["folder"], **_lines(report)}
     width = max(map(len, lines))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,26 @@ def test_a_folder_is_made_that_is_whole_and_says_what_changed(folder: Path, tmp_
     (out / "tokenizer.json").write_bytes(b"{}")
     with pytest.raises(Refused, match="damaged"):
         verify(out)
+
+
+FIELDS = "---\nlicense: apache-2.0\n---\n"
+
+
+@pytest.mark.parametrize("before", [None, "# small\n", FIELDS, FIELDS + "\n# small\n", "---\nno end\n"])
+def test_what_a_person_reads_begins_with_what_it_is(folder: Path, tmp_path: Path, before: str | None) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    if before is not None:
+        (model / "README.md").write_text(before)
+    quantize(model, tmp_path / "out", "--method", "nearest", "--calibration", folder.parent / "text.py")
+    said = (tmp_path / "out/README.md").read_text()
+    fields = FIELDS if before and before.startswith(FIELDS) else ""
+    assert said.startswith(f"{fields}\nQuantised by" if fields else "Quantised by")
+    assert "| weights | 8 bits, one scale for each output, nearest |\n" in said
+    rest = (before or "")[len(fields) :].lstrip("\n")
+    assert said.endswith(f" |\n\n{rest}" if rest else " |\n")
+    assert ("written of the original" in said) == bool(rest)
+    verify(tmp_path / "out")
 
 
 def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_path: Path) -> None:
