@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+
+logger = logging.getLogger("penstock.engine")
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -13,6 +16,13 @@ def threads_for(asked: int | None) -> int:
     """`asked`, or torch's own count (the cores that the process may run on), but no more than a container's limit of
     processor time has whole cores: threads beyond it are held up in the middle of a step, and all wait for them."""
     if asked is not None:
+        if asked > (room := threads_of_each(1)):
+            logger.warning(
+                "%d threads were asked for, and there is processor time for %d: in each step they wait for those that "
+                "are held up",
+                asked,
+                room,
+            )
         return asked
     # Not at the top: who starts several workers asks for their share, and has no use for torch.
     import torch

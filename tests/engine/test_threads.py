@@ -26,9 +26,14 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_what_is_asked_for_is_taken(groups: Path) -> None:
+@pytest.mark.parametrize(("asked", "said"), [(2, []), (5, ["5 threads were asked for, and there is"])])
+def test_what_is_asked_for_is_taken(
+    groups: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: int, said: list[str]
+) -> None:
     (groups / "pods" / "cpu.max").write_text("200000 100000\n")
-    assert threads_for(5) == 5
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
+    assert threads_for(asked) == asked
+    assert [" ".join(line.getMessage().split()[:8]) for line in caplog.records] == said
 
 
 def test_without_a_limit_there_are_as_many_as_torch_has(groups: Path) -> None:
