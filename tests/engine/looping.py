@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request, Sequence
 
-PATIENCE = 20.0
+#: Seconds after which a wait is for ever: a machine with much else to do may stop a thread for many.
+PATIENCE = 60.0
 
 
 class Steps:
@@ -100,6 +103,30 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+def waited(event: threading.Event) -> None:
+    assert event.wait(PATIENCE)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what tells nobody that it has come."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < PATIENCE, "it did not come"
+        time.sleep(0.001)
+
+
+def together(engine: Engine, requests: int) -> None:
+    """Let the engine take nobody in before so many are there: else the first may have ended before the last comes."""
+    loop = engine._loop
+
+    def read() -> bool:
+        until(lambda: len(loop._tickets) >= requests)
+        del loop._read_notes  # the class's own stands again
+        return loop._read_notes()
+
+    loop._read_notes = read
 
 
 def request(name: str, first: int = 10, length: int = 3, max_tokens: int = 4, **params: Any) -> Request:

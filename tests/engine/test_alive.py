@@ -14,7 +14,7 @@ from engine.kv import KvSpace
 from engine.loop import StepLoop
 from engine.plan import StepPlan
 from engine.scheduler import Scheduler
-from tests.engine.looping import PATIENCE, Listener, Steps, request
+from tests.engine.looping import PATIENCE, Listener, Steps, request, waited
 from tests.engine.test_loop import overlap, steps
 
 __all__ = ["overlap", "steps"]
@@ -40,10 +40,6 @@ class Device:
     def check(self) -> None:
         if self.lost:
             raise DeviceLostError("the device does nothing more for this process")
-
-
-def waited(event: threading.Event) -> None:
-    assert event.wait(PATIENCE)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from engine.loop import StepLoop
 from engine.plan import StepPlan
 from engine.request import Event
 from engine.scheduler import Scheduler
-from tests.engine.looping import PATIENCE, Gate, Listener, Steps, request
+from tests.engine.looping import PATIENCE, Gate, Listener, Steps, request, until
 
 
 @pytest.fixture(params=[0, 1], ids=["synchronous", "overlapping"])
@@ -107,8 +107,9 @@ def test_an_abort_during_a_step_frees_its_blocks_before_the_next_is_planned(
 
     steps.before = before
     large, small = Listener(), Listener()
-    loop.submit(request("large", length=15, max_tokens=40), large)
-    loop.submit(request("small", length=1, max_tokens=30), small)
+    with loop._wake:  # both are there before the first step
+        loop.submit(request("large", length=15, max_tokens=40), large)
+        loop.submit(request("small", length=1, max_tokens=30), small)
     gate.wait()
     loop.abort("large")
     gate.open()
@@ -267,6 +268,8 @@ def test_closing_ends_what_is_in_with_abort(steps: Steps, scheduler: Scheduler, 
     loop.submit(request("waiting"), waiting := Listener())
     closer = threading.Thread(target=loop.close)
     closer.start()
+    # Let go before it is told to close, the loop would run both to their ends.
+    until(lambda: loop._closing)
     gate.open()
     closer.join(PATIENCE)
     assert not closer.is_alive()

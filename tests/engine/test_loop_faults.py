@@ -11,7 +11,7 @@ from engine.loop import StepLoop
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request
 from engine.scheduler import Scheduler
-from tests.engine.looping import Gate, Listener, Steps, request
+from tests.engine.looping import Gate, Listener, Steps, request, waited
 from tests.engine.test_loop import loop, overlap, scheduler, steps
 
 __all__ = ["loop", "overlap", "scheduler", "steps"]  # fixtures
@@ -56,7 +56,7 @@ def test_it_takes_few_steps_to_find_them(culprits: set[int]) -> None:
             raise ZeroDivisionError
 
     steps.before = fail
-    loop = StepLoop(scheduler, steps, lambda: all_in.wait(20) and None)
+    loop = StepLoop(scheduler, steps, lambda: waited(all_in))
     heard = [Listener() for _ in range(32)]
     for k, listener in enumerate(heard):
         loop.submit(request(str(k), first=40 * k, max_tokens=1), listener)

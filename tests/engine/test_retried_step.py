@@ -14,9 +14,9 @@ from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request, Sequence, Tier
 from engine.scheduler import Scheduler
+from tests.engine.looping import PATIENCE
 
 BLOCK = 4
-PATIENCE = 20.0
 
 
 class Cache:
