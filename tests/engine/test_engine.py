@@ -16,6 +16,7 @@ import engine.engine as engine_module
 import engine.runner as runner_module
 from engine import Engine, EngineConfig, EngineError, Event, ModelError, Output, Request, RequestError, SamplingParams
 from engine.sampling import SamplingBatch, sample
+from tests.engine.looping import PATIENCE, Listener, until, waited
 from tests.engine.random_models import write_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -42,17 +43,9 @@ def load(model_folder: Path, device: torch.device) -> Iterator[Load]:
 
 
 def events_of(engine: Engine, request: Request) -> list[Event]:
-    events: list[Event] = []
-    done = threading.Event()
-
-    def on_event(event: Event) -> None:
-        events.append(event)
-        if event.done:
-            done.set()
-
-    engine.submit(request, on_event)
-    assert done.wait(20)
-    return events
+    heard = Listener()
+    engine.submit(request, heard)
+    return heard.wait().events
 
 
 def test_texts_and_token_ids_are_the_same_prompts(load: Load) -> None:
@@ -187,10 +180,10 @@ def test_submit_returns_before_the_first_event_and_abort_ends_them(load: Load) -
     def on_event(event: Event) -> None:
         events.append(event)
         entered.set()
-        assert go_on.wait(20)
+        waited(go_on)
 
     engine.submit(Request("a", [1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True)), on_event)
-    assert entered.wait(20)
+    waited(entered)
     assert engine.abort("a")
     assert not engine.abort("a")
     go_on.set()
@@ -306,13 +299,19 @@ def test_closing_ends_those_who_wait(load: Load, monkeypatch: pytest.MonkeyPatch
     engine = load()
     outputs: list[Output] = []
     began = threading.Event()
-    engine.on_step = began.set
+
+    def on_step() -> None:
+        began.set()
+        # Without this it may have told all tokens by then.
+        until(lambda: engine._loop._closing)
+
+    engine.on_step = on_step
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     waiting = threading.Thread(target=lambda: outputs.extend(engine.generate([[1, 2]], params)))
     waiting.start()
-    assert began.wait(20)
+    waited(began)
     engine.close()
-    waiting.join(20)
+    waiting.join(PATIENCE)
     assert [one.finish_reason for one in outputs] == ["abort"]
     with pytest.raises(EngineError, match="closed"):
         engine.generate([[1]], GREEDY)
@@ -324,10 +323,14 @@ def test_an_interrupted_generate_leaves_nothing_running(load: Load, monkeypatch:
     def interrupted(self: object) -> None:
         raise KeyboardInterrupt
 
+    go_on = threading.Event()
+    # So that it has not told all tokens before that.
+    engine.on_step = lambda: waited(go_on)
     with monkeypatch.context() as patch:
         patch.setattr(engine_module._Collector, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[1, 2]] * 3, SamplingParams(max_tokens=400, ignore_eos=True))
+    go_on.set()
     assert engine.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
     found = engine.stats()
     assert (found.running, found.waiting, found.kv_blocks_used) == (0, 0, 0)

@@ -14,6 +14,7 @@ from engine import Choice, Engine, EngineConfig, Output, SamplingParams
 from engine.device import DeviceRunner
 from engine.plan import StepPlan
 from engine.runner import Runner
+from tests.engine.looping import together
 
 Load = Callable[..., Engine]
 
@@ -89,6 +90,7 @@ def test_with_too_little_memory_for_all(load: Load, plain: Engine) -> None:
     params = SamplingParams(max_tokens=24, seed=5, repetition_penalty=1.2, ignore_eos=True)
     short = [[10 * i + j for j in range(8)] for i in range(6)]
     tight = load(kv_cache_bytes=(1 << 20) * 120 // plain.kv_tokens_total, max_model_len=40)
+    together(tight, len(short))
     assert said(tight.generate(short, params)) == said(plain.generate(short, params))
     assert tight.stats().preemptions > 0
 

@@ -17,6 +17,7 @@ from engine.config import KernelSet
 from engine.request import Sequence
 from tests.engine.deterministic.logits import NATIVE, Bits, recorded
 from tests.engine.guessing import Guesser
+from tests.engine.looping import together
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 
 Load = Callable[..., Engine]
@@ -144,6 +145,7 @@ def test_with_cached_prompts(load: Load, alone: tuple[list[Output], Bits]) -> No
 def test_with_too_little_memory_for_all(load: Load, alone: tuple[list[Output], Bits]) -> None:
     tokens = load().kv_tokens_total
     engine = load(kv_cache_bytes=BASE.kv_cache_bytes * 240 // tokens, max_model_len=160, block_size=4)  # type: ignore[operator]  # it is given
+    together(engine, len(PROMPTS))
     same(engine.generate(PROMPTS, PARAMS), alone[0])
     assert engine.stats().preemptions > 0
 
