@@ -44,13 +44,12 @@ def test_every_part_is_found_and_the_tokens_are_the_same(
     assert report["decode"]["steps"] >= 5
     for found in report.values():
         assert sum(found["parts_ms"].values()) == pytest.approx(found["ms"])
-        assert all(took >= 0 for took in found["parts_ms"].values())
+        # Nor is any part told as all of a step, which is what is around the others.
+        assert all(0 <= took < found["ms"] for took in found["parts_ms"].values())
     # What asks the device for lengths is not recorded there: nothing is replayed.
     more = more if device.type == "cpu" else more - {"replay"}
     assert set(report["decode"]["parts_ms"]) >= HOST | KERNELS | more
-    text = shown("a", report)
-    assert "a, decode:" in text
-    assert "100.0%" not in text
+    assert "a, decode:" in shown("a", report)
 
 
 def native_model(folder: Path, meter: Meter) -> Model:
