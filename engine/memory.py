@@ -12,7 +12,7 @@ from engine.errors import EngineError, ModelError
 from engine.kv import KvGroup, KvSpace, window_blocks
 
 GIB = 1 << 30
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 #: On a CPU the cache shares the machine with everything else.
 _CPU_PART, _CPU_MOST = 0.25, 4 * GIB
 #: The driver, cuBLAS, torch's allocator for the CPU.
@@ -113,7 +113,7 @@ def release(error: BaseException) -> bool:
 def _available_on_host() -> int:
     """Linux's own estimate of what can be had without swapping, within the container's limit."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
         # Not Linux: half of what is built in.
