@@ -26,7 +26,7 @@ HUGE = 10**400
 #: More than reading the largest header that is read takes, and far less than what any of these folders ask for.
 _MOST_GROWTH = 400 << 20
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)

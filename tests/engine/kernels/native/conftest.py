@@ -34,7 +34,7 @@ def _wide(factory: pytest.TempPathFactory, name: str, *flags: str) -> Library:
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            subprocess.run([compiler, *every, str(SOURCE), "-o", str(part)], check=True, timeout=280)
+            subprocess.run([compiler, *every, str(SOURCE), "-o", str(part)], check=True, timeout=840)
             part.rename(path)
     return Library(path, "wide")
 
@@ -50,8 +50,8 @@ def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return _wide(tmp_path_factory, "dots", "-DPENSTOCK_EMULATED_DOTS")
 
 
-#: Compiling takes a minute, and more where the machine has much else to do.
-PATIENT = (pytest.mark.slow, pytest.mark.timeout(300))
+#: Compiling takes a minute, and several where the machine has much else to do.
+PATIENT = (pytest.mark.slow, pytest.mark.timeout(900))
 
 
 @pytest.fixture(params=["own", *(pytest.param(name, marks=PATIENT) for name in ("wide", "dots"))])

@@ -16,6 +16,7 @@ from engine import EngineError
 from engine.kernels import select
 from engine.kernels.native import Native, library, load_library
 from engine.kernels.native.library import Library, Pool
+from tests.engine.looping import until
 
 CPU = torch.device("cpu")
 FOLDER = Path(library.__file__).parent
@@ -51,7 +52,8 @@ def test_threads_that_the_system_does_not_give_are_refused_and_those_it_gave_end
             Pool(found, 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    assert threads() == before
+    # The system lists a thread for some time after it was waited for; `before` may have had such ones too.
+    until(lambda: threads() <= before)
 
 
 def threads() -> int:

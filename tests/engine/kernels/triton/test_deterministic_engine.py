@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=20, ignore_eos=T
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if torch.cuda.is_available() else ["bfloat16"])
 def test_together_in_chunks_as_alone(where: torch.device, tmp_path: Path, dtype: str) -> None:

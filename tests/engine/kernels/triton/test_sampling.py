@@ -203,6 +203,7 @@ def test_a_recorded_launch_is_replayed_for_other_sequences_and_positions() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_nothing_is_spilled_on_an_h200(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     env["TRITON_INTERPRET"] = "0"
