@@ -28,11 +28,12 @@ Make = Callable[..., ConfinedTemplate]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Makes confined templates, with tight limits where none are given."""
+    """Makes confined templates, with tight limits where none are given, but for that by the clock: it is others who
+    decide when a child runs."""
     made: list[ConfinedTemplate] = []
 
     def confine(text: str, **limits: Any) -> ConfinedTemplate:
-        given = Limits(**{"cpu": 0.5, "memory": 64 << 20, "output": 1 << 20, **limits})
+        given = Limits(**{"cpu": 0.5, "wall": 100.0, "memory": 64 << 20, "output": 1 << 20, **limits})
         made.append(ConfinedTemplate(TemplateSource(text, {"bos_token": "<s>"}), given))
         return made[-1]
 
@@ -144,7 +145,7 @@ def test_close_ends_it_and_so_does_the_end_of_whoever_asked(make: Make) -> None:
     assert orphan is not None
     assert orphan.stdin is not None
     orphan.stdin.close()
-    assert orphan.wait(10) == 0
+    assert orphan.wait(60) == 0
     template._child = None
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestError
 from engine.text import ChatTemplate, ConfinedTemplate, TemplateSource, Tokenizer
+from engine.text.confined import Limits
 from tests.engine.text.well_known import KNOWN, Known
 
 USER = {"role": "user", "content": "  What is <b>2 + 2</b>? 🗼 "}
@@ -80,7 +81,9 @@ def test_token_streams_equal_transformers(pairs: dict[str, Pair], name: str) -> 
     for chat in CHATS.values():
         for options in OPTIONS:
             right = pair.right(chat, options)
-            assert pair.made(chat, options) == right, (chat, options)
+            made = pair.made(chat, options)
+            # Some write the date, and midnight may have passed between the two.
+            assert made == right or made == pair.right(chat, options), (chat, options)
             taken += right is not None
     # What a template refuses (a system role, two messages of one role) is refused by both.
     assert taken > len(CHATS) * len(OPTIONS) // 2
@@ -98,10 +101,13 @@ def test_the_whole_table_through_one_process_each(pairs: dict[str, Pair]) -> Non
     """As a gateway renders: the confinement changes no text."""
     for name in ("Llama 3.1", "Qwen 3", "Command-R"):
         known = KNOWN[name]
-        there = ConfinedTemplate(TemplateSource(known.source, {"bos_token": known.bos, "eos_token": known.eos}))
+        source = TemplateSource(known.source, {"bos_token": known.bos, "eos_token": known.eos})
+        # A busy machine may stop it for longer than a gateway waits.
+        there = ConfinedTemplate(source, Limits(wall=100.0))
         try:
             for chat in CHATS.values():
-                assert there.render(chat) == pairs[name].ours.render(chat)
+                right = pairs[name].ours.render(chat)
+                assert there.render(chat) in (right, pairs[name].ours.render(chat))
         finally:
             there.close()
 
