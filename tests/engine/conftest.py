@@ -17,8 +17,9 @@ if find_spec("triton") is not None and not torch.cuda.is_available():
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
+    """Whatever the tests of another file, or folder, have left."""
     torch.set_num_threads(1)
 
 
