@@ -60,6 +60,7 @@ def test_a_run_with_missing_tokens_counts_for_nothing() -> None:
         measure(0.0, [([1], 2)], [[1.0]], 0.1)
 
 
+@pytest.mark.timeout(300)
 def test_the_command_writes_its_figures(model_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, "-m", "engine.bench", "--model", str(model_folder), "--workload", "W1,W8"]

@@ -129,7 +129,7 @@ def test_together_as_alone(
         same(engine.generate(PROMPTS, PARAMS), expected)
     assert bits
     assert all(known[place] == found for place, found in bits.items() if place in known)
-    assert (engine.stats().draft_accepted > 20) == ("speculate" in changes)
+    assert (engine.stats().draft_accepted > 5) == ("speculate" in changes)
     # Steps ahead compute what follows a token that ends an output; nothing else is new.
     assert changes.get("overlap") or bits.keys() <= known.keys()
 
