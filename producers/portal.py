@@ -25,17 +25,25 @@ class Portal:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
+        #: Over what is given to the loop: what came after its last look round would never be run, nor told so.
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock reader", daemon=True)
         self._thread.start()
 
     @property
     def usable(self) -> bool:
         """False in a forked child, which has the loop but not its thread."""
-        return self._pid == os.getpid() and not self._loop.is_closed()
+        return self._pid == os.getpid() and not self._closed
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Its result. Raises Expired after `timeout` seconds; then, and when interrupted, it is cancelled."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Its result. Raises Expired after `timeout` seconds; then, and when interrupted, it is cancelled. PenstockError
+        where it is closed, or comes to be meanwhile."""
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise PenstockError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout)
         except CancelledError:
@@ -49,16 +57,24 @@ class Portal:
 
     def soon(self, function: Callable[[], object]) -> None:
         """Call it on the loop; nothing where the loop is gone."""
-        if self.usable:
-            self._loop.call_soon_threadsafe(function)
+        if self.usable:  # in a forked child nobody may be left to let go of the lock
+            with self._lock:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
         """Cancel what runs and end the thread."""
-        if self.usable:
-            self.call(_cancel_others())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        if not self.usable:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        ending.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 async def _cancel_others() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from producers import PenstockError
 from producers.portal import Expired, Portal
+from tests.producers.gateway.conftest import until
 
 
 async def answer(value: int) -> int:
@@ -27,22 +28,21 @@ def test_a_coroutines_result_and_error_come_back() -> None:
     portal.close()  # twice is once
     portal.soon(lambda: pytest.fail("called on a loop that is gone"))
     assert not portal.usable
+    with pytest.raises(PenstockError, match="closed"):
+        portal.call(answer(5))
+
+
+async def others() -> int:
+    """How much else runs on the loop."""
+    return len(asyncio.all_tasks()) - 1
 
 
 def test_what_takes_too_long_is_cancelled() -> None:
     portal = Portal()
-    cancelled = threading.Event()
-
-    async def endless() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-
     with pytest.raises(Expired):
-        portal.call(endless(), timeout=0.01)
-    assert cancelled.wait(10)
-    assert portal.call(answer(1), timeout=10) == 1
+        portal.call(asyncio.Event().wait(), timeout=0.01)
+    until(lambda: portal.call(others()) == 0)
+    assert portal.call(answer(1), timeout=60) == 1
     portal.close()
 
 
@@ -74,7 +74,37 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
 
     thread = threading.Thread(target=call)
     thread.start()
-    started.wait(10)
+    assert started.wait(60)
     portal.close()
-    thread.join(10)
+    thread.join(60)
     assert [type(error) for error in errors] == [PenstockError]
+
+
+def test_a_call_that_comes_while_it_closes_is_told_so() -> None:
+    """And is not left on a loop that has made its last round."""
+    portal = Portal()
+    started, closing, go = threading.Event(), threading.Event(), threading.Event()
+
+    async def slow_to_end() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closing.set()
+            go.wait(60)
+
+    calls = [
+        threading.Thread(target=lambda: pytest.raises(PenstockError, portal.call, slow_to_end())),
+        threading.Thread(target=portal.close),
+    ]
+    calls[0].start()
+    assert started.wait(60)
+    calls[1].start()
+    assert closing.wait(60)
+    with pytest.raises(PenstockError, match="closed"):
+        portal.call(answer(1), timeout=60)
+    portal.soon(lambda: pytest.fail("called on a loop that ends"))
+    go.set()
+    for call in calls:
+        call.join(60)
+        assert not call.is_alive()
