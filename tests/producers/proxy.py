@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
@@ -48,7 +49,8 @@ class Proxy:
         """Break all connections."""
         with self._lock:
             for connection in self._open:
-                connection.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it was cut before, or left, which its thread has yet to see
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,7 @@ async def test_who_waits_for_a_queued_task_is_told_when_its_time_is_over(aclient
     task_id = await late(aclient, valkey)
     sweeping = asyncio.create_task(sweeper.run(aclient))
     with pytest.raises(TaskFailed, match="deadline passed") as told:
-        await aclient.get(task_id).result(10)
+        await aclient.get(task_id).result(60)
     assert told.value.code == "expired"
     sweeping.cancel()
     assert [event async for event in aclient.get(task_id).stream()][-1].status == "failed"

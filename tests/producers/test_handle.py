@@ -45,7 +45,7 @@ def test_a_task_is_streamed_and_its_result_put_together(client: Face, worker: Fa
 def test_result_waits_for_the_end(client: Face, worker: FakeWorker) -> None:
     handle = client.submit(model="tiny", prompt="x")
     timer = later(lambda: worker.serve(handle.id))
-    assert handle.result(timeout=20).text == "Hello, world"
+    assert handle.result(timeout=60).text == "Hello, world"
     timer.join()
 
 
@@ -145,10 +145,10 @@ def test_a_running_task_is_cancelled_by_its_worker(client: Face, valkey: Redis, 
     worker.append(handle.id, 0, ["a"])
     with valkey.pubsub(ignore_subscribe_messages=True) as words:
         words.subscribe(keys.control(worker.incarnation))
-        words.get_message(timeout=5)
+        words.get_message(timeout=60)
         assert handle.cancel() is True
         assert handle.cancel() is True  # asked twice, still so
-        message = words.get_message(timeout=5)
+        message = words.get_message(timeout=60)
     assert message is not None
     assert message["data"] == f"cancel {handle.id}".encode()
     assert handle.status().status == "in_progress"
@@ -205,18 +205,18 @@ def test_a_stream_left_early_is_unsubscribed(client: Face, valkey: Redis, worker
     next(stream)
     later(lambda: worker.append(handle.id, 1, ["b"]))
     next(stream)
-    assert valkey.pubsub_channels() == [keys.channel(handle.id).encode()]
+    eventually(lambda: valkey.pubsub_channels() == [keys.channel(handle.id).encode()])
     stream.close()  # type: ignore[attr-defined, unused-ignore]  # both faces give generators
     eventually(lambda: valkey.pubsub_channels() == [])
 
 
 def eventually(holds: Callable[[], bool]) -> None:
     pause = threading.Event()
-    for _ in range(500):
+    for _ in range(3000):
         if holds():
             return
         pause.wait(0.02)
-    pytest.fail("it did not come true in 10 s")
+    pytest.fail("it did not come true in a minute")
 
 
 def test_a_closed_client_does_nothing_more(valkey_url: str, model: str) -> None:
@@ -224,11 +224,11 @@ def test_a_closed_client_does_nothing_more(valkey_url: str, model: str) -> None:
     handle = client.submit(model=model, prompt="x")
     client.close()
     client.close()
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     for use in (handle.status, lambda: next(handle.stream()), lambda: client.submit(model=model, prompt="x")):
         with pytest.raises(PenstockError, match="closed"):
             use()
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - threads
 
 
 async def test_a_closed_asyncio_client_does_nothing_more(valkey_url: str, model: str) -> None:
@@ -253,7 +253,7 @@ def test_threads_share_a_client(valkey_url: str, model: str, worker: FakeWorker)
 
         def one(k: int) -> None:
             handle = client.submit(model=model, prompt="x")
-            texts[handle.id] = handle.result(timeout=30).text
+            texts[handle.id] = handle.result(timeout=60).text
 
         threads = [threading.Thread(target=one, args=(k,)) for k in range(10)]
         for thread in threads:
@@ -286,8 +286,11 @@ def served(name):
     with Redis.from_url(url) as valkey:
         worker = FakeWorker(valkey, name)
         handle = client.submit(model="tiny", prompt="x")
-        threading.Timer(0.1, worker.serve, (handle.id, [name])).start()
-        return handle.result(timeout=20).text
+        serving = threading.Timer(0.1, worker.serve, (handle.id, [name]))
+        serving.start()
+        text = handle.result(timeout=60).text
+        serving.join()
+        return text
 
 assert served("before") == "before"
 child = os.fork()
@@ -299,5 +302,5 @@ assert served("parent") == "parent"
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 client.close()
 """
-    done = subprocess.run([sys.executable, "-c", code, valkey_url], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, valkey_url], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

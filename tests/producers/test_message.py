@@ -84,8 +84,8 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
         handle = client.submit(model="tiny", prompt=[1, 2, 3], max_tokens=5, tier=tier, n=2)
         expected[handle.id] = ((), {}, {"v": 1, "n": 2, "tokens": 13}, priority)
     level = logging.getLogger().level  # of all this process: unless told, Celery's helper leaves it at ERROR
-    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=30, loglevel=level):
-        assert every.wait(30)
+    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=60, loglevel=level):
+        assert every.wait(60)
     assert seen == expected
     assert logging.getLogger().level == level
 

@@ -52,12 +52,13 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     valkey.zadd(keys.SUBMITTING, {"unsent": 1})
     # A worker that fetched some of it and died, after it had given one back.
     valkey.hset(keys.INCARNATIONS, "gone", QUEUE)
-    valkey.set(keys.lease("gone"), "{}", px=100)
+    valkey.set(keys.lease("gone"), "{}")
     call = broker.fetch(
         "gone", [QUEUE], ["u1", "u2", "u3"], FREE, capacity=(9, 9999), plain_tokens=9, ageing_ms=9, max_redeliveries=9
     )
     assert len(broker.read_fetch(run(valkey, call)) or ()) == 3
     run(valkey, broker.back("gone", QUEUE, "u1", 600_000))
+    valkey.delete(keys.lease("gone"))
     valkey.lpush(OLD, Message("long expired", OLD, "default", 1, 9).envelope())
     valkey.rpush(keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
     valkey.set(keys.blob("00ff"), b"a tokenizer that no card names any more")
@@ -91,7 +92,7 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         valkey_url,
         valkey_url,
         "s",
-        lease=1.0,
+        lease=60.0,
         every=0.02,
         seldom=0.05,
         reader_lease=0.01,
@@ -108,7 +109,7 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved"}
         sweeping = asyncio.create_task(lead(client, settings))
         try:
-            for _ in range(300):
+            for _ in range(800):
                 if not _left(valkey):
                     break
                 await asyncio.sleep(0.1)

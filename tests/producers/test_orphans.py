@@ -72,7 +72,7 @@ async def test_one_whose_worker_died_before_its_tracer_is_settled(
 async def test_what_is_young_is_left_to_its_worker(aclient: AsyncClient, valkey: Redis) -> None:
     handle = await aclient.submit(model="tiny", prompt=[1])
     await handle.cancel()
-    assert await aclient.run(Orphans().sweep()) == 0
+    assert await aclient.run(Orphans(age_ms=3_600_000).sweep()) == 0
     assert not settled(valkey, handle.id)
 
 
@@ -159,13 +159,13 @@ async def test_who_waits_for_a_plain_task_is_told_though_nobody_has_its_message(
     await aclient.run(Orphans(age_ms=0, waiting=results.wait).sweep())
     assert await results.tell() == 3
     told: dict[str, Any] = {name: celery_app.AsyncResult(name) for name in ("fine", "failed", "cancelled", "known")}
-    assert told["fine"].get(timeout=5)["text"] == "xx"
+    assert told["fine"].get(timeout=60)["text"] == "xx"
     with pytest.raises(Exception, match="It broke") as raised:
-        told["failed"].get(timeout=5)
+        told["failed"].get(timeout=60)
     assert isinstance(raised.value, TaskFailed)
     with pytest.raises(TaskRevokedError):
-        told["cancelled"].get(timeout=5)
-    assert told["known"].get(timeout=5) == {"told": "before"}
+        told["cancelled"].get(timeout=60)
+    assert told["known"].get(timeout=60) == {"told": "before"}
     assert not any(settled(valkey, name) for name in told), "their links still wait for their messages"
     await aclient.run(Orphans(age_ms=0, waiting=results.wait).sweep())
     assert await results.tell() == 0

@@ -169,24 +169,24 @@ class Following:
             self._news.set()
 
     async def have(self, count: int) -> list[Event]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(self.events) < count:
                 await self._news.wait()
                 self._news.clear()
         return self.events
 
     async def end(self) -> list[Event]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await self._task
         return self.events
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if holds():
             return
         await asyncio.sleep(0.01)
-    pytest.fail("it did not come true in 10 s")
+    pytest.fail("it did not come true in a minute")
 
 
 def subscribers(valkey: Redis, task_id: str) -> int:
@@ -367,7 +367,7 @@ async def test_what_is_large_is_parsed_off_the_event_loop(
     worker.claim(handle.id)
     if live:
         following = Following(handle)
-        await until(lambda: reads == 2)  # at first, and when it had subscribed: now it follows the channel
+        await until(lambda: reads >= 2)  # at first, and when it had subscribed: now it follows the channel
         worker.prompt(handle.id, ids, scores)
     else:
         worker.prompt(handle.id, ids, scores)
@@ -389,7 +389,7 @@ async def test_a_cancelled_wait_is_cancelled_at_whatever_point(aclient: AsyncCli
         for _ in range(ticks):
             await asyncio.sleep(0)
         waiting.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.wait([waiting])
         assert waiting.cancelled()
     worker.serve(handle.id, ["a"])

@@ -46,7 +46,8 @@ def mute() -> Iterator[Mute]:
 
 
 async def test_they_are_asked_once_in_a_while(mute: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sentinel, "RETRY_S", 60.0)
+    monkeypatch.setattr(sentinel, "RETRY_S", 3600.0)
+    monkeypatch.setattr(sentinel, "PATIENCE_S", 60.0)
     asked = Sentinels("main", [mute.address])
     for _ in range(5):
         with pytest.raises(ConnectionError, match="no Sentinel says where the primary 'main' is"):
