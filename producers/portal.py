@@ -37,8 +37,8 @@ class Portal:
         return self._pid == os.getpid() and not self._closed
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Its result. Raises Expired after `timeout` seconds; then, and when interrupted, it is cancelled. PenstockError
-        where it is closed, or comes to be meanwhile."""
+        """Its result. Raises Expired after `timeout` seconds; then, and when interrupted, it is cancelled. Raises
+        PenstockError where the portal is closed, before or meanwhile."""
         with self._lock:
             if self._closed:
                 coroutine.close()
