@@ -130,7 +130,7 @@ async def test_an_idle_connection_is_kept_by_its_pongs(
         pongs.clear()
         async with asyncio.timeout(60):
             while pongs.count(form) < 5:
-                await asyncio.sleep(0.01)
+                await subscription.take(0.01)
 
     subscription = a_hub.follow("t")
     assert await subscription.take(60) is None

@@ -55,7 +55,16 @@ class Door:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine gives on the event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._server.server_state.connections)
+
+    def receive_within(self, seconds: float) -> None:
+        """Of requests that begin from now on."""
+        self._server.config.http_protocol_class.receive = seconds
 
     def end_streams(self) -> None:
         self._loop.call_soon_threadsafe(self.app.state.streams.end)
@@ -63,7 +72,7 @@ class Door:
     def close(self) -> None:
         self.end_streams()
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the gateway did not stop"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -14,6 +15,17 @@ import pytest
 from tests.producers.gateway.conftest import Door, until
 
 Open = Callable[..., Door]
+#: What may come in at once, or never will (s).
+MOMENT = 0.2
+
+
+@contextmanager
+def hurried(door: Door) -> Iterator[socket.socket]:
+    """A connection whose requests have to come in at once, from their first byte on; its test may be held up before."""
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        until(lambda: door.connections)
+        door.receive_within(MOMENT)
+        yield connection
 
 
 def answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:
@@ -25,20 +37,29 @@ def answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:
     return int(head.split()[1]), json.loads(body)["error"]
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n", b"GET /livez HTTP/1.1\r\n\r\nGET"])
-def test_a_request_that_does_not_come_in_is_given_up(open_door: Open, sent: bytes) -> None:
-    door = open_door(receive=0.2)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
-        connection.sendall(sent)
-        if sent.endswith(b"GET"):  # the first of the two was whole
+def test_who_sends_nothing_is_given_up(open_door: Open) -> None:
+    door = open_door(receive=MOMENT)
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        status, error = answer(connection)
+        assert (status, error["code"]) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("sent", [b"GET /livez HTTP/1.1\r\nHost: x\r\n", b"GET"])
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\n\r\n"])
+def test_a_request_that_does_not_come_in_is_given_up(open_door: Open, before: bytes, sent: bytes) -> None:
+    """Whatever came before it."""
+    door = open_door()
+    with hurried(door) as connection:
+        if before:
+            connection.sendall(before)
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        connection.sendall(sent)
         status, error = answer(connection)
         assert (status, error["code"]) == (408, "request_timeout")
 
 
 def test_a_body_that_does_not_come_in_ends_its_connection(open_door: Open) -> None:
-    door = open_door(receive=0.2)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+    with hurried(open_door()) as connection:
         connection.sendall(
             b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
@@ -47,8 +68,7 @@ def test_a_body_that_does_not_come_in_ends_its_connection(open_door: Open) -> No
 
 def test_a_whole_request_is_waited_for_no_more(open_door: Open, model: str) -> None:
     """Its answer may take as long as it likes."""
-    door = open_door(receive=0.2, heartbeat=0.5)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+    with hurried(open_door(heartbeat=2 * MOMENT)) as connection:
         body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1, "stream": True})
         request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         connection.sendall(f"{request}Content-Type: application/json\r\n\r\n{body}".encode())
@@ -62,18 +82,18 @@ def test_a_whole_request_is_waited_for_no_more(open_door: Open, model: str) -> N
 def test_more_connections_than_are_taken_are_told_so(open_door: Open) -> None:
     door = open_door(connections=2)
     address = ("127.0.0.1", door.port)
-    with socket.create_connection(address, timeout=20) as first, socket.create_connection(address, timeout=20):
+    with socket.create_connection(address, timeout=60) as first, socket.create_connection(address, timeout=60):
         first.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert first.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        with socket.create_connection(address, timeout=20) as third:
+        with socket.create_connection(address, timeout=60) as third:
             status, error = answer(third)
             assert (status, error["code"], error["type"]) == (503, "too_many_connections", "server_error")
-    assert until(lambda: httpx.get(f"{door.url}/livez").is_success)
+    assert until(lambda: httpx.get(f"{door.url}/livez", timeout=60).is_success)
 
 
 def test_what_is_no_http_is_told_so_as_any_error_is(open_door: Open) -> None:
     door = open_door()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
         connection.sendall(b"\x16\x03\x01 who is there\r\n\r\n")
         status, error = answer(connection)
         assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
@@ -81,7 +101,7 @@ def test_what_is_no_http_is_told_so_as_any_error_is(open_door: Open) -> None:
 
 def test_no_refusal_stands_in_the_middle_of_an_answer(open_door: Open, model: str) -> None:
     door = open_door(heartbeat=0.1)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
         connection.sendall(chat(model))
         received = b""
         while b"still here" not in received:
@@ -97,11 +117,11 @@ def test_requests_that_came_at_once_all_end_with_their_connection(
 ) -> None:
     """The first is being answered when the third turns out to be none: its answer is not taken for a fault of ours."""
     door = open_door()
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + b"\x00 no request")
         while connection.recv(1 << 16):
             pass
-    httpx.get(f"{door.url}/v1/models")
+    httpx.get(f"{door.url}/v1/models", timeout=60)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers.gateway import health
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.test_sse import follow
@@ -15,6 +16,12 @@ from tests.producers.proxy import Proxy
 
 #: Nothing listens there.
 NOWHERE = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to answer, on a busy machine, is none that is away."""
+    monkeypatch.setattr(health, "PATIENCE_S", 60.0)
 
 
 def test_a_gateway_with_store_and_broker_is_alive_and_ready(http: httpx.Client) -> None:
@@ -40,7 +47,7 @@ def test_a_gateway_without_one_is_alive_not_ready_and_says_which(
     open_door: Callable[..., Door], away: set[str]
 ) -> None:
     door = open_door(**dict.fromkeys(away, NOWHERE))
-    with httpx.Client(base_url=door.url) as http:
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         assert http.get("/livez").status_code == 200
         answer = http.get("/readyz")
     assert answer.status_code == 503
@@ -63,7 +70,7 @@ def test_a_gateway_without_one_is_alive_not_ready_and_says_which(
 )
 def test_without_a_store_callers_are_told_to_come_back(open_door: Callable[..., Door], method: str, path: str) -> None:
     door = open_door(store=NOWHERE, patience=0.1)
-    with httpx.Client(base_url=door.url) as http:
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         answer = http.request(method, path, json={"model": "tiny", "prompt": "x"} if path == "/v1/tasks" else None)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     error = answer.json()["error"]
@@ -75,7 +82,7 @@ def test_without_a_broker_a_task_is_recorded_and_the_caller_told_so(
     open_door: Callable[..., Door], model: str, valkey: Redis
 ) -> None:
     door = open_door(broker=NOWHERE, patience=0.1)
-    with httpx.Client(base_url=door.url) as http:
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         answer = http.post("/v1/tasks", json={"model": model, "prompt": "x"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "submit_failed")
         assert "sweeper" in answer.json()["error"]["message"]
@@ -85,8 +92,8 @@ def test_without_a_broker_a_task_is_recorded_and_the_caller_told_so(
 def test_streams_and_requests_survive_connections_that_break(
     proxy: Proxy, open_door: Callable[..., Door], model: str, worker: FakeWorker
 ) -> None:
-    door = open_door(store=proxy.url, broker=proxy.url)
-    with httpx.Client(base_url=door.url, timeout=20) as http:
+    door = open_door(store=proxy.url, broker=proxy.url, patience=10)
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
         worker.claim(task_id)
         with follow(http, task_id) as events:

@@ -42,12 +42,16 @@ async def test_what_runs_takes_room_when_its_caller_has_given_up_and_what_only_w
     lane.close()
 
 
-async def test_the_time_in_the_queue_is_not_the_works_own() -> None:
+async def test_the_time_in_the_queue_is_not_the_works_own(monkeypatch: pytest.MonkeyPatch) -> None:
     lane, go = Lane("test"), threading.Event()
     first = asyncio.create_task(lane.run(go.wait))
     await asyncio.sleep(0)
-    second = asyncio.create_task(lane.run(lambda: "done", limit=0.05))
-    await asyncio.sleep(0.1)
+    second = asyncio.create_task(lane.run(lambda: "done", limit=60))
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + 3600)  # an hour in the queue
+    await asyncio.sleep(0.05)
     go.set()
     assert await second == "done"
     await first
@@ -75,7 +79,7 @@ async def test_closing_does_the_last_thing_last() -> None:
     await asyncio.sleep(0)
     lane.close(lambda: (seen.append("last"), told.set()))
     await work
-    assert await asyncio.to_thread(told.wait, 10)
+    assert await asyncio.to_thread(told.wait, 60)
     assert seen == ["work", "last"]
 
 

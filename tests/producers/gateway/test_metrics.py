@@ -156,7 +156,7 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
     door = open_door(max_queued=2)
 
     def post(path: str, **fields: Any) -> int:
-        return httpx.post(f"{door.url}/v1/{path}", json={"model": model, **fields}, timeout=20).status_code
+        return httpx.post(f"{door.url}/v1/{path}", json={"model": model, **fields}, timeout=60).status_code
 
     assert [post("tasks", prompt=[1], tier="priority") for _ in range(4)] == [202, 202, 429, 429]
     assert post("tasks", prompt=[1]) == 429
@@ -166,7 +166,7 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
     # What is wrong with the request itself is no refusal of this kind.
     assert post("tasks", prompt=[1], tier="first") == 400
     assert post("tasks", prompt=[1], model="no") == 404
-    with httpx.Client(base_url=door.url) as http:
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         assert refused(http) == {("queue_full", "priority"): 3, ("queue_full", "default"): 1, ("queue_full", "flex"): 1}
 
     door = open_door(max_queued_per_tenant=1)
@@ -177,16 +177,17 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
         assert post("tasks", prompt=[1], tier="batch") == 503
     finally:
         valkey.config_set("maxmemory", "0")
-    with httpx.Client(base_url=door.url) as http:
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         assert refused(http) == {("tenant_queue_full", "flex"): 1, ("storage_full", "batch"): 1}
 
 
 def test_who_comes_while_the_store_is_away_or_without_a_connection_is_counted(open_door: Callable[..., Door]) -> None:
     door = open_door(store=NOWHERE, connections=1)
-    with httpx.Client(base_url=door.url, timeout=20) as http:
+    lasting = httpx.Limits(keepalive_expiry=None)
+    with httpx.Client(base_url=door.url, timeout=60, limits=lasting) as http:
         assert http.post("/v1/tasks", json={"model": "tiny", "prompt": [1], "tier": "batch"}).status_code == 503
         assert http.get("/v1/models").status_code == 503
-        assert httpx.get(f"{door.url}/livez").status_code == 503
+        assert httpx.get(f"{door.url}/livez", timeout=60).status_code == 503
         # Over the one connection that there is: the gateway may not have seen yet that it was closed.
         assert refused(http) == {
             ("service_unavailable", "batch"): 1,
@@ -204,7 +205,7 @@ def test_open_streams_are_counted(http: httpx.Client, submit: Submit, worker: Fa
 
 def test_without_a_store_the_gateways_own_figures_are_still_told(open_door: Callable[..., Door]) -> None:
     door = open_door(store=NOWHERE)
-    with httpx.Client(base_url=door.url) as http:
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         got = figures(http)
     assert got["penstock_up",] == 0
     assert ("penstock_gateway_open_streams",) in got

@@ -20,7 +20,7 @@ def post(open_door: Callable[..., Door], model: str) -> Callable[..., httpx.Resp
     def send(bounds: dict[str, int], **fields: Any) -> httpx.Response:
         key = tuple(bounds.items())
         door = doors.get(key) or doors.setdefault(key, open_door(**bounds))
-        return httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": [1], **fields}, timeout=20)
+        return httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": [1], **fields}, timeout=60)
 
     return send
 
@@ -74,7 +74,7 @@ def test_a_tenant_has_a_bound_of_its_own(post: Callable[..., httpx.Response], va
 def test_openai_endpoints_are_bounded_too(open_door: Callable[..., Door], model: str, valkey: Redis) -> None:
     door = open_door(max_queued=1)
     valkey.lpush(QUEUE, "{}")
-    answer = httpx.post(f"{door.url}/v1/completions", json={"model": model, "prompt": "x"}, timeout=20)
+    answer = httpx.post(f"{door.url}/v1/completions", json={"model": model, "prompt": "x"}, timeout=60)
     assert answer.status_code == 429
     assert answer.json()["error"]["code"] == "queue_full"
     assert not valkey.exists(keys.READERS)
@@ -85,7 +85,7 @@ def test_more_prompts_than_may_ever_wait_are_the_callers_fault(
     open_door: Callable[..., Door], model: str, valkey: Redis, bound: dict[str, int]
 ) -> None:
     body = {"model": model, "prompt": ["x", "y", "z"], "service_tier": "priority"}
-    answer = httpx.post(f"{open_door(**bound).url}/v1/completions", json=body, timeout=20)
+    answer = httpx.post(f"{open_door(**bound).url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "array_above_max_length"
     assert "send 2 at a time" in answer.json()["error"]["message"]

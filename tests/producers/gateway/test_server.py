@@ -46,7 +46,7 @@ def refuses(address: str) -> bool:
 def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
     valkey_url: str, valkey: Redis, model: str, worker: FakeWorker
 ) -> None:
-    with gateway(valkey_url, drain=60) as (address, process), httpx.Client(base_url=address, timeout=20) as http:
+    with gateway(valkey_url, drain=60) as (address, process), httpx.Client(base_url=address, timeout=60) as http:
         task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
         worker.claim(task_id)
         with follow(http, task_id) as events:
@@ -56,7 +56,7 @@ def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
             worker.append(task_id, 0, ["a"])
             worker.finish(task_id, [1])
             assert [event["event"] for event in events] == ["token", "end"]
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
 
 
@@ -64,7 +64,7 @@ def test_sigterm_stops_listening_lets_streams_finish_and_exits_0(
 def test_streams_are_ended_after_the_drain_time_or_at_a_second_signal(
     valkey_url: str, valkey: Redis, model: str, drain: float
 ) -> None:
-    with gateway(valkey_url, drain) as (address, process), httpx.Client(base_url=address, timeout=20) as http:
+    with gateway(valkey_url, drain) as (address, process), httpx.Client(base_url=address, timeout=60) as http:
         task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
         with follow(http, task_id) as events:
             until(lambda: subscribers(valkey, task_id))
@@ -73,7 +73,7 @@ def test_streams_are_ended_after_the_drain_time_or_at_a_second_signal(
             if drain == 60:
                 process.terminate()
             assert list(events) == []
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
 
 

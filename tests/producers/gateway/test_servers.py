@@ -41,8 +41,8 @@ def test_a_stream_goes_on_though_its_connections_were_forgotten(
     monkeypatch.setattr(hub, "PING_S", 0.2)
     monkeypatch.setattr(reader, "SILENCE_S", 60.0)  # the reader is to hear of the end, not to look for it
     url = f"redis://127.0.0.1:{links.add('gateway', urlsplit(valkey_url).port or 0)}/0"
-    door = open_door(broker=url, store=url)
-    with httpx.Client(base_url=door.url, timeout=20) as http:
+    door = open_door(broker=url, store=url, patience=10)
+    with httpx.Client(base_url=door.url, timeout=60) as http:
         task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x", "max_tokens": 4}).json()["id"]
         assert worker.take(QUEUE) == task_id
         worker.claim(task_id)

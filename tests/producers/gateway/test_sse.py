@@ -195,7 +195,7 @@ class TestRunningTask:
             worker.append(task_id, index, ["x"])
         worker.finish(task_id, [40])
         for reader in readers:
-            reader.join(20)
+            reader.join(60)
         assert got == {start: list(range(start, 41)) for start in range(0, 20, 2)}
 
     def test_is_waited_for_from_a_position_that_is_still_to_come(
@@ -212,7 +212,7 @@ class TestRunningTask:
         self, open_door: Callable[..., Door], model: str, worker: FakeWorker, valkey: Redis
     ) -> None:
         door = open_door(heartbeat=0.05)
-        with httpx.Client(base_url=door.url) as http:
+        with httpx.Client(base_url=door.url, timeout=60) as http:
             task_id = http.post("/v1/tasks", json={"model": model, "prompt": [5]}).json()["id"]
             with http.stream("GET", f"/v1/tasks/{task_id}/events") as answer:
                 lines = answer.iter_lines()
@@ -266,7 +266,7 @@ class TestReader:
                 worker.finish(task_id, [count])
                 assert [event["data"]["position"] for event in events] == list(range(count + 1))
             # The quick reader has had it all; the gateway still has the slow one, and waits for it.
-            assert len(door.app.state.streams) == 1
+            until(lambda: len(door.app.state.streams) == 1)
             body = b""
             while chunk := slow.recv(1 << 20):
                 body += chunk
@@ -277,7 +277,7 @@ class TestReader:
         self, open_door: Callable[..., Door], model: str, worker: FakeWorker, valkey: Redis
     ) -> None:
         door = open_door(stall=0.2)
-        with httpx.Client(base_url=door.url) as http, socket.socket() as stalled:
+        with httpx.Client(base_url=door.url, timeout=60) as http, socket.socket() as stalled:
             task_id = http.post("/v1/tasks", json={"model": model, "prompt": [5]}).json()["id"]
             worker.claim(task_id)
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -296,7 +296,8 @@ class TestReader:
         self, open_door: Callable[..., Door], model: str, worker: FakeWorker
     ) -> None:
         first, second = open_door(), open_door()
-        with httpx.Client(base_url=first.url) as http, httpx.Client(base_url=second.url) as elsewhere:
+        one, other = (httpx.Client(base_url=door.url, timeout=60) for door in (first, second))
+        with one as http, other as elsewhere:
             task_id = http.post("/v1/tasks", json={"model": model, "prompt": [5]}).json()["id"]
             worker.claim(task_id)
             worker.append(task_id, 0, ["a"])

@@ -14,6 +14,7 @@ from redis import Redis
 
 from engine.text import Tokenizer
 from producers import keys
+from producers.gateway import tasks
 from producers.record import Record
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, TINY
@@ -191,8 +192,9 @@ class TestCancel:
         assert worker.append(task_id, 1, ["b"])[0] == "cancel"
 
     def test_what_a_running_task_had_made_is_in_the_answer(
-        self, http: httpx.Client, submit: Submit, worker: FakeWorker
+        self, http: httpx.Client, submit: Submit, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(tasks, "CANCEL_S", 60.0)
         task_id = submit()
         worker.claim(task_id)
         worker.append(task_id, 0, ["a"])

@@ -58,7 +58,7 @@ class Answering:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @pytest.fixture

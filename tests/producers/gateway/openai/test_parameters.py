@@ -35,7 +35,7 @@ def model(valkey: Redis) -> str:
 def http(valkey_server: ValkeyServer, model: str) -> Iterator[httpx.Client]:
     url = f"redis://127.0.0.1:{valkey_server.port}/0"
     door = Door(GatewaySettings(url, url, sweep=False))
-    with httpx.Client(base_url=door.url, timeout=20) as client:
+    with httpx.Client(base_url=door.url, timeout=60) as client:
         yield client
     door.close()
 

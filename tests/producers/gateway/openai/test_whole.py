@@ -93,7 +93,7 @@ def test_what_is_beyond_a_little_waits_in_the_store(
         begin(self, *args, **kwargs)
 
     monkeypatch.setattr(whole.Whole, "__init__", noted)
-    monkeypatch.setattr(whole, "PATIENCE_S", 20)
+    monkeypatch.setattr(whole, "PATIENCE_S", 60)
     turns = door.app.state.gateway.large
     door.run(turns.acquire())
     answering.scripts = [LONG]
@@ -103,7 +103,7 @@ def test_what_is_beyond_a_little_waits_in_the_store(
     until(lambda: made and turns._waiters)
     before = made[0].size
     door.run(_released(turns))
-    asking.join(20)
+    asking.join(60)
     assert answers[0].status_code == 200
     assert before < made[0].size / 2, "the rest came when it was its turn"
 
