@@ -47,7 +47,7 @@ def running_valkey(data_dir: Path | None = None, **config: Any) -> Iterator[Valk
             server = ValkeyServer(port=free_port(), data_dir=directory, config={"loglevel": "warning", **config})
             server._binary_path = _guarded_server(directory, server._binary_path)
             try:
-                server.start(30)
+                server.start(60)
             except (OSError, ValkeyServerStartupError):  # somebody took the port meanwhile
                 continue
             try:
@@ -125,7 +125,7 @@ class Worker:
                 raise AssertionError(f"not within {seconds} s; the worker says:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.01)
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 30) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
         if self.process.poll() is None:
             self.process.send_signal(how)
         return self.process.wait(seconds)

@@ -136,7 +136,7 @@ def watched(replicas: int = 1, password: str | None = None, **config: Any) -> It
             made.close()
 
 
-def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(RedisError, StopIteration):

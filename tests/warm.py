@@ -155,6 +155,7 @@ def _run(module: str, arguments: list[str], env: dict[str, str], log: str) -> No
 
 def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
     _begin(env, log)
+    import workers.drain
     import workers.task
     import workers.transport.intake
     from workers.settings import WorkerSettings
@@ -163,4 +164,6 @@ def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
     # A retried task is ready again after these two.
     workers.task.RETRY_COUNTDOWN_S = 0.05
     workers.transport.intake.IDLE_S = 0.2
+    # What is not handed back in time returns when the lease lapses, and counts a death: as on a busy machine.
+    workers.drain.HAND_BACK_S, workers.drain.EXIT_S = 60.0, 70.0  # type: ignore[misc]
     sys.exit(run_worker(WorkerSettings(**settings)))

@@ -20,6 +20,7 @@ from redis import Redis
 from producers import keys
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import token
+from workers import drain as workers_drain
 
 POOL = keys.pool_queue("stub", "v1", "stub")
 #: What the other worker may take to come up, seconds: so long, and no longer, the sequences have to run.
@@ -68,22 +69,39 @@ class Ears(threading.Thread):
         self._pubsub.psubscribe("penstock:tokens:*")
 
     def run(self) -> None:
-        while not self.closed:
-            message = self._pubsub.get_message(timeout=0.1)
+        """Until they are closed, and all that was said is heard."""
+        while True:
+            over, message = self.closed, self._pubsub.get_message(timeout=0.1)
+            if message is None and over:
+                break
             if message is not None:
                 self.came[message["channel"].removeprefix("penstock:tokens:")].append(time.monotonic())
         self._pubsub.close()
 
 
-def measure(running: int, drain: float, how: signal.Signals, step: float, then: float | None = None) -> Report:
-    """`then`: seconds that a step of the other worker takes, where not as many. Raises AssertionError where the workers
-    do not come up."""
-    room = {"STUB_SEQS": running, "lease": 300.0}
+def be_patient() -> None:
+    """For WORKER_PLUGINS: what the machine holds up is handed back all the same."""
+    workers_drain.HAND_BACK_S, workers_drain.EXIT_S = 60.0, 70.0  # type: ignore[misc]
+
+
+def measure(
+    running: int,
+    drain: float,
+    how: signal.Signals,
+    step: float,
+    *,
+    then: float | None = None,
+    boot: float = BOOT_S,
+    plugins: str = "",
+) -> Report:
+    """`then`: seconds that a step of the other worker takes, where not as many; `boot`: what it may take to come up.
+    `plugins`: of the workers. Raises AssertionError where the workers do not come up."""
+    room = {"STUB_SEQS": running, "lease": 300.0, "WORKER_PLUGINS": plugins}
     with valkey() as (url, redis), Worker(url, drain=drain, STUB_STEP_S=step, **room) as first:
         first.wait_ready()
         ears = Ears(redis)
         ears.start()
-        length = int((drain + BOOT_S) / step)
+        length = int((drain + boot) / step)
         ids = fill(redis, POOL, running, max_tokens=length)
         first.wait_until(lambda: all(len(ears.came[task_id]) > 3 for task_id in ids), 60)
         with Worker(url, STUB_STEP_S=step if then is None else then, **room) as second:

@@ -16,7 +16,7 @@ from typing import Any
 from producers.connect import connect
 from tests.chaos import clock
 from tests.chaos.processes import wait_for
-from tests.chaos.stage import BOOT_S, HAND_BACK_S, Shape, Stage
+from tests.chaos.stage import BOOT_S, HAND_BACK_S, SILENT_S, Shape, Stage
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
 from workers.chaos.checker.store import wait_until_over, workers_of
 from workers.chaos.injector import Injector
@@ -28,6 +28,8 @@ from workers.chaos.pulse import Pulse
 ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())
 #: What is still open when the load ends may take so long (s): a submit that was left half done waits for the sweeper.
 CALM_S = 90.0
+#: What is left of workers that have nothing to do, beyond their leases: what there is then is a fault (s).
+IDLE_S = 60.0
 #: The load goes on until so many tasks have ended, on a machine however busy.
 SOME = 10
 
@@ -108,7 +110,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
 
     try:
         stage.up()
-        watcher = Watcher(connect(stage.store.url, timeout=2, decode=True), stage.journals)
+        watcher = Watcher(connect(stage.store.url, timeout=SILENT_S, decode=True), stage.journals)
         watcher.start()
         stage.journal.write("phase", name="load")
         stage.start_clients()
@@ -140,7 +142,7 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
             for name in stage.stop(role, shape.drain + HAND_BACK_S):
                 fault(name, f"did not stop within its drain time and {HAND_BACK_S:g} s")
         # One that could not hand back in time leaves both, and the lease lapses.
-        wait_for(lambda: not workers_of(broker), shape.lease + 2)
+        wait_for(lambda: not workers_of(broker), shape.lease + IDLE_S)
         stores.left += [f"{about['incarnation']}: a lease" for about in workers_of(broker)]
         clean = tuple(f"{slot.process}." for slot in stage.slots.values() if slot.role == "worker" and slot.code == 0)
         books = [name for name in map(str, broker.hkeys("penstock:incarnations")) if name.startswith(clean)]
@@ -158,5 +160,5 @@ def _idle(stage: Stage) -> None:
     broker = stage.redis["broker"]
     wait_for(
         lambda: all(not any(about.get(name) for name in held) for about in workers_of(broker)),
-        2 * stage.shape.lease + 2,
+        2 * stage.shape.lease + IDLE_S,
     )

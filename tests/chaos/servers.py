@@ -50,7 +50,7 @@ class Server:
         return process
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         with Redis(port=self.port, socket_timeout=1) as redis:
             while True:
                 try:
@@ -99,7 +99,7 @@ class Server:
         assert self._limits is not None
         resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, self._limits)
         self._limits = None
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         with Redis(port=self.port, socket_timeout=2) as redis:
             while time.monotonic() < deadline:
                 try:

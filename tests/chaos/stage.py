@@ -32,10 +32,11 @@ from workers.chaos.load import Load
 from workers.chaos.plan import Fault
 from workers.cli.processes import PENSTOCK
 
-#: What workers may take beyond their drain time to hand everything back (s).
-HAND_BACK_S = 15.0
-#: Ways in which tasks are asked for: see `workers.chaos.load`.
+#: Whoever takes longer than this hangs (s): beyond the drain time to stop; to come up.
+HAND_BACK_S = 60.0
 BOOT_S = 120.0
+#: A server that says nothing for so long (s) is away. A disk may be slow to sync what is written.
+SILENT_S = 10.0
 
 _DOUBLE = """
 local held, found = redis.call('KEYS', 'penstock:inflight:*'), {}
@@ -120,7 +121,7 @@ class Stage:
         self.servers = {name: Server(name, folder / name, self._clock(name)) for name in names}
         self.broker, self.store = self.servers["broker"], self.servers[names[-1]]
         self.redis = {
-            name: Redis.from_url(server.url, decode_responses=True, socket_timeout=2)
+            name: Redis.from_url(server.url, decode_responses=True, socket_timeout=SILENT_S)
             for name, server in (("broker", self.broker), ("store", self.store))
         }
         self.slots: dict[str, Slot] = {}

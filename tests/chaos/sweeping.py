@@ -30,6 +30,7 @@ class Sweeper:
     """A process that sweeps as `penstock sweeper` does, at short intervals."""
 
     def __init__(self, url: str, name: str, **settings: Any) -> None:
+        """`settings`: those of a SweeperSettings that are to be others."""
         fields = {"lease": 1.0, "every": 0.05, "seldom": 0.1} | settings
         self._process: BaseProcess = template().Process(target=_sweep, args=(url, name, fields), daemon=True)
         self._process.start()
@@ -53,7 +54,7 @@ class Sweeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.kill()
-        self._process.join(10)
+        self._process.join(60)
 
 
 def _sweep(url: str, name: str, fields: dict[str, Any]) -> None:
@@ -155,7 +156,7 @@ class Left:
         return found
 
 
-def within(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+def within(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -10,7 +10,8 @@ from tests.chaos.drain import measure
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGQUIT])
 def test_streams_go_on_elsewhere(how: signal.Signals) -> None:
-    report = measure(40, 0.3, how, 0.05, then=0.005)
+    report = measure(40, 0.3, how, 0.2, then=0.005, boot=60.0, plugins="tests.chaos.drain:be_patient")
     assert (report.status, report.deaths, report.wrong) == (0, 0, 0)

@@ -8,7 +8,7 @@ from tests.chaos.kill_between_calls import Pairs, strike
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_every_pair_of_adjacent_calls_can_be_parted() -> None:
     pairs, ways = Pairs(), set()
     for drained in (False, True):

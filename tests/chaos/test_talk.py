@@ -37,12 +37,14 @@ async def _gateway(*answers: bytes) -> AsyncIterator[str]:
         server.close()
 
 
-async def _cancelled(folder: Path, url: str, seconds: float = 20.0) -> list[Any]:
-    """What the journal says after a client cancelled, or was killed at it."""
+async def _cancelled(folder: Path, url: str, killed_at: int = 0) -> list[Any]:
+    """What the journal says after a client cancelled, or was killed at it once so many lines said so."""
     seen, journal = Seen(0, 0, "http", {}, id="t"), Journal(folder, "client")
     async with Senders(url, "redis://127.0.0.1:1/0", "redis://127.0.0.1:1/0") as senders:
         following = asyncio.create_task(Talk(senders, journal).follow(seen, MANNER))
-        await asyncio.wait([following], timeout=seconds)
+        async with asyncio.timeout(60):
+            while not following.done() and not 0 < killed_at <= len(_said(lines_of(journal.path))):
+                await asyncio.wait([following], timeout=0.1)
         following.cancel()
         await asyncio.wait([following])
     return _said(lines_of(journal.path))
@@ -54,7 +56,7 @@ def _said(lines: Sequence[dict[str, Any]] | Any) -> list[Any]:
 
 async def test_a_cancel_is_written_down_before_anybody_answers_it(tmp_path: Path) -> None:
     async with _gateway() as url:
-        assert await _cancelled(tmp_path, url, 0.5) == [None]
+        assert await _cancelled(tmp_path, url, killed_at=1) == [None]
 
 
 async def test_a_cancel_is_asked_for_until_it_is_answered_and_no_more(tmp_path: Path) -> None:

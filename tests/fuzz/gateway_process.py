@@ -4,10 +4,11 @@ import json
 import logging
 import sys
 
-from producers.gateway import GatewaySettings, serve
+from producers.gateway import GatewaySettings, health, serve
 from producers.gateway.server import listen
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    health.PATIENCE_S = 60.0  # servers that are slow to answer, on a busy machine, are none that are away
     settings = GatewaySettings(**json.loads(sys.argv[1]))
     serve(settings, listen(settings.host, settings.port))

@@ -121,7 +121,7 @@ class House:
         return False
 
     def known(self) -> tuple[Route, ...]:
-        return routes(httpx.get(f"{self.url}/openapi.json").json())
+        return routes(httpx.get(f"{self.url}/openapi.json", timeout=BOOT_S).json())
 
     def tasks(self) -> list[bytes]:
         """Ids of some that are over, each of another kind."""
@@ -130,7 +130,8 @@ class House:
             {"prompt": "def g(", "max_tokens": 4, "n": 2, "logprobs": 2, "prompt_logprobs": 1},
             {"prompt": "x", "max_tokens": 200, "timeout": 0.001},
         ]
-        ids = [httpx.post(f"{self.url}/v1/tasks", json={"model": MODEL, **body}).json()["id"] for body in bodies]
+        with httpx.Client(base_url=self.url, timeout=PATIENCE_S) as http:
+            ids = [http.post("/v1/tasks", json={"model": MODEL, **body}).json()["id"] for body in bodies]
         self.worker.wait_until(lambda: all(self.redis.hexists(keys.task(task_id), "settled") for task_id in ids))
         return [task_id.encode() for task_id in ids]
 
@@ -147,7 +148,7 @@ class House:
         found = []
         self.gateway.terminate()
         try:
-            if code := self.gateway.wait(40):
+            if code := self.gateway.wait(PATIENCE_S):
                 found.append(f"the gateway exited with {code}: {self.log.read_text()[-3000:]}")
         except subprocess.TimeoutExpired:
             self.gateway.kill()

@@ -86,7 +86,7 @@ class Line:
         self.text = Redis.from_url(url, decode_responses=True)
         settings = ENGINES[engine]
         self.model: str = settings["model"]
-        self.worker = Worker(url, **settings, lease=2.0, retry_after=0.05, LOG_LEVEL="WARNING")
+        self.worker = Worker(url, **settings, lease=10.0, retry_after=0.05, LOG_LEVEL="WARNING")
         self.worker.wait_ready()
         self.queue: str = self.text.hget(keys.ROUTES, self.model)  # type: ignore[assignment]
         self.lists = [name for name, _ in lists([self.queue, keys.model_queue(self.model)])]

@@ -60,9 +60,9 @@ class Server:
         self._ears.ping("all")
         heard: list[tuple[str, str]] = []
         while True:
-            message = self._ears.get_message(timeout=5)
+            message = self._ears.get_message(timeout=60)
             if message is None:
-                raise TimeoutError("the server did not answer a PING within 5 s")
+                raise TimeoutError("the server did not answer a PING within a minute")
             if message["type"] == "pong":
                 return heard
             if message["type"] == "pmessage":
