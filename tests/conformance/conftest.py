@@ -17,8 +17,8 @@ from producers.gateway.server import listen
 from tests.processes import Worker, valkey
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
-#: Seconds; short, so that what is lost is found soon.
-WORKER_LEASE = 4.0
+#: Seconds; short, so that what is lost is found soon, and longer than a busy machine holds the worker up.
+WORKER_LEASE = 10.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,6 @@ def system() -> Iterator[System]:
             LOG_LEVEL="WARNING",
         )
         with worker:
-            worker.wait_until(lambda: bool(worker.incarnations), 90)
+            worker.wait_until(lambda: bool(worker.incarnations), 180)
             with gateway(store_url) as (url, _):
                 yield System(store_url, store, worker, url)

@@ -11,27 +11,30 @@ from producers import keys
 from tests.conformance.conftest import System, gateway
 from tests.producers.gateway.conftest import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def test_kill_9_mid_stream_cancels_the_task_and_frees_its_memory(system: System) -> None:
+def test_kill_9_mid_stream_cancels_its_tasks_and_frees_their_memory(system: System) -> None:
+    """There is so much to do that some is left when the reader leases are found lapsed, however fast the worker is."""
     with gateway(system.store_url, reader_lease=1.0, sweep=False) as (url, process):
         client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
         chunks = iter(
             client.completions.create(
-                model="tiny", prompt="def f", n=64, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+                model="tiny", prompt=["def f"] * 4, n=64, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
             )
         )
-        task_id = next(chunks).id.removeprefix("cmpl-")
+        next(chunks)
         until(lambda: _lease(system)["kv_blocks_used"])
-        assert system.store.zscore(keys.READERS, task_id) is not None
+        ids = system.store.zrange(keys.READERS, 0, -1)
+        assert len(ids) == 4
         process.kill()
         process.join()
-        until(lambda: system.status(task_id) == "cancelled", 40)
-    until(lambda: system.store.hexists(keys.task(task_id), "settled"))
-    assert 0 < json.loads(system.store.hget(keys.task(task_id), "usage"))["output_tokens"] < 64 * 900
+        until(lambda: "cancelled" in map(system.status, ids), 100)
+    until(lambda: all(system.store.hexists(keys.task(task_id), "settled") for task_id in ids))
+    made = [json.loads(system.store.hget(keys.task(task_id), "usage"))["output_tokens"] for task_id in ids]
+    assert 0 < sum(made) < 4 * 64 * 900
     until(lambda: _lease(system)["running"] == 0 and _lease(system)["kv_blocks_used"] == 0)
-    until(lambda: system.store.zscore(keys.READERS, task_id) is None)
+    until(lambda: not system.store.zcard(keys.READERS))
 
 
 def _lease(system: System) -> dict[str, int]:

@@ -12,7 +12,7 @@ from engine.text import Tokenizer
 from producers import Client, InvalidTask, Prompt, Result, TaskFailed, Token
 from tests.conformance.conftest import TINY, System
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPT = "def read(path):\n"
 

@@ -15,7 +15,7 @@ from engine.text import Tokenizer
 from tests.conformance.conftest import TINY, System
 from tests.producers.gateway.conftest import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
@@ -26,7 +26,7 @@ PROMPT = "def read(path):\n"
 
 @pytest.fixture(scope="module")
 def client(system: System) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=60, max_retries=0) as made:
+    with OpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=180, max_retries=0) as made:
         yield made
 
 
@@ -247,7 +247,7 @@ class TestLeaving:
 
 
 async def test_many_calls_at_once(system: System) -> None:
-    async with AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=90, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=180, max_retries=0) as client:
 
         async def stream(seed: int) -> str:
             text = ""

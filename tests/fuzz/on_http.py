@@ -42,7 +42,7 @@ MODEL = "tiny"
 SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 64, "LRU_CACHE_CAPACITY": 64, "MALLOC_ARENA_MAX": 1}
 ENGINE = {"dtype": "float32", "threads": 1, "max_num_seqs": 32, "kv_cache_bytes": 16 << 20}
 #: A process that is not there after so long (s) never will be.
-BOOT_S = 90.0
+BOOT_S = 180.0
 #: Connections at a time.
 OPEN = 12
 #: Seconds within which a request has to come in whole.

@@ -11,7 +11,7 @@ from tests.fuzz.answers import Answer, Malformed, declared, faults, take
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_request_is_answered_as_declared() -> None:
     findings = on_http.run(300, 7)
     assert findings.faults == []

@@ -15,7 +15,7 @@ from tests.fuzz.messages import Fuzzed
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_fuzzed_message_ends_and_good_tasks_come_out_right() -> None:
     findings = on_queue.run(300, "stub", 7)
     assert findings.faults == []

@@ -8,7 +8,7 @@ from tests.fuzz.soak import Plan, allowed_for, soak
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_planted_leak_is_found_and_nothing_else_is_accused() -> None:
     plan = Plan(0.0, rounds=15, round_s=0.4, each=3, drawn=60, lease=1.5, plugins=("", "tests.fuzz.leaks:leak"))
     soaked = soak(plan)
