@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
+#: A lease is renewed four times before it lapses, and so often (s) at least; what others left is looked for as often.
+ROUND_S = 5.0
 #: A lease that was not renewed is looked at again so soon after its end.
 REAP_AFTER_S = 0.02
 #: Messages that go back into their lists in one call.
@@ -53,6 +55,7 @@ class Housekeeper(threading.Thread):
         self._runtime = runtime
         # A lease must be renewed several times before it lapses, also when one try hangs.
         patience = min(5.0, runtime.settings.lease / 4)
+        self._pause = min(ROUND_S, runtime.settings.lease / 4)
         self._store = connect(runtime.settings.store, timeout=patience)
         self._broker = connect(runtime.settings.broker, timeout=patience)
         self._control = connect(runtime.settings.store)
@@ -82,7 +85,7 @@ class Housekeeper(threading.Thread):
         self._clock_offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
         run(self._store, broker.lease(life.id, about, ttl, take=True))
         run(self._broker, broker.lease(life.id, about, ttl, take=True, queue=self._runtime.queue))
-        self._renew_at = time.monotonic() + self._runtime.settings.lease / 4
+        self._renew_at = time.monotonic() + self._pause
         life.begun = True
         threading.Thread(target=self._listen, args=(life,), name="penstock-control", daemon=True).start()
 
@@ -343,7 +346,7 @@ class Housekeeper(threading.Thread):
                 self._announce_again()
                 self.begin_life(life)
             else:
-                self._renew_at = now + quarter
+                self._renew_at = now + self._pause
                 self._renew(life)
                 if life.over:
                     return
@@ -353,7 +356,7 @@ class Housekeeper(threading.Thread):
                 self._reap_at = now + quarter
             self._heard_at = now
         if now >= self._reap_at:
-            self._reap_at = now + quarter
+            self._reap_at = now + self._pause
             self._reap_at = min(self._reap_at, now + self._reap(life) + REAP_AFTER_S)
             self._adopt()
             self._end_unwanted()
