@@ -21,6 +21,8 @@ from workers.bench.load import Ask
 
 #: How often the client looks how late its own loop is (s).
 LOOK_S: Final = 0.02
+#: How long it may take to cancel what is under way when the bench is stopped (s).
+CANCEL_S: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ async def drive(
         await run.look_up(samples)
     except asyncio.CancelledError:
         with suppress(TimeoutError):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(CANCEL_S):
                 await run.cancel([sample for sample in samples if not sample.ended])
         raise
     finally:
