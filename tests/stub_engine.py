@@ -5,9 +5,9 @@ STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goe
 requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run
 on; unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED (no request makes a
 token), STUB_HANG_AFTER (the step after so many does not end, for STUB_HANG_S seconds), STUB_HUNG_BY (nor do those that
-compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the device is lost). A prompt that contains
-DEADLY kills the process in its first step, one that contains STALLED makes no token; the text PANIC cannot be
-tokenised.
+compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the device is lost), STUB_HOLD_AT (no choice
+gets past so many tokens until the file STUB_GO is there; unset: never). A prompt that contains DEADLY kills the process
+in its first step, one that contains STALLED makes no token; the text PANIC cannot be tokenised.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ class StubEngine:
         self.hang_s = float(os.environ.get("STUB_HANG_S", "600"))
         self.lost_after = int(os.environ.get("STUB_LOST_AFTER", "-1"))
         self.hung_by = int(os.environ.get("STUB_HUNG_BY", "0"))
+        self.hold_at = int(os.environ.get("STUB_HOLD_AT", "0"))
+        self.go = os.environ.get("STUB_GO", "")
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -207,7 +209,7 @@ class StubEngine:
                 self._wake.wait(1.0)
                 self._wake.clear()
                 continue
-            self._since = time.monotonic()
+            made, self._since = self._generated, time.monotonic()
             try:
                 self._step()
             except _Lost:
@@ -216,8 +218,8 @@ class StubEngine:
             self._since = None
             if self.on_step:
                 self.on_step()
-            if self.step_s:
-                time.sleep(self.step_s)
+            if self.step_s or made == self._generated:  # what only waits is not to take a processor
+                time.sleep(self.step_s or 0.002)
 
     def _step(self) -> None:
         if self._steps == self.hang_after:
@@ -227,6 +229,7 @@ class StubEngine:
         if self.hung_by and any(self.hung_by in r.request.prompt_ids for r in self._running.values()):
             threading.Event().wait(self.hang_s)
         self._steps += 1
+        holds = self.hold_at and not os.path.exists(self.go)
         for key, running in list(self._running.items()):
             request = running.request
             if DEADLY in request.prompt_ids:
@@ -247,6 +250,8 @@ class StubEngine:
                 if choice in running.failed:
                     continue
                 index = running.done[choice]
+                if holds and self.hold_at <= index < target:
+                    continue
                 finished = index >= target
                 if finished and any(done < of for done, of in zip(running.done, targets, strict=True)):
                     continue

@@ -1,6 +1,7 @@
 """A worker for tests: `python -m tests.worker_process '{"broker": ..., "store": ..., ...}'`.
 
-Environment: WORKER_PLUGINS names functions (`module:function,...`) to be called before it starts.
+Environment: WORKER_PLUGINS names functions (`module:function,...`) to be called before it starts; WORKER_TIMES are
+other values of the product's constants, JSON by `module:NAME`.
 """
 
 import json
@@ -12,6 +13,9 @@ from workers.settings import WorkerSettings
 from workers.worker import run_worker
 
 if __name__ == "__main__":
+    for constant, value in json.loads(os.environ.get("WORKER_TIMES", "{}")).items():
+        module, _, name = constant.partition(":")
+        setattr(import_module(module), name, value)
     for plugin in filter(None, os.environ.get("WORKER_PLUGINS", "").split(",")):
         module, _, function = plugin.partition(":")
         getattr(import_module(module), function)()

@@ -20,5 +20,5 @@ def _rig() -> Iterator[Rig]:
 def served() -> Iterator[Rig]:
     """A Valkey with one worker, shared by a module's tests: a step takes 10 ms, ordinary tasks run beside."""
     with rig() as made:
-        made.worker(lease=10.0, events=True, STUB_STEP_S=0.01, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
+        made.worker(events=True, STUB_STEP_S=0.01, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
         yield made

@@ -109,12 +109,13 @@ def dies_before_claim() -> None:
 
 
 def event_loop_sticks() -> None:
-    """`control stick`: the main thread waits for ever."""
+    """`control stick`: the main thread waits, for as long as the file `go` is not there."""
 
-    @control_command(args=[("seconds", float)])
-    def stick(state: Any, seconds: float = 600) -> None:
+    @control_command(args=[("go", str)])
+    def stick(state: Any, go: str = "") -> None:
         print("stuck", flush=True)
-        time.sleep(seconds)
+        while not os.path.exists(go):
+            time.sleep(0.02)
 
 
 def loads_for_ever(model: str, options: dict[str, Any]) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from celery import Celery
@@ -20,8 +21,10 @@ from tests.stub_engine import StubEngine, token
 
 POOL = keys.pool_queue("stub", "v1", "stub")
 MODEL = keys.model_queue("stub")
-#: Of workers that are to be found dead soon, seconds.
-LEASE = 1.0
+#: Longer than any test waits, seconds: no lease lapses because a machine is busy. Who is killed is buried (`kill`).
+LEASE = 300.0
+#: What a worker does now and then it does often; and it may take long to hand things back, on a machine that is busy.
+TIMES = {"workers.housekeeper:ROUND_S": 0.25, "workers.drain:HAND_BACK_S": 20.0, "workers.drain:EXIT_S": 40.0}
 
 
 class Rig:
@@ -43,12 +46,23 @@ class Rig:
         self.until(self.redis.pubsub_numpat)  # it listens to remote control
         return worker
 
-    def begin_worker(self, **fields: Any) -> Worker:
-        """A worker that may not be up yet."""
-        fields = {"lease": LEASE, "LOG_LEVEL": "INFO", "warm": True, **fields}
+    def begin_worker(self, *, times: Mapping[str, float] = TIMES, **fields: Any) -> Worker:
+        """A worker that may not be up yet. `times`: of the product's constants, where they are to be others."""
+        fields = {"lease": LEASE, "LOG_LEVEL": "INFO", "warm": True, "WORKER_TIMES": json.dumps(times), **fields}
         worker = Worker(self.url, store=self.store_url, eyes=self.redis, **fields)
         self.workers.append(worker)
         return worker
+
+    def kill(self, worker: Worker) -> None:
+        """With SIGKILL, if it is not dead already, and its lease is over at once: as when it has lapsed."""
+        worker.stop(signal.SIGKILL)
+        self.lapse(worker)
+
+    def lapse(self, worker: Worker) -> None:
+        """Its leases are over, whether it lives or not."""
+        for server in {self.redis, self.store}:
+            if leases := server.keys(keys.lease(f"{worker.name}.*")):
+                server.delete(*leases)
 
     def close(self) -> None:
         for worker in self.workers:

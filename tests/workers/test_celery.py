@@ -81,14 +81,14 @@ def test_inspect_shows_a_task_while_it_runs_and_no_longer(served: Rig, app: Cele
 def active(served: Rig, app: Celery) -> list[str]:
     """Ids of the active tasks of the one worker."""
     hostname = f"penstock@{served.workers[0].name}"
-    answer = app.control.inspect(destination=[hostname], timeout=30).active()
+    answer = app.control.inspect(destination=[hostname], timeout=60).active()
     assert answer, "the worker does not answer"
     return [task["id"] for task in answer[hostname]]
 
 
 def test_inspect_tells_the_pool(served: Rig, app: Celery) -> None:
     hostname = f"penstock@{served.workers[0].name}"
-    stats = app.control.inspect(destination=[hostname], timeout=30).stats()
+    stats = app.control.inspect(destination=[hostname], timeout=60).stats()
     assert stats[hostname]["pool"]["max-concurrency"] == 64
 
 
@@ -146,13 +146,13 @@ def test_an_ordinary_task_that_rejects_its_message_is_taken_again(served: Rig, a
 
 
 def test_a_countdown_is_waited_out(served: Rig, app: Celery) -> None:
+    seconds, micros = served.redis.time()
     later = generate(app, next(SEEDS)).apply_async(countdown=1.5)
     at_once = generate(app, next(SEEDS)).apply_async()
     served.until_settled([later.id, at_once.id])
     served.check([later.id, at_once.id])
-    eta = served.redis.time()[0]
-    sent, started = (int(served.record(r.id)["started"]) for r in (at_once, later))
-    assert started - sent >= 1000, f"began before its time (now {eta})"
+    waited = int(served.record(later.id)["started"]) - seconds * 1000 - micros // 1000
+    assert waited >= 1400, "began before its time"
 
 
 def test_an_expired_task_is_revoked_and_fails(served: Rig, app: Celery) -> None:
@@ -165,8 +165,11 @@ def test_an_expired_task_is_revoked_and_fails(served: Rig, app: Celery) -> None:
 
 
 def test_a_task_that_expires_while_it_runs_ends(served: Rig, app: Celery) -> None:
-    result = generate(app, next(SEEDS), 4000).apply_async(expires=1.5)
-    served.until_settled([result.id])
+    for seconds in (1.5, 6.0, 24.0):  # a machine that is busy may not have begun with it in time
+        result = generate(app, next(SEEDS), 4000).apply_async(expires=seconds)
+        served.until_settled([result.id])
+        if "started" in served.record(result.id):
+            break
     assert served.record(result.id)["status"] == "incomplete"
     assert "expired" in served.record(result.id)["error"]
     told = result.get(timeout=60)

@@ -22,7 +22,7 @@ def test_a_cluster_is_refused() -> None:
         with pytest.raises(Refused, match=r"the store at .* is a Redis Cluster.*Use a single primary"):
             check_server(url, "store")
         worker = Worker(url)
-        assert worker.process.wait(30) != 0
+        assert worker.process.wait(60) != 0
         assert "is a Redis Cluster" in worker.log.read_text()
         worker.log.unlink()
 

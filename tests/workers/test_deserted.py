@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import threading
 from collections.abc import Iterator
 
@@ -40,7 +39,7 @@ def sweeping(rig: Rig) -> Iterator[None]:
     thread.start()
     yield
     loop.call_soon_threadsafe(task.cancel)
-    thread.join(20)
+    thread.join(60)
     loop.close()
 
 
@@ -60,7 +59,7 @@ def test_what_killed_workers_had_sorted_is_seen_in_the_lists_and_runs_once(rig: 
             tier = ("default", "default", "batch")[seed % 3]
             sent[tier].append(submit(prompt=[1], seed=seed, tier=tier, tenant=("a", "b", None)[seed % 4 % 3]))
     rig.until(lambda: not any(map(rig.redis.llen, lists.values())))
-    worker.stop(signal.SIGKILL)
+    rig.kill(worker)
     with sweeping(rig):
         rig.until(lambda: sum(map(rig.redis.llen, lists.values())) == 32)
         for tier, name in lists.items():
@@ -71,7 +70,7 @@ def test_what_killed_workers_had_sorted_is_seen_in_the_lists_and_runs_once(rig: 
         for _ in range(2):
             worker = rig.worker(STUB_SEQS=4, STUB_STEP_S=0.02)
             rig.until(lambda: all(rig.status(task_id) == "in_progress" for task_id in stalled))
-            worker.stop(signal.SIGKILL)
+            rig.kill(worker)
         rig.worker(STUB_SEQS=4)
         for task_id in stalled:
             rig.until(lambda task_id=task_id: rig.cancel(task_id) and rig.settled([task_id]))

@@ -11,10 +11,12 @@ import pytest
 
 from producers import keys
 from tests.stub_engine import STALLED
-from tests.workers.rig import Rig, two_servers
+from tests.workers.rig import TIMES, Rig, two_servers
 from workers.signals import SAME_S
 
 ORDINARY = "tests.workers.plugins:ordinary_tasks"
+#: Where handing back takes all of its time, because something hangs.
+HANGS = TIMES | {"workers.drain:HAND_BACK_S": 5.0}
 
 
 def check_gone(rig: Rig) -> None:
@@ -36,10 +38,12 @@ def test_what_ends_in_time_ends_here(rig: Rig, how: signal.Signals) -> None:
 
 
 def test_the_rest_goes_back_with_its_tokens(rig: Rig) -> None:
-    worker = rig.worker(STUB_STEP_S=0.02, STUB_SEQS=6, drain=0.5)
+    worker = rig.worker(STUB_STEP_S=0.02, STUB_SEQS=6, STUB_HOLD_AT=50, drain=600.0)
     short, long, waiting = rig.fill(3, max_tokens=10), rig.fill(3, max_tokens=100, n=2), rig.fill(2, max_tokens=10)
     rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in (*short, *long[:1])))
-    assert worker.stop() == 0
+    worker.process.terminate()
+    rig.until_settled(short)
+    assert worker.stop(signal.SIGQUIT) == 0
     rig.check(short)
     check_gone(rig)
     for task_id in long:
@@ -58,7 +62,7 @@ def test_the_rest_goes_back_with_its_tokens(rig: Rig) -> None:
 
 
 def test_sigquit_hands_back_at_once(rig: Rig) -> None:
-    worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
+    worker = rig.worker(STUB_HOLD_AT=30, drain=600.0)
     ids = rig.fill(5, max_tokens=60)
     rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
     assert worker.stop(signal.SIGQUIT) == 0
@@ -70,7 +74,7 @@ def test_sigquit_hands_back_at_once(rig: Rig) -> None:
 
 
 def test_order_is_kept_when_tasks_go_back(rig: Rig) -> None:
-    worker = rig.worker(STUB_STEP_S=0.02, STUB_SEQS=5)
+    worker = rig.worker(STUB_HOLD_AT=30, STUB_SEQS=5)
     ids = rig.fill(8, max_tokens=60)
     rig.until(lambda: rig.tokens(ids[4]))
     assert worker.stop(signal.SIGQUIT) == 0
@@ -100,22 +104,27 @@ def test_a_third_ends_it_on_the_spot(rig: Rig) -> None:
     rig.until(lambda: rig.tokens(task_id))
     server = rig.redis.info("server")["process_id"]
     os.kill(server, signal.SIGSTOP)
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-        worker.process.send_signal(sig)
-        time.sleep(0.2)
-    assert worker.process.wait(10) == os.EX_SOFTWARE
-    os.kill(server, signal.SIGCONT)
+    try:
+        for sig, heard in ((signal.SIGTERM, "SIGTERM came"), (signal.SIGINT, "SIGINT came")):
+            worker.process.send_signal(sig)
+            rig.until(lambda heard=heard: heard in worker.log.read_text())
+        worker.process.terminate()
+        assert worker.process.wait(60) == os.EX_SOFTWARE
+    finally:
+        os.kill(server, signal.SIGCONT)
     assert "the third signal" in worker.log.read_text()
 
 
 def test_an_event_loop_that_is_stuck_does_not_hold_it_up(rig: Rig) -> None:
     """It waits for a server that does not answer, say. Deliveries, and the drain, are no concern of its."""
-    worker = rig.worker(STUB_STEP_S=0.02, drain=0.3, WORKER_PLUGINS="tests.workers.plugins:event_loop_sticks")
+    times = TIMES | {"workers.drain:HAND_BACK_S": 8.0, "workers.drain:EXIT_S": 10.0}
+    sticks = "tests.workers.plugins:event_loop_sticks"
+    worker = rig.worker(times=times, STUB_STEP_S=0.02, drain=0.3, WORKER_PLUGINS=sticks)
     ids = rig.fill(3, max_tokens=2000)
     rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
     rig.sender().control.broadcast("stick")
     rig.until(lambda: "stuck" in worker.log.read_text())
-    assert worker.stop(seconds=10) == 0
+    assert worker.stop() == 0
     assert {rig.status(task_id) for task_id in ids} == {"queued"}
     check_gone(rig)
 
@@ -123,16 +132,17 @@ def test_an_event_loop_that_is_stuck_does_not_hold_it_up(rig: Rig) -> None:
 def test_while_the_model_is_loaded_it_just_ends(rig: Rig) -> None:
     worker = rig.begin_worker(engine_factory="tests.workers.plugins:loads_for_ever")
     rig.until(lambda: "loads for ever" in worker.log.read_text())
-    assert worker.stop(seconds=10) == 0
+    assert worker.stop() == 0
     check_gone(rig)
 
 
 def test_a_step_that_does_not_end_does_not_hold_it_up(rig: Rig) -> None:
     """As while a GPU's kernels are compiled: what was published stands, the step's outcome is nobody's."""
-    worker = rig.worker(STUB_STEP_S=0.01, STUB_HANG_AFTER=20, drain=0.2)
+    worker = rig.worker(times=HANGS, STUB_STEP_S=0.01, STUB_HANG_AFTER=20, drain=0.2)
     ids = rig.fill(3, max_tokens=200)
-    rig.until(lambda: all(rig.tokens(task_id) for task_id in ids) and rig.leases()[0]["steps"] == 20)
-    assert worker.stop(seconds=10) == 0
+    rig.until(lambda: all(rig.status(task_id) == "in_progress" for task_id in ids))
+    rig.until(lambda: rig.leases()[0]["steps"] == 20)
+    assert worker.stop() == 0
     assert {rig.status(task_id) for task_id in ids} == {"queued"}
     assert {rig.record(task_id)["deaths"] for task_id in ids} == {"0"}
     check_gone(rig)
@@ -142,22 +152,25 @@ def test_with_its_lease_lapsed_it_ends_cleanly(rig: Rig) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
     ids = rig.fill(3, max_tokens=2000)
     rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
-    rig.redis.delete(*rig.redis.keys(keys.lease("*")))
-    assert worker.stop() == 0
+    rig.lapse(worker)
+    assert worker.stop(signal.SIGQUIT) == 0
     assert {rig.status(task_id) for task_id in ids} == {"queued"}
     assert {rig.record(task_id)["deaths"] for task_id in ids} == {"0"}
     check_gone(rig)
 
 
 def test_nothing_is_fetched_while_it_drains(rig: Rig) -> None:
-    worker = rig.worker(STUB_STEP_S=0.02, drain=30.0)
-    (running,) = rig.fill(1, max_tokens=100)
+    worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
+    (running,) = rig.fill(1, max_tokens=4000)
     rig.until(lambda: rig.tokens(running))
     worker.process.send_signal(signal.SIGTERM)
     rig.until(lambda: any(lease["draining"] for lease in rig.leases()))
     (late,) = rig.fill(1)
-    assert worker.process.wait(30) == 0
-    rig.check([running])
+    made = rig.tokens(running)
+    rig.until(lambda: rig.tokens(running) > made + 30)
+    rig.cancel(running)
+    assert worker.process.wait(60) == 0
+    rig.check([running], "cancelled")
     assert rig.status(late) == "queued"
     assert "claims" not in rig.record(late)
 
@@ -197,13 +210,16 @@ def test_an_ordinary_task_that_takes_too_long_is_handed_back(rig: Rig) -> None:
 def test_with_a_store_that_hangs_it_ends_in_time_and_nothing_is_lost() -> None:
     """What cannot be released is not given up either: it returns, and whoever claims it next finds its owner dead."""
     with two_servers() as rig:
-        worker = rig.worker(STUB_STEP_S=0.02, drain=0.3)
+        worker = rig.worker(times=HANGS | {"workers.drain:EXIT_S": 10.0}, STUB_HOLD_AT=50, drain=0.3)
         ids = rig.submit(4, max_tokens=100)
         rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
         server = rig.store.info("server")["process_id"]
         os.kill(server, signal.SIGSTOP)
-        assert worker.stop(seconds=10) == 1
-        os.kill(server, signal.SIGCONT)
+        try:
+            assert worker.stop() == 1
+        finally:
+            os.kill(server, signal.SIGCONT)
+        rig.lapse(worker)
         rig.worker()
         rig.until_settled(ids)
         rig.check(ids)

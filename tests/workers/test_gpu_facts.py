@@ -174,7 +174,7 @@ class TestThread:
 
         monkeypatch.setattr(gpu_facts, "open_nvml", lambda uuid: look)
         facts.start()
-        facts.join(20)
+        facts.join(60)
         assert not facts.is_alive()
         return seen
 
@@ -195,14 +195,14 @@ class TestThread:
 
         def hang() -> Any:
             asked.set()
-            answer.wait(20)
+            answer.wait(60)
 
         monkeypatch.setattr(gpu_facts, "open_nvml", lambda uuid: hang)
         facts = GpuFacts("cuda")
         facts.start()
-        assert asked.wait(20)
+        assert asked.wait(60)
         assert facts.latest is None
         facts.stop()
         assert facts.daemon  # the process can end all the same
         answer.set()
-        facts.join(20)
+        facts.join(60)

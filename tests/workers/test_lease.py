@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import signal
 
+from redis import Redis
+
 from producers import keys
 from tests.processes import Worker
-from tests.workers.rig import LEASE, Rig, rig, two_servers
+from tests.workers.rig import TIMES, Rig, rig, two_servers
+
+#: How long a worker that finds the servers back waits for the others to say that they live: a quarter of a lease (s).
+PAUSE = 3.0
 
 
 def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
@@ -14,13 +19,14 @@ def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
 
     Whoever takes a task from a worker that does not answer must count it dead: it cannot know better.
     """
-    first = rig.worker(STUB_STEP_S=0.01)
+    first = rig.worker(STUB_HOLD_AT=50)
     ids = rig.fill(8, max_tokens=150)
     rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
     (old,) = first.incarnations
     first.process.send_signal(signal.SIGSTOP)
+    rig.lapse(first)
     second = rig.worker(STUB_STEP_S=0.01)
-    rig.until(lambda: {rig.record(task_id).get("owner") for task_id in ids} == set(second.incarnations))
+    rig.until(lambda: {rig.record(task_id)["deaths"] for task_id in ids} == {"1"})
     first.process.send_signal(signal.SIGCONT)
     rig.until(lambda: first.incarnations and old not in first.incarnations)
     rig.until_settled(ids)
@@ -40,15 +46,17 @@ def test_a_server_that_stood_still_killed_nobody() -> None:
 
 
 def _sleeps_and_goes_on(rig: Rig) -> None:
-    first = rig.worker(STUB_STEP_S=0.01, STUB_SEQS=8, max_deaths=1)
+    options = {"STUB_STEP_S": 0.01, "STUB_SEQS": 8, "max_deaths": 1, "lease": 4 * PAUSE}
+    options["times"] = TIMES | {"workers.housekeeper:ROUND_S": PAUSE}
+    first = rig.worker(**options)
     ids = rig.fill(16, max_tokens=200)
     waiting = rig.fill(4, max_tokens=200)
-    second = rig.begin_worker(STUB_STEP_S=0.01, STUB_SEQS=8, max_deaths=1)
+    rig.url = rig.store_url = f"{rig.url}?socket_timeout=60"  # while it starts, it would not wait for so long
+    second = rig.begin_worker(**options)
     _sleep(rig, first)
     rig.until(lambda: second.incarnations)
-    for _ in range(2):
-        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
-        _sleep(rig, first, second)
+    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    _sleep(rig, first, second)
     rig.until_settled(ids + waiting)
     rig.check(ids + waiting)
     assert {rig.record(task_id)["deaths"] for task_id in ids + waiting} == {"0"}
@@ -57,16 +65,20 @@ def _sleeps_and_goes_on(rig: Rig) -> None:
 
 
 def _sleep(rig: Rig, *workers: Worker) -> None:
-    """The server answers nobody for longer than a lease; until all workers have begun anew."""
+    """The server answers nobody, while leases lapse that were about to; until all workers have begun anew."""
     old = [worker.incarnations for worker in workers]
-    rig.redis.execute_command("DEBUG", "SLEEP", 1.5 * LEASE)
+    with Redis.from_url(rig.url, socket_timeout=60) as patient, patient.pipeline(transaction=True) as pipe:
+        for name in rig.redis.keys(keys.lease("*")):
+            pipe.pexpire(name, 1)
+        pipe.execute_command("DEBUG", "SLEEP", 2.2 * PAUSE)
+        pipe.execute()
     rig.until(lambda: all(w.incarnations and w.incarnations != before for w, before in zip(workers, old, strict=True)))
 
 
 def test_the_leases_may_lapse_apart() -> None:
     """One on the broker, one on the store: either gone, the life is over and the other lease is given up."""
     with two_servers() as rig:
-        worker = rig.worker(STUB_STEP_S=0.01, lease=4.0)
+        worker = rig.worker(STUB_STEP_S=0.01)
         for server in (rig.redis, rig.store):
             ids = rig.submit(6, max_tokens=100)
             rig.until(lambda ids=ids: all(rig.tokens(task_id) > 3 for task_id in ids))
@@ -81,13 +93,13 @@ def test_the_leases_may_lapse_apart() -> None:
 
 
 def test_lapsed_while_it_drains_nothing_is_lost(rig: Rig) -> None:
-    worker = rig.worker(STUB_STEP_S=0.01, drain=20.0)
+    worker = rig.worker(STUB_STEP_S=0.01, drain=600.0)
     ids = rig.fill(6, max_tokens=3000)
     rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
     worker.process.send_signal(signal.SIGTERM)
     rig.until(lambda: any(lease["draining"] for lease in rig.leases()))
-    rig.redis.delete(keys.lease(worker.incarnations[0]))
-    assert worker.process.wait(30) == 0
+    rig.lapse(worker)
+    assert worker.process.wait(60) == 0
     rig.worker()
     rig.until_settled(ids)
     rig.check(ids)

@@ -11,7 +11,7 @@ PLUGINS = "tests.workers.plugins:ordinary_tasks,tests.workers.plugins:tells_its_
 
 @pytest.mark.slow
 def test_nothing_is_kept_of_two_thousand_tasks(rig: Rig) -> None:
-    worker = rig.worker(STUB_SEQS=64, lease=10.0, WORKER_PLUGINS=PLUGINS)
+    worker = rig.worker(STUB_SEQS=64, WORKER_PLUGINS=PLUGINS)
     app = rig.sender()
     ids = []
     for _ in range(4):
@@ -36,7 +36,7 @@ def test_nothing_is_kept_of_two_thousand_tasks(rig: Rig) -> None:
 
     def empty() -> bool:
         assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3  # Celery flushes with the next message
-        (answer,) = app.control.broadcast("books", destination=[hostname], reply=True, limit=1, timeout=30)
+        (answer,) = app.control.broadcast("books", destination=[hostname], reply=True, limit=1, timeout=60)
         kept.update(answer[hostname])
         return not any(kept.values())
 
@@ -50,7 +50,7 @@ def test_a_collection_does_not_go_through_what_a_worker_is_made_of_nor_wait_unti
     """Some 60,000 objects with the stub engine, 220,000 with torch."""
     worker = rig.worker(warm=False, WORKER_PLUGINS="tests.workers.plugins:tells_what_is_collected")
     hostname = f"penstock@{worker.name}"
-    (answer,) = rig.sender().control.broadcast("collected", destination=[hostname], reply=True, limit=1, timeout=30)
+    (answer,) = rig.sender().control.broadcast("collected", destination=[hostname], reply=True, limit=1, timeout=60)
     asked, full = answer[hostname]
     assert asked < 30_000
     assert full >= 1

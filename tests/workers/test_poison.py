@@ -19,7 +19,7 @@ from tests.workers.rig import POOL, Rig, rig
 def poisoned() -> Iterator[Rig]:
     """One worker for all of it: each test finds it as the ones before left it."""
     with rig() as made:
-        made.worker(lease=10.0, retry_after=0.1, STUB_SEQS=4, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
+        made.worker(retry_after=0.1, STUB_SEQS=4, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
         yield made
 
 

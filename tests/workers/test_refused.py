@@ -12,19 +12,25 @@ from tests.stub_engine import PANIC, STALLED
 from tests.workers.rig import Rig
 
 
+def kept(rig: Rig, task_id: str) -> bool:
+    """Whether its message is a dead letter, because of its record."""
+    mine = [letter for letter in rig.dead() if task_id in letter["message"]]
+    return any("its record cannot be used" in letter["reason"] for letter in mine)
+
+
 def test_a_task_that_cannot_be_finished_holds_up_no_other(served: Rig) -> None:
     (stuck,) = served.fill(1, prompt=[STALLED])
     served.until(lambda: served.status(stuck) == "in_progress")
     served.until(lambda: served.redis.pubsub_numsub(keys.control(served.record(stuck)["owner"]))[0][1] == 1)
     served.redis.hset(keys.task(stuck), "n", "no number")
     assert served.cancel(stuck) == [1, "in_progress"]
-    served.until(lambda: f"Cannot finish task {stuck}" in served.logs())
+    log = served.workers[0].log
+    served.until(lambda: f"Cannot finish task {stuck}" in log.read_text())
     others = served.fill(20)
     served.until_settled(others)
     served.check(others)
-    assert served.logs().count(f"Cannot finish task {stuck}") == 1
-    served.until(lambda: bool(served.dead()))
-    assert "its record cannot be used" in served.dead()[-1]["reason"]
+    assert log.read_text().count(f"Cannot finish task {stuck}") == 1
+    served.until(lambda: kept(served, stuck))
 
 
 def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
@@ -36,7 +42,7 @@ def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
     served.check(others)
     with pytest.raises(TaskFailed, match="its record cannot be used"):
         sent.get(timeout=60)
-    assert "its record cannot be used" in served.dead()[-1]["reason"]
+    served.until(lambda: kept(served, sent.id))
 
 
 @pytest.mark.parametrize("said", ["mine", {"n": 2}, {"v": 1, "n": "x", "tokens": 9}, {"v": 1, "n": True, "tokens": 9}])
@@ -81,7 +87,8 @@ def test_cancels_that_race_with_deadlines_are_no_cause_for_concern(served: Rig) 
     for _ in range(5):
         with Client(served.url, served.store_url) as client:
             ids = [client.submit(model="stub", prompt=[1], max_tokens=4000, timeout=0.2).id for _ in range(20)]
-        served.until(lambda ids=ids: any(served.status(task_id) == "incomplete" for task_id in ids))
+        # Failed: where none was begun in time, on a machine that is busy.
+        served.until(lambda ids=ids: any(served.status(task_id) in ("incomplete", "failed") for task_id in ids))
         for task_id in ids:
             served.cancel(task_id)
         served.until_settled(ids)

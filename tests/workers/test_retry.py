@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from producers import keys
-from tests.workers.rig import Rig
+from tests.workers.rig import TIMES, Rig
+
+#: Between two tries there is time enough for a test to do something.
+LATE = TIMES | {"workers.task:RETRY_COUNTDOWN_S": 8.0}
 
 
 def test_a_plain_task_is_retried_and_its_stream_goes_on(rig: Rig) -> None:
@@ -32,10 +37,13 @@ def test_a_client_s_task_is_retried(rig: Rig) -> None:
     assert not rig.redis.keys("celery-task-meta-*"), "its result is ignored, also in a retry"
 
 
-def test_when_one_choice_fails_the_others_do_not_run_on(rig: Rig) -> None:
-    """The retry makes them all again: what the engine went on with would only take room."""
-    rig.worker(STUB_FAULTS=1, STUB_FAULT_CHOICE=1, STUB_STEP_S=0.02)
+def test_when_one_choice_fails_the_others_do_not_run_on(rig: Rig, tmp_path: Path) -> None:
+    """The retry makes them all again: what the engine went on with would only take room. It is held up until then: how
+    far it would have gone on is no matter of time."""
+    rig.worker(STUB_FAULTS=1, STUB_FAULT_CHOICE=1, STUB_HOLD_AT=45, STUB_GO=tmp_path / "go")
     (task_id,) = rig.fill(1, max_tokens=80, n=3)
+    rig.until(lambda: rig.record(task_id).get("claims") == "2")
+    (tmp_path / "go").touch()
     rig.until_settled([task_id])
     rig.check([task_id])
     assert rig.record(task_id)["claims"] == "2"
@@ -45,10 +53,10 @@ def test_when_one_choice_fails_the_others_do_not_run_on(rig: Rig) -> None:
 
 
 def test_a_retry_may_run_on_another_worker(rig: Rig) -> None:
-    first = rig.worker(STUB_FAULTS=1)
+    first = rig.worker(times=LATE, STUB_FAULTS=1)
     (task_id,) = rig.fill(1, max_tokens=20)
     rig.until(lambda: rig.status(task_id) == "queued" and rig.tokens(task_id))
-    first.process.kill()
+    rig.kill(first)
     rig.worker()
     rig.until_settled([task_id])
     rig.check([task_id])
@@ -76,7 +84,7 @@ def test_when_no_retry_is_left_it_fails(rig: Rig, plain: bool) -> None:
 
 
 def test_cancelled_between_two_tries_it_never_runs_again(rig: Rig) -> None:
-    rig.worker(STUB_FAULTS=1)
+    rig.worker(times=LATE, STUB_FAULTS=1)
     (task_id,) = rig.fill(1, max_tokens=20)
     rig.until(lambda: rig.status(task_id) == "queued" and rig.tokens(task_id))
     before = rig.tokens(task_id)

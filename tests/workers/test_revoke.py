@@ -44,7 +44,7 @@ def test_before_the_task_is_fetched(rig: Rig) -> None:
 def test_while_it_waits_for_its_countdown(rig: Rig) -> None:
     app = rig.sender()
     rig.worker()
-    result = send(app, countdown=2)
+    result = send(app, countdown=8)
     result.revoke()
     check_revoked(rig, result)
     assert rig.entries(result.id)[:-1] == []
@@ -107,4 +107,4 @@ def check_revoked_but_for(rig: Rig, result: Any) -> None:
 def revoked(rig: Rig, app: Celery, task_id: str) -> None:
     """Wait until the one worker knows of it."""
     hostname = f"penstock@{rig.workers[0].name}"
-    rig.until(lambda: task_id in app.control.inspect([hostname], timeout=30).revoked()[hostname])
+    rig.until(lambda: task_id in app.control.inspect([hostname], timeout=60).revoked()[hostname])

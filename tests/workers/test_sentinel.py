@@ -45,14 +45,14 @@ def streams(rig: SentinelRig, client: Client) -> Iterator[list[str]]:
         reading = [readers.submit(lambda task=task: list(task.stream())) for task in tasks]
         rig.until(lambda: all(rig.tokens(task_id) > 40 for task_id in ids))
         yield ids
-        for length, events in zip(lengths, (future.result(30) for future in reading), strict=True):
+        for length, events in zip(lengths, (future.result(60) for future in reading), strict=True):
             assert [event.position for event in events] == list(range(length + 1))
 
 
 def test_what_the_replica_had_goes_on_though_the_old_primary_lives() -> None:
     """Replaced by an operator, it takes what it is told for ten seconds more: of all that nothing may count."""
     with sentinel_rig() as rig:
-        worker = rig.worker(STUB_STEP_S=0.01, lease=10.0)
+        worker = rig.worker(STUB_STEP_S=0.01)
         with Client(rig.url) as client, streams(rig, client) as ids:
             rig.servers.fail_over()
             rig.look_again()
@@ -65,7 +65,7 @@ def test_what_the_replica_had_goes_on_though_the_old_primary_lives() -> None:
 def test_when_the_primary_dies_its_tasks_and_new_ones_go_on() -> None:
     """`min-replicas-to-write 1`, and two of them, so that one is left."""
     with sentinel_rig(replicas=2, min_replicas_to_write=1, min_replicas_max_lag=2) as rig:
-        worker = rig.worker(STUB_STEP_S=0.01, lease=10.0)
+        worker = rig.worker(STUB_STEP_S=0.01)
         with Client(rig.url) as client, streams(rig, client) as ids:
             rig.servers.kill_primary()
             late = client.submit(model="stub", prompt=[1], seed=9, max_tokens=5)

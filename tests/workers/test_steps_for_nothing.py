@@ -9,18 +9,14 @@ import pytest
 
 from producers import keys
 from producers.protocol import cancel, claim
-from producers.script import run
 from tests.processes import Worker
 from tests.workers.rig import Rig
-
-#: Longer than any test waits.
-LEASE = 300.0
 
 
 def begin(rig: Rig, *plugins: str) -> tuple[Worker, str]:
     """A worker at two tasks, of which one goes on."""
     names = ",".join(f"tests.workers.plugins:{name}" for name in ("counts_steps", *plugins))
-    worker = rig.worker(lease=LEASE, STUB_STEP_S=0.05, WORKER_PLUGINS=names, SEEN_URL=rig.url)
+    worker = rig.worker(STUB_STEP_S=0.3, WORKER_PLUGINS=names, SEEN_URL=rig.url)
     unwanted, _ = rig.fill(2, max_tokens=2000)
     rig.until(lambda: rig.tokens(unwanted) > 2)
     rig.until(lambda: rig.redis.pubsub_numsub(keys.control(rig.record(unwanted)["owner"]))[0][1] == 1)
@@ -39,7 +35,7 @@ def test_a_cancel_that_comes_by_word_frees_memory_within_a_step(rig: Rig, slow: 
     rig.store.script_load(accept.script.text)
     with rig.store.pipeline(transaction=True) as pipe:
         pipe.execute_command(*accept.command)
-        if slow:  # CANCEL is through, and no FINISH for as long as eighty steps
+        if slow:  # CANCEL is through, and no FINISH for as long as ten steps
             pipe.execute_command("CLIENT", "PAUSE", 4000, "WRITE")
         pipe.execute()
     ((why, count),) = steps(rig)
@@ -63,10 +59,14 @@ def test_who_was_superseded_aborts_within_a_step_of_hearing_it(rig: Rig) -> None
     """Another incarnation has its task: it was taken for dead."""
     worker, unwanted = begin(rig)
     (mine,) = worker.incarnations
-    about = rig.store.getdel(keys.lease(mine))
-    rig.store.set(keys.lease("other"), "{}")
-    (answer, *_) = run(rig.store, claim(unwanted, "another-delivery", "other"))
-    rig.store.set(keys.lease(mine), about, px=int(LEASE * 1000))
+    taken = claim(unwanted, "another-delivery", "other")
+    rig.store.script_load(taken.script.text)
+    with rig.store.pipeline(transaction=True) as pipe:  # at once: it is not to see its own lease gone
+        pipe.rename(keys.lease(mine), "aside")
+        pipe.set(keys.lease("other"), "{}")
+        pipe.execute_command(*taken.command)
+        pipe.rename("aside", keys.lease(mine))
+        _, _, (answer, *_), _ = pipe.execute()
     assert answer == "go"
     made = rig.tokens(unwanted)
     ((why, count),) = steps(rig)

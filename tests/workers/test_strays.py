@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from redis import Redis
@@ -40,7 +41,7 @@ class Past:
                 for name in names:
                     pipe.dump(name)
                 held, tokens, *dumps = pipe.execute()
-            if held and tokens > 5:
+            if held and tokens == 20:
                 return cls(raw, task_id, inflight.decode(), held, dict(zip(names, dumps, strict=True)))
         return None
 
@@ -57,14 +58,15 @@ class Past:
 
 
 @pytest.fixture
-def past(rig: Rig) -> Iterator[Past]:
-    """Of a task that is over by now; its worker has a lease long enough for a busy machine, and looks every 2 s."""
-    rig.worker(lease=8.0, STUB_STEP_S=0.01)
+def past(rig: Rig, tmp_path: Path) -> Iterator[Past]:
+    """Of a task that is over by now."""
+    rig.worker(STUB_STEP_S=0.01, STUB_HOLD_AT=20, STUB_GO=tmp_path / "go")
     (task_id,) = rig.fill(1, max_tokens=200)
     seen: list[Past] = []
     with Redis.from_url(rig.url) as raw:
         rig.until(lambda: seen.extend(filter(None, [Past.of(raw, task_id)])) or seen)
         found = seen[0]
+        (tmp_path / "go").touch()
         rig.until_settled([task_id])
         rig.until(lambda: not raw.exists(found.inflight))
         yield found

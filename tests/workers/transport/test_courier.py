@@ -38,7 +38,7 @@ def courier(proxy: Proxy) -> Iterator[Courier]:
     courier.start()
     yield courier
     courier.stop()
-    courier.join(10)
+    courier.join(60)
     assert not courier.is_alive()
 
 
@@ -73,7 +73,7 @@ def waiting(valkey: Redis) -> list[str]:
 def test_acknowledged_messages_are_gone(valkey: Redis, life: Incarnation, courier: Courier) -> None:
     for name in fetch(valkey, life, 600):
         courier.ack(life, name)
-    assert courier.flush(10)
+    assert courier.flush(60)
     assert valkey.hlen(keys.inflight(life.id)) == 0
     assert waiting(valkey) == []
     assert valkey.llen(keys.DEAD) == 0
@@ -82,7 +82,7 @@ def test_acknowledged_messages_are_gone(valkey: Redis, life: Incarnation, courie
 def test_with_a_reason_the_message_is_kept(valkey: Redis, life: Incarnation, courier: Courier) -> None:
     (name,) = fetch(valkey, life, 1)
     courier.ack(life, name, "nobody can read it")
-    assert courier.flush(10)
+    assert courier.flush(60)
     (letter,) = (json.loads(raw) for raw in valkey.lrange(keys.DEAD, 0, -1))
     assert letter["reason"] == "nobody can read it"
     assert json.loads(letter["message"])["headers"]["id"] == "task-0"
@@ -96,7 +96,7 @@ def test_given_back_they_stand_in_front_and_delayed_ones_elsewhere(
     valkey.lpush(QUEUE, Message("later", QUEUE, "default", 1, 1).envelope())
     courier.back(life, "0")
     courier.back(life, "1", 60.0)
-    assert courier.flush(10)
+    assert courier.flush(60)
     assert waiting(valkey) == ["task-0", "later"]
     assert valkey.zcard(keys.delayed(QUEUE)) == 1
     assert valkey.hlen(keys.inflight(life.id)) == 1
@@ -109,10 +109,10 @@ def test_a_lost_reply_is_asked_for_again(
     fetch(valkey, life, 3)
     courier.ack(life, "2")  # loads the scripts
     courier.back(life, "1")
-    assert courier.flush(10)
+    assert courier.flush(60)
     fault = proxy.fail(b"EVALSHA", when, times=3)  # type: ignore[arg-type]
     courier.back(life, "0")
-    assert courier.flush(20)
+    assert courier.flush(60)
     assert fault.hits >= 1
     assert waiting(valkey) == ["task-0", "task-1"], "returned once"
 
@@ -121,7 +121,7 @@ def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Inc
     fetch(valkey, life, 1)
     life.over = True
     courier.ack(life, "0")
-    assert courier.flush(10)
+    assert courier.flush(60)
     assert valkey.hlen(keys.inflight(life.id)) == 1, "it returns by REAP"
 
 
@@ -131,5 +131,5 @@ def test_flush_tells_when_the_broker_is_away() -> None:
     courier.ack(Incarnation("w"), "0")
     assert not courier.flush(0.5)
     courier.stop()
-    courier.join(10)
+    courier.join(60)
     assert not courier.is_alive()
