@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 
+from workers.cli import gpu_workers
 from workers.cli.gpu_workers import programs, supervise
 from workers.cli.gpus import Chosen
 from workers.cli.supervisor import Program
@@ -13,6 +14,8 @@ from workers.cli.supervisor import Program
 #: As tests.processes.Worker starts one, but by the command line that `programs` adds the name to.
 CHILD = """
 import json, sys
+from workers import drain
+drain.HAND_BACK_S, drain.EXIT_S = 20.0, 40.0
 from workers.settings import WorkerSettings
 from workers.worker import run_worker
 sys.exit(run_worker(WorkerSettings(**json.loads(sys.argv[1]), name=sys.argv[3])))
@@ -21,7 +24,7 @@ sys.exit(run_worker(WorkerSettings(**json.loads(sys.argv[1]), name=sys.argv[3]))
 
 def fleet(url: str, labels: list[str], drain: float) -> list[Program]:
     settings = {"broker": url, "store": url, "model": "stub", "engine_factory": "tests.stub_engine:load"}
-    argv = [sys.executable, "-c", CHILD, json.dumps({**settings, "drain": drain, "lease": 2.0})]
+    argv = [sys.executable, "-c", CHILD, json.dumps({**settings, "drain": drain, "lease": 300.0})]
     gpus = [Chosen(label, label.removeprefix("gpu")) for label in labels]
     return programs(gpus, argv, {}, "node", [None] * len(gpus))
 
@@ -31,5 +34,6 @@ def say(name: str, line: str) -> None:
 
 
 if __name__ == "__main__":
+    gpu_workers.HAND_BACK_S = 60.0  # type: ignore[misc] # on a machine that is busy
     url, labels, drain = sys.argv[1], sys.argv[2].split(","), float(sys.argv[3])
     sys.exit(asyncio.run(supervise(fleet(url, labels, drain), say, drain)))

@@ -15,8 +15,8 @@ import pytest
 
 from producers import keys
 from producers.connect import connect
-from tests.chaos.processes import wait_for
 from tests.chaos.stage import Shape, Stage
+from tests.producers.gateway.conftest import until
 from tests.workers.cli.conftest import Run, Scripted
 from workers.chaos.injector import Gone
 from workers.chaos.operated import Process
@@ -148,7 +148,7 @@ def test_who_ends_it_ends_what_it_began(scripted: Scripted, valkey_url: str, tmp
     argv += ["--exec", f"pause=touch {tmp_path}/paused", "--exec", f"resume=touch {tmp_path}/resumed"]
     argv += ["--faults", "pause", "--pause", "0.1", "--lease", "10000", "--folder", str(tmp_path / "f"), "--i-know"]
     with subprocess.Popen([sys.executable, "-m", "workers.cli", *argv], stderr=subprocess.PIPE, text=True) as trial:
-        wait_for((tmp_path / "paused").exists, 60)
+        until((tmp_path / "paused").exists)
         assert not (tmp_path / "resumed").exists()
         trial.terminate()
         _, said = trial.communicate(timeout=60)

@@ -204,8 +204,8 @@ class Terminal:
         until(lambda: self.shown.count(text) >= times)
 
     def close(self) -> int:
-        status = self.process.wait(20)
-        self._reader.join(5)
+        status = self.process.wait(60)
+        self._reader.join(60)
         os.close(self._ours)
         return status
 
@@ -239,6 +239,7 @@ def test_ctrl_c_stops_the_answer_and_its_task_and_the_chat_goes_on(
     terminal.wait_for("> ", 3)
     terminal.type("\x03")
     terminal.wait_for("(/exit or Ctrl-D leaves)")
+    terminal.wait_for("> ", 4)
     terminal.type("\x04")
     assert terminal.close() == 0
 

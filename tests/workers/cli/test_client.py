@@ -42,7 +42,7 @@ def tokens(*positions: int, end: int | None = None, error: str | None = None) ->
     return send(200, lines.encode(), "text/event-stream")
 
 
-def positions(gateway: Gateway, start: int = 0, patience: float = 5.0) -> list[int]:
+def positions(gateway: Gateway, start: int = 0, patience: float = 60.0) -> list[int]:
     return [event["position"] for event in gateway.events("t", start, patience)]
 
 

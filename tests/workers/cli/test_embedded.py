@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from workers.cli import embedded
 from workers.cli.embedded import DataDir, LeftBehind, open_data_dir, started, valkey
 from workers.cli.exits import Failure
 from workers.cli.supervisor import Child
@@ -36,8 +37,11 @@ class TestDataDir:
         DataDir(tmp_path).close()
         DataDir(tmp_path).close()
 
-    def test_whose_owner_was_killed_is_waited_for_while_its_server_ends(self, tmp_path: Path) -> None:
+    def test_whose_owner_was_killed_is_waited_for_while_its_server_ends(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The server has inherited the lock and holds it a little longer than its owner lived."""
+        monkeypatch.setattr(embedded, "LEFTOVER_S", 60.0)
         holder = subprocess.Popen(
             [sys.executable, "-c", HOLDER, str(tmp_path / "lock")], stdout=subprocess.PIPE, stdin=subprocess.PIPE
         )
@@ -105,7 +109,7 @@ async def server(data: DataDir) -> AsyncIterator[tuple[Child, Redis]]:
         with Redis(port=port, decode_responses=True) as redis:
             yield child, redis
     finally:
-        await child.stop(20)
+        await child.stop(60)
 
 
 async def test_the_server_keeps_its_data_over_an_end_in_good_order(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def hub() -> Iterator[Hub]:
 def _cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As huggingface_hub reads them when it is imported."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setattr(huggingface_hub.constants, name, 60)
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path / "models"))
 

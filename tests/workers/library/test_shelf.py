@@ -156,9 +156,9 @@ def test_a_workplace_is_for_one_at_a_time(shelf: Shelf) -> None:
     with shelf.workplace("m", "key"):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waits.wait(10)
+        assert waits.wait(60)
         order.append("first")
-    thread.join(10)
+    thread.join(60)
     assert order == ["first", "second"]
 
 
