@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from producers import Client, keys
 from producers.events import Token
@@ -26,7 +27,7 @@ LEASE = 300.0
 OPTIONS = {"dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_cache_bytes": 16 << 20, "deterministic": True}
 PROMPT = "def fibonacci(n):\n    "
 #: Of which little is made before a fault is thrown, on a busy machine too; the healthy worker takes no pauses.
-LENGTH = 600
+LENGTH = 300
 REAL = {"engine_factory": "workers.serving:load_engine"}
 
 
@@ -76,6 +77,17 @@ def supervised(rig: Rig, fault: Path) -> Iterator[Supervised]:
         worker.stop()
 
 
+def _stand_still(worker: Worker, broker: Redis) -> None:
+    """Until no word of it is on its way: a FETCH that the broker has yet to read would take what comes next."""
+    worker.process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{worker.process.pid}/task")
+    worker.wait_until(
+        lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks.glob("*/stat"))
+    )
+    for _ in range(2):  # it reads what all have said before it answers for the second time
+        broker.ping()
+
+
 def _ask(client: Client, seeds: range) -> list[str]:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0.8, "ignore_eos": True}
     return [client.submit(seed=seed, **asked).id for seed in seeds]
@@ -116,7 +128,7 @@ def test_a_device_that_fails_costs_no_token(tmp_path: Path) -> None:
             ended(first)
             rig.until(lambda: len(rig.leases()) == 2, 120)
             # Lost: at once, and for each call that comes after.
-            healthy.process.send_signal(signal.SIGSTOP)
+            _stand_still(healthy, redis)
             second = _ask(client, range(4, 8))
             rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in second), 120)
             fault.write_text("lost")
