@@ -30,7 +30,7 @@ def _wide(factory: pytest.TempPathFactory, name: str, *flags: str) -> Library:
     own = factory.getbasetemp()
     folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     path, part = folder / f"{name}.so", folder / f"{name}.part"
-    every = ["-std=c++17", "-O1", "-mavx2", "-mfma", "-DLANES=16", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *flags]
+    every = ["-std=c++17", "-Og", "-mavx2", "-mfma", "-DLANES=16", "-shared", "-fPIC", "-pthread", "-Wno-psabi", *flags]
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
@@ -50,7 +50,7 @@ def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return _wide(tmp_path_factory, "dots", "-DPENSTOCK_EMULATED_DOTS")
 
 
-#: Compiling takes a minute, and several where the machine has much else to do.
+#: Compiling takes a quarter of a minute, and several minutes where the machine has much else to do.
 PATIENT = (pytest.mark.slow, pytest.mark.timeout(900))
 
 
