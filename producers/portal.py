@@ -25,8 +25,9 @@ class Portal:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        #: Over what is given to the loop: what came after its last look round would never be run, nor told so.
-        self._lock = threading.Lock()
+        #: Over what is given to the loop: what came after its last look round would never be run, nor told so. To be
+        #: taken twice: a stream that nobody holds may be collected anywhere, and says `soon`.
+        self._lock = threading.RLock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock reader", daemon=True)
         self._thread.start()

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -110,3 +113,18 @@ def test_a_call_that_comes_while_it_closes_is_told_so() -> None:
     for one in calls:
         one.join(60)
         assert not one.is_alive()
+
+
+def test_a_stream_may_be_collected_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the garbage collector, which comes whenever something is allocated."""
+    portal, collected = Portal(), threading.Event()
+    run = asyncio.run_coroutine_threadsafe
+
+    def collecting(coroutine: Coroutine[Any, Any, int], loop: asyncio.AbstractEventLoop) -> Future[int]:
+        portal.soon(collected.set)
+        return run(coroutine, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", collecting)
+    assert portal.call(answer(1)) == 1
+    assert collected.wait(60)
+    portal.close()
