@@ -14,6 +14,8 @@ class SchedulerStats:
     kv_blocks_total: int
     kv_blocks_used: int
     """Blocks that a sequence holds; cached blocks that nobody holds count as free."""
+    kv_blocks_most: int
+    """The most that were held in any step."""
     steps: int
     prompt_tokens: int
     cached_tokens: int

@@ -164,6 +164,7 @@ class StubEngine:
             running=len(self._running),
             waiting=len(self._inbox),
             kv_blocks_used=len(self._running),
+            kv_blocks_most=self.max_num_seqs,
             kv_blocks_total=self.max_num_seqs,
             steps=self._steps,
             prompt_tokens=0,

@@ -316,6 +316,7 @@ class Runtime:
                 "running": stats.running,
                 "waiting": stats.waiting,
                 "kv_blocks_used": stats.kv_blocks_used,
+                "kv_blocks_most": stats.kv_blocks_most,
                 "kv_blocks_total": stats.kv_blocks_total,
                 "steps": stats.steps,
                 "prompt_tokens": stats.prompt_tokens,

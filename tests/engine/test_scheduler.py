@@ -48,6 +48,14 @@ def test_a_prompt_finds_what_another_left_but_computes_its_last_token():
     assert s.stats().cached_tokens == 4
 
 
+def test_the_most_that_was_held_is_known_when_all_have_ended():
+    s = scheduler()
+    s.add(request("a", list(range(8)), max_tokens=1))
+    s.add(request("b", list(range(20, 25)), max_tokens=1))
+    step(s)
+    assert (s.stats().kv_blocks_used, s.stats().kv_blocks_most) == (0, 4)
+
+
 @pytest.mark.parametrize("other", [{"salt": "tenant"}, {"adapter": "lora"}])
 def test_nothing_is_shared_across_salts_or_adapters(other):
     s = scheduler()

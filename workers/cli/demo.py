@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -11,6 +11,9 @@ from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
     from workers.cli.system import System
+
+#: How often it is looked whether a worker's lease tells of all that it has done, each 0.1 s.
+TOLD: Final = 100
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,7 +55,7 @@ def demo(
 
 
 async def _use(system: System, tasks: int) -> None:
-    """Run the load on a thread of its own, and note meanwhile how full the KV cache is."""
+    """Run the load on a thread of its own, and tell of it."""
     import asyncio
     import threading
     from concurrent.futures import Future
@@ -82,8 +85,11 @@ async def _use(system: System, tasks: int) -> None:
     threading.Thread(target=run, name="demo", daemon=True).start()
     over = asyncio.wrap_future(done)
     async with AsyncClient(system.broker, system.store) as client:
-        while not over.done():
-            kv.note(await read_fleet(client.store, client.broker))
-            await asyncio.wait((over,), timeout=0.25)
-    over.result()
+        await over
+        made = sum(task.result["usage"]["output_tokens"] for task in load.tasks)
+        # What workers say of themselves is as old as their last renewal.
+        for _ in range(TOLD):
+            if kv.note(await read_fleet(client.store, client.broker)) >= made:
+                break
+            await asyncio.sleep(0.1)
     report(console, load.tasks, kv)

@@ -14,17 +14,19 @@ from workers.cli.demo_load import Task
 
 
 class KvUse:
-    """The fullest that the KV cache was seen."""
+    """The fullest that the KV cache of any worker was, as far as leases have told."""
 
     def __init__(self) -> None:
         self.used = 0
         self.total = 0
 
-    def note(self, fleet: Fleet) -> None:
-        for pool in fleet.pools:
-            for worker in pool.workers:
-                self.used = max(self.used, worker["kv_blocks_used"])
-                self.total = worker["kv_blocks_total"]
+    def note(self, fleet: Fleet) -> int:
+        """How many tokens the workers had made by then."""
+        workers = [worker for pool in fleet.pools for worker in pool.workers]
+        for worker in workers:
+            self.used = max(self.used, worker["kv_blocks_most"])
+            self.total = worker["kv_blocks_total"]
+        return sum(worker["generated_tokens"] for worker in workers)
 
 
 def report(console: Console, tasks: Sequence[Task], kv: KvUse) -> None:

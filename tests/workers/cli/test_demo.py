@@ -90,7 +90,8 @@ def test_the_summary_is_that_of_the_results() -> None:
         }
     kv = KvUse()
     for used in (3, 9, 5):
-        kv.note(Fleet([Pool("p", "tiny", workers=[{"kv_blocks_used": used, "kv_blocks_total": 64}])]))
+        worker = {"kv_blocks_most": used, "kv_blocks_total": 64, "generated_tokens": 100 + used}
+        assert kv.note(Fleet([Pool("p", "tiny", workers=[worker, worker])])) == 200 + 2 * used
     report(out, tasks, kv)
     row = next(line for line in text().splitlines() if "flex" in line)
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["flex", "4", "200", "200 ms", "400 ms"]
