@@ -40,6 +40,8 @@ def refuses(address: str) -> bool:
         socket.create_connection((host, int(port))).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # it was about to be accepted as the door was closed
+        return False
     return False
 
 

@@ -11,11 +11,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
+from tests.producers.gateway.conftest import until
 from workers.cli import embedded
 from workers.cli.embedded import DataDir, LeftBehind, open_data_dir, started, valkey
 from workers.cli.exits import Failure
@@ -100,13 +104,14 @@ sys.stdin.read()
 
 
 @asynccontextmanager
-async def server(data: DataDir) -> AsyncIterator[tuple[Child, Redis]]:
+async def server(data: DataDir, *options: str) -> AsyncIterator[tuple[Child, Redis]]:
     port = data.port()
-    child = Child(valkey(data, port), lambda name, line: None)
+    program = valkey(data, port)
+    child = Child(replace(program, argv=[*program.argv, *options]), lambda name, line: None)
     await child.start()
     try:
         await started(child, data, port)
-        with Redis(port=port, decode_responses=True) as redis:
+        with Redis(port=port, decode_responses=True, retry=Retry(NoBackoff(), 0)) as redis:
             yield child, redis
     finally:
         await child.stop(60)
@@ -129,6 +134,24 @@ async def test_the_server_keeps_its_data_when_it_is_killed(tmp_path: Path) -> No
             await child.stop(0, signal.SIGKILL)
         async with server(data) as (_, redis):
             assert redis.get("a") == "b"
+
+
+def rewritten(redis: Redis) -> bool:
+    found = redis.info("persistence")
+    return found["aof_rewrites"] > 0 and not found["aof_rewrite_in_progress"]
+
+
+async def test_a_server_with_much_to_read_is_waited_for(tmp_path: Path) -> None:
+    """It answers some commands meanwhile, and others with LOADING."""
+    with DataDir(tmp_path) as data:
+        async with server(data) as (_, redis):
+            redis.mset({f"key {n}": os.urandom(2000) for n in range(100)})
+            redis.bgrewriteaof()
+            await asyncio.to_thread(until, lambda: rewritten(redis))
+        # Of each key it takes 10 ms to read, and looks at its callers between them.
+        slowly = ("--key-load-delay", "10000", "--loading-process-events-interval-bytes", "1024")
+        async with server(data, *slowly) as (_, redis):
+            assert redis.dbsize() == 100
 
 
 async def test_the_server_holds_the_lock_of_its_directory(tmp_path: Path) -> None:
