@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # For two cores: tests wait for processes, for leases and for each other about as long as they compute.
-JOBS ?= 4
+JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
