@@ -115,6 +115,7 @@ class Planner:
         self.preemptions = 0
         self.cached_tokens = 0
         self.out_of_memory = self.shrinks = 0
+        self.most_blocks = 0
         #: Serials of the sequences of a step whose results are awaited while the next is planned.
         self.in_flight: Set[int] = frozenset()
         self._unhurried = unhurried
@@ -166,6 +167,7 @@ class Planner:
             head = self.waiting.first(now, below)
         else:
             self._patience = min(self._patience + 1, self._most_patience)
+        self.most_blocks = max(self.most_blocks, self._tables.used)
         return step.plan if step.plan.rows else None
 
     def _advance(self, seq: Sequence, step: _Step) -> bool:

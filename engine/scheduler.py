@@ -73,11 +73,9 @@ class Scheduler:
             hurry=hurry,
         )
         self._speculation = speculation
-        # Seeds for sampling, not secrets.
-        self._seeds = random.Random(seed)  # noqa: S311
+        self._seeds = random.Random(seed)  # noqa: S311 - for sampling, not secrets
         self._serial = 0
         self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = self._not_finite = 0
-        self._most_blocks = 0
 
     # ---- requests come and go
 
@@ -180,9 +178,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
-        plan = self._planner.plan(now)
-        self._most_blocks = max(self._most_blocks, self._tables.used)
-        return plan
+        return self._planner.plan(now)
 
     def foresee(self, plan: StepPlan, needs_token: Callable[[Sequence], bool]) -> None:
         """Count a plan in flight as computed, so that the next can be planned before its results are known.
@@ -366,7 +362,7 @@ class Scheduler:
             waiting=len(self._planner.waiting) + sum(len(group.led) for group in self._groups.values()),
             kv_blocks_total=self._tables.num_blocks,
             kv_blocks_used=self._tables.used,
-            kv_blocks_most=self._most_blocks,
+            kv_blocks_most=self._planner.most_blocks,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._planner.cached_tokens,

@@ -14,6 +14,13 @@ from tests.workers.rig import TIMES, Rig, rig, two_servers
 PAUSE = 3.0
 
 
+def test_a_long_lease_is_renewed_more_often_than_four_times(rig: Rig) -> None:
+    """What others left, and what comes due, is looked for as often: nobody waits for a quarter of minutes."""
+    (life,) = rig.worker(times=TIMES | {"workers.housekeeper:ROUND_S": 1.0}).incarnations
+    rig.store.pexpire(keys.lease(life), 200_000)
+    rig.until(lambda: rig.store.pttl(keys.lease(life)) > 200_000)
+
+
 def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
     """Meanwhile another has its tasks; woken, it appends nothing to their streams, and goes on under a new name.
 

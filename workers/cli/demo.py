@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from workers.cli.system import System
 
 #: How often it is looked whether a worker's lease tells of all that it has done, each 0.1 s.
-TOLD: Final = 100
+LOOKS: Final = 100
 
 
 def add_to(app: typer.Typer) -> None:
@@ -88,7 +88,7 @@ async def _use(system: System, tasks: int) -> None:
         await over
         made = sum(task.result["usage"]["output_tokens"] for task in load.tasks)
         # What workers say of themselves is as old as their last renewal.
-        for _ in range(TOLD):
+        for _ in range(LOOKS):
             if kv.note(await read_fleet(client.store, client.broker)) >= made:
                 break
             await asyncio.sleep(0.1)
