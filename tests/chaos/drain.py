@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from redis import Redis
@@ -20,7 +21,6 @@ from redis import Redis
 from producers import keys
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import token
-from workers import drain as workers_drain
 
 POOL = keys.pool_queue("stub", "v1", "stub")
 #: What the other worker may take to come up, seconds: so long, and no longer, the sequences have to run.
@@ -79,11 +79,6 @@ class Ears(threading.Thread):
         self._pubsub.close()
 
 
-def be_patient() -> None:
-    """For WORKER_PLUGINS: what the machine holds up is handed back all the same."""
-    workers_drain.HAND_BACK_S, workers_drain.EXIT_S = 60.0, 70.0  # type: ignore[misc]
-
-
 def measure(
     running: int,
     drain: float,
@@ -92,11 +87,11 @@ def measure(
     *,
     then: float | None = None,
     boot: float = BOOT_S,
-    plugins: str = "",
+    times: Mapping[str, float] | None = None,
 ) -> Report:
     """`then`: seconds that a step of the other worker takes, where not as many; `boot`: what it may take to come up.
-    `plugins`: of the workers. Raises AssertionError where the workers do not come up."""
-    room = {"STUB_SEQS": running, "lease": 300.0, "WORKER_PLUGINS": plugins}
+    `times`: of the workers' constants, where others. Raises AssertionError where the workers do not come up."""
+    room = {"STUB_SEQS": running, "lease": 300.0, "WORKER_TIMES": json.dumps(times or {})}
     with valkey() as (url, redis), Worker(url, drain=drain, STUB_STEP_S=step, **room) as first:
         first.wait_ready()
         ears = Ears(redis)
