@@ -24,15 +24,7 @@ class Runner:
     def __init__(self, model: Model, *, spaces: Sequence_[KvSpace], block_size: int, max_num_seqs: int) -> None:
         self._model = model
         self._caches = [
-            model.kernels.zero_cache(
-                group.layers,
-                2,
-                space.num_blocks + 1,
-                block_size,
-                group.kv_heads,
-                model.kernels.cache_width(group.head_dim),
-                device=model.device,
-            )
+            model.kernels.kv_cache(group, space.num_blocks + 1, block_size, model.device)
             for group, space in zip(model.kv_groups, spaces, strict=True)
         ]
         self._builder = BatchBuilder(

@@ -79,11 +79,7 @@ class DeviceRunner:
         self._block_size = block_size
         device = model.device
         self._caches = [
-            torch.zeros(
-                (group.layers, 2, space.num_blocks, block_size, group.kv_heads, group.head_dim),
-                dtype=model.kernels.cache_dtype,
-                device=device,
-            )
+            model.kernels.kv_cache(group, space.num_blocks, block_size, device)
             for group, space in zip(model.kv_groups, spaces, strict=True)
         ]
         self._rows = DeviceRows(spaces, slots=max_num_seqs, block_size=block_size, length=max_model_len, device=device)

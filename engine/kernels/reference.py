@@ -13,6 +13,7 @@ from engine.kernels.groups import AttentionBatch
 from engine.kernels.layer import LayerParts, PreparedLayers, Told
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
+from engine.kv import KvGroup
 
 #: Weights that are dequantised at a time: as many as stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
@@ -123,6 +124,11 @@ class Reference:
     def zero_cache(self, *shape: int, device: torch.device) -> Tensor:
         """Zeros of `cache_dtype` for keys and values to be written into."""
         return torch.zeros(shape, dtype=self.cache_dtype, device=device)
+
+    def kv_cache(self, group: KvGroup, blocks: int, block_size: int, device: torch.device) -> Tensor:
+        """Zeros for keys and values of a KV group: [layers, 2, blocks, block_size, kv_heads, cache_width]."""
+        width = self.cache_width(group.head_dim)
+        return self.zero_cache(group.layers, 2, blocks, block_size, group.kv_heads, width, device=device)
 
     def cache_width(self, head_dim: int) -> int:
         """How many of the cache's numbers a key, or a value, of `head_dim` takes."""

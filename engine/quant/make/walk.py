@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,9 +61,7 @@ def hidden(model: Decoder, windows: Sequence[Sequence[int]]) -> list[Tensor]:
 def _caches(model: Decoder, places: int) -> list[Tensor]:
     """One block that holds a window, the same for all layers of a group: each is done with it when the next begins."""
     return [
-        torch.zeros(
-            (1, 2, 1, places, group.kv_heads, group.head_dim), dtype=model.kernels.cache_dtype, device=model.device
-        ).expand(group.layers, -1, -1, -1, -1, -1)
+        model.kernels.kv_cache(replace(group, layers=1), 1, places, model.device).expand(group.layers, *[-1] * 5)
         for group in model.kv_groups
     ]
 

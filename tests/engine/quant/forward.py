@@ -12,13 +12,7 @@ from engine.models import Model
 def in_chunks(model: Model, tokens: list[int], chunk: int, block: int = 4) -> Tensor:
     """The last hidden states of all tokens, `chunk` of them at a time over a cache of several blocks."""
     blocks = -(-len(tokens) // block)
-    caches = [
-        torch.zeros(
-            *(group.layers, 2, blocks, block, group.kv_heads, model.kernels.cache_width(group.head_dim)),
-            dtype=model.kernels.cache_dtype,
-        )
-        for group in model.kv_groups
-    ]
+    caches = [model.kernels.kv_cache(group, blocks, block, model.device) for group in model.kv_groups]
     table = torch.arange(blocks)[None]
     states = []
     with torch.inference_mode():
