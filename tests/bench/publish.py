@@ -56,7 +56,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
         while len(finished) < sequences:
             time.sleep(0.001)
         seconds = time.perf_counter() - start
-        publisher.stop()
+        publisher.stop(60)
         assert all(redis.xlen(keys.stream(task_id)) == steps + 1 for task_id in ids), "a stream is not whole"
         return {"tokens": sequences * steps, "seconds": seconds, "tokens_per_s": sequences * steps / seconds}
 
