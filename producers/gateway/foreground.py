@@ -31,6 +31,10 @@ T = TypeVar("T")
 CLIENT_LEFT: Final = 499
 #: Error codes of tasks that failed by no fault of their request. Any other is a refusal that a worker had to make.
 FAULTS: Final = {"engine_error": 500, "dead_lettered": 500, "failed": 500, "expired": 504}
+#: Of these, the codes that a second try would not mend: it would wait as long, or cost as many workers.
+FINAL: Final = ("dead_lettered", "expired")
+#: Headers of an answer that OpenAI's clients should not send their request again for, as they do for 409 and 5xx.
+ONCE: Final = {"x-should-retry": "false"}
 
 
 class Foreground:
@@ -155,14 +159,16 @@ async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerat
 def _problem_of(end: End) -> Problem | None:
     """What a caller is told of a task that ended in another way than asked for."""
     if end.status == "cancelled":
-        return Problem(
-            409, "The task of this request was cancelled.", code="cancelled", headers={"x-should-retry": "false"}
-        )
+        return Problem(409, "The task of this request was cancelled.", code="cancelled", headers=ONCE)
     # Of a task whose time was over before its first token there is nothing to answer with.
     if end.status == "failed" or (end.status == "incomplete" and not end.usage["output_tokens"]):
         error: dict[str, Any] = end.error or {}
         code = error.get("code", "failed")
         return Problem(
-            FAULTS.get(code, 400), error.get("message", "The task failed."), code=code, param=error.get("param")
+            FAULTS.get(code, 400),
+            error.get("message", "The task failed."),
+            code=code,
+            param=error.get("param"),
+            headers=ONCE if code in FINAL else None,
         )
     return None

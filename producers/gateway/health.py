@@ -24,6 +24,7 @@ async def livez() -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
+@router.get("/health", include_in_schema=False)  # as vLLM calls it: load generators wait for it
 @router.get("/readyz", responses={503: {"description": "The store, the broker or both do not answer."}})
 async def readyz(request: Request) -> JSONResponse:
     """Store and broker answer, so tasks can be taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
@@ -86,23 +86,40 @@ def usage_of(ends: Iterable[End]) -> dict[str, Any]:
 
 
 class Chunks:
-    """Encodes chunks that begin alike. In ASCII, because many clients split lines at U+2028 and the like, too."""
+    """Encodes chunks that begin alike. In ASCII, because many clients split lines at U+2028 and the like, too.
 
-    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+    `prompts`: tokens of each choice's prompt, for who asked for `continuous_usage_stats`: each chunk then has the usage
+    of its choice so far, as with vLLM.
+    """
+
+    def __init__(self, head: dict[str, Any], asked: Asked, prompts: Sequence[int]) -> None:
         self._begin = json.dumps(head)[:-1]
         # With usage asked for, OpenAI names it in every chunk.
-        self._end = ', "usage": null}' if include_usage else "}"
+        self._end = ', "usage": null}' if asked.include_usage else "}"
+        self._prompts = prompts if asked.continuous_usage else ()
+        self._made = [0] * len(prompts)
 
-    def of(self, *choices: dict[str, Any]) -> bytes:
-        """A chunk for each choice."""
-        begin, end = self._begin, self._end
-        return "".join(f'data: {begin}, "choices": [{json.dumps(one)}]{end}\n\n' for one in choices).encode()
+    def count(self, index: int, tokens: int) -> None:
+        """Add tokens to what a choice has used; its next chunk says so."""
+        self._made[index] += tokens
+
+    def of(self, choice: dict[str, Any]) -> bytes:
+        """The chunk of one choice."""
+        return f'data: {self._begin}, "choices": [{json.dumps(choice)}]{self._rest(choice["index"])}\n\n'.encode()
 
     def alike(self, indexes: Iterable[int], rest: str) -> Iterator[bytes]:
         """A chunk for each choice, which say the same: `rest` is their JSON after the index."""
-        before, after = f'data: {self._begin}, "choices": [{{"index": ', f", {rest}]{self._end}\n\n"
         for index in indexes:
-            yield f"{before}{index}{after}".encode()
+            begin = f'data: {self._begin}, "choices": [{{"index": {index}'
+            yield f"{begin}, {rest}]{self._rest(index)}\n\n".encode()
+
+    def _rest(self, index: int) -> str:
+        """A chunk's end, after its choice."""
+        if not self._prompts:
+            return self._end
+        prompt, made = self._prompts[index], self._made[index]
+        used = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        return f', "usage": {json.dumps(used)}}}'
 
     def usage(self, ends: Iterable[End]) -> bytes:
         return f'data: {self._begin}, "choices": [], "usage": {json.dumps(usage_of(ends))}}}\n\n'.encode()

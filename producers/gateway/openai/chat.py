@@ -81,7 +81,7 @@ async def create(request: Request) -> Response:
 
     async def answer() -> Response:
         if asked.stream:
-            stream = _Stream(chat, Chunks(first, asked.include_usage), scorer)
+            stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         whole = Whole([Choice(scorer, CHAT) for _ in range(chat.n)], chat.n, _shape)
         return await whole_answer(request, gateway, foreground, whole, first)
@@ -170,23 +170,23 @@ class _Stream:
             yield DONE
 
     def _of(self, batch: News) -> bytes:
-        said = []
+        said: list[bytes] = []
         for index, output in batch.outputs.items():
             if index not in self._spoken:
                 self._spoken.add(index)
-                said.append(_delta(index, {"role": "assistant", "content": "", "refusal": None}))
+                said.append(self._delta(index, {"role": "assistant", "content": "", "refusal": None}))
+            self._chunks.count(index, len(output.tokens))
             logprobs = None
             if self._scorer is not None and output.tokens:
                 logprobs = self._scorer.of(output.tokens) | {"refusal": None}
             if output.text or logprobs:
-                said.append(_delta(index, {"content": output.text}, logprobs))
+                said.append(self._delta(index, {"content": output.text}, logprobs))
             if output.reason in REASONS and index not in self._ended:
                 self._ended.add(index)
-                said.append(_delta(index, {}, reason=output.reason))
-        return self._chunks.of(*said)
+                said.append(self._delta(index, {}, reason=output.reason))
+        return b"".join(said)
 
-
-def _delta(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def _delta(
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> bytes:
+        return self._chunks.of({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})

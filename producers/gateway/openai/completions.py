@@ -56,7 +56,8 @@ async def create(request: Request) -> Response:
 
     async def answer() -> Response:
         if asked.stream:
-            stream = _Stream(wanted, Chunks(first, asked.include_usage), scorers, echoes)
+            prompts = [len(task.prompt) for task in tasks for _ in range(wanted.n)]
+            stream = _Stream(wanted, Chunks(first, asked, prompts), scorers, echoes)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
         whole = Whole(choices, wanted.n, partial(_shape, wanted.n, echoes), echoes)
@@ -145,13 +146,15 @@ class _Stream:
         return self._chunks.alike(range(number * n, (number + 1) * n), said)
 
     def _of(self, batch: News) -> bytes:
-        said = []
+        said: list[bytes] = []
         for index, output in batch.outputs.items():
+            self._chunks.count(index, len(output.tokens))
             reason = output.reason if output.reason in REASONS and index not in self._ended else None
             if reason is not None:
                 self._ended.add(index)
             scorer = self._scorers[index]
             logprobs = None if scorer is None else scorer.of(output.tokens)
             if output.text or reason or (output.tokens and logprobs):
-                said.append({"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason})
-        return self._chunks.of(*said)
+                choice = {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
+                said.append(self._chunks.of(choice))
+        return b"".join(said)

@@ -62,7 +62,8 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "chat_template": (),
 }
-STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
+#: OpenAI's, and vLLM's `continuous_usage_stats`, which load generators ask for.
+STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Asked:
     names: dict[str, str]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     service_tier: str
     tier_given: bool
 
@@ -121,7 +123,10 @@ def request_body(own: Mapping[str, Any], renamed: Mapping[str, str], *, required
         "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
         "service_tier": {"enum": list(SERVICE_TIERS)},
         "stream": {"type": "boolean"},
-        "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
+        "stream_options": {
+            "type": "object",
+            "properties": {name: {"type": "boolean"} for name in ("include_usage", "continuous_usage_stats")},
+        },
     }
     schema = {"type": "object", "required": ["model", required], "properties": properties}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
@@ -160,13 +165,16 @@ def read(body: Mapping[str, Any], *, own: Collection[str], renamed: Mapping[str,
     fields = {name: given[name] for name in SAME if name in given}
     fields |= {renamed[name]: given[name] for name in renamed if name in given}
     fields |= _seed(given)
+    options = _stream_options(given, stream)
+    include_usage = options.get("include_usage", False)
     return Asked(
         model=given["model"],
         own={name: given[name] for name in own if name in given},
         fields=fields | {"tier": ours},
         names={"prompt": required, "prompt_ids": required} | theirs,
         stream=stream,
-        include_usage=_include_usage(given, stream),
+        include_usage=include_usage,
+        continuous_usage=include_usage and options.get("continuous_usage_stats", False),
         service_tier=echoed,
         tier_given="service_tier" in given,
     )
@@ -203,10 +211,10 @@ def _seed(given: Mapping[str, Any]) -> dict[str, int]:
     return {} if seed is None or seed == -1 else {"seed": seed & MAX_SEED}
 
 
-def _include_usage(given: Mapping[str, Any], stream: bool) -> bool:
+def _stream_options(given: Mapping[str, Any], stream: bool) -> dict[str, bool]:
     options = given.get("stream_options")
     if options is None:
-        return False
+        return {}
     if not stream:
         raise Problem(
             400,
@@ -234,7 +242,7 @@ def _include_usage(given: Mapping[str, Any], stream: bool) -> bool:
             code="unsupported_parameter",
             param="stream_options.include_obfuscation",
         )
-    return bool(options.get("include_usage", False))
+    return options
 
 
 def _same(value: Any, nothing: Any) -> bool:

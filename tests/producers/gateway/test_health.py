@@ -26,8 +26,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gateway_with_store_and_broker_is_alive_and_ready(http: httpx.Client) -> None:
     assert http.get("/livez").json() == {"status": "ok"}
-    answer = http.get("/readyz")
-    assert (answer.status_code, answer.json()) == (200, {"status": "ready", "checks": {"store": "ok", "broker": "ok"}})
+    for path in ("/readyz", "/health"):
+        answer = http.get(path)
+        said = {"status": "ready", "checks": {"store": "ok", "broker": "ok"}}
+        assert (answer.status_code, answer.json()) == (200, said)
 
 
 def test_a_store_that_refuses_is_not_said_to_be_away(http: httpx.Client, valkey: Redis, model: str) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import openai
 import pytest
+from openai import OpenAI
 
 from engine.text import ChatTemplate, Tokenizer
 from producers.record import Record
@@ -205,6 +207,25 @@ class TestStream:
         assert usage["choices"] == []
         assert usage["usage"]["total_tokens"] == 10
 
+    def test_usage_so_far_is_in_every_chunk_where_asked_for(
+        self, http: httpx.Client, model: str, answering: Answering
+    ) -> None:
+        answering.scripts = [says("a", "", "b", n=2)]
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+            *said, _ = client.chat.completions.create(
+                model=model, messages=MESSAGES, n=2, stream=True, stream_options=options
+            )
+        for index in range(2):
+            mine = [chunk for chunk in said if chunk.choices[0].index == index]
+            used = [chunk.usage for chunk in mine if chunk.usage]
+            assert len(used) == len(mine)
+            made = [usage.completion_tokens for usage in used]
+            assert (made[0], made[-1]) == (0, 3)
+            assert made == sorted(made)
+            assert {usage.prompt_tokens for usage in used} == {len(prompt_of(MESSAGES))}
+            assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in used)
+
     def test_every_choice_is_told_apart(self, chat: Ask, answering: Answering) -> None:
         answering.scripts = [says("a", "b", n=3)]
         *said, _ = chunks(chat(stream=True, n=3))
@@ -279,6 +300,23 @@ def test_how_a_task_ends_is_how_its_request_does(
     answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=[], **end) and None]
     answer = chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        ({"status": "failed", "error": {"code": "expired", "message": "m"}}, openai.InternalServerError),
+        ({"status": "failed", "error": {"code": "dead_lettered", "message": "m"}}, openai.InternalServerError),
+        ({"status": "cancelled"}, openai.ConflictError),
+    ],
+)
+def test_what_would_end_the_same_way_is_not_sent_again(
+    http: httpx.Client, model: str, answering: Answering, end: dict[str, Any], kind: type[openai.APIStatusError]
+) -> None:
+    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=[], **end) and None]
+    with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=2) as client, pytest.raises(kind):
+        client.chat.completions.create(model=model, messages=MESSAGES)
+    assert len(answering.records) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -143,6 +143,23 @@ class TestStream:
         assert {c["object"] for c in said} == {"text_completion"}
         assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 10)
 
+    @pytest.mark.parametrize("echo", [False, True])
+    def test_usage_so_far_is_in_every_chunk_where_asked_for(
+        self, complete: Ask, answering: Answering, echo: bool
+    ) -> None:
+        answering.scripts = [says("a", "b", n=2)]
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *said, _, _ = chunks(complete(stream=True, prompt=[[5], [5, 6]], n=2, echo=echo, stream_options=options))
+        for index in range(4):
+            used = [chunk["usage"] for chunk in said if chunk["choices"][0]["index"] == index]
+            assert {one["prompt_tokens"] for one in used} == {1 + index // 2}
+            assert used[-1]["completion_tokens"] == 2
+            assert (used[0]["completion_tokens"] == 0) == echo
+
+    def test_usage_so_far_goes_with_usage(self, complete: Ask, answering: Answering) -> None:
+        *said, _ = chunks(complete(stream=True, stream_options={"continuous_usage_stats": True}))
+        assert not any("usage" in chunk for chunk in said)
+
     def test_several_prompts_and_choices_come_as_they_are_made(self, complete: Ask, answering: Answering) -> None:
         answering.scripts = [says("a", "b", n=2)]
         *said, _ = chunks(complete(stream=True, prompt=["x", "y"], n=2))

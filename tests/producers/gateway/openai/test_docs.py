@@ -24,7 +24,8 @@ def test_limits_are_those_of_a_task(name: str) -> None:
 
 NAMED = [
     *(*CHAT, *CHAT_RENAMED, *COMPLETIONS, *COMPLETIONS_RENAMED),
-    *(*parameters.HINTS, *parameters.NOT_OFFERED, *parameters.SERVICE_TIERS, "stream_options.include_usage", "seed"),
+    *(*parameters.HINTS, *parameters.NOT_OFFERED, *parameters.SERVICE_TIERS, "seed"),
+    *(f"stream_options.{name}" for name in parameters.STREAM_OPTIONS if name != "include_obfuscation"),
 ]
 
 
