@@ -94,9 +94,11 @@ class RequestLimits:
         computed = max(wanted - 1, prompt)
         asked = f"{prompt} tokens of prompt" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
         if wanted > self.max_model_len:
+            # OpenAI's words: clients that shorten a conversation know an overflow by how the message begins.
             raise RequestError(
-                f"{asked} do not fit the context of {self.max_model_len} tokens with room for an output; "
-                f"shorten the prompt or lower max_tokens",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} "
+                f"tokens ({prompt} in the prompt, {wanted - prompt} in the completion). Shorten the prompt or lower "
+                "max_tokens.",
                 param="prompt_ids" if prompt >= self.max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )

@@ -248,10 +248,12 @@ class Task(BaseModel):
         output = max(self.min_tokens, 1) if self.max_tokens is None else self.max_tokens
         self._check_size(prompt, context)
         if prompt + output > context:
-            what = f"{self.prompt_tokens} prompt tokens" if self.prompt_tokens else "the prompt (1 token or more)"
+            # OpenAI's words: clients that shorten a conversation know an overflow by how the message begins.
             raise InvalidTask(
-                f"{what} and {output} output tokens do not fit the {context} tokens of context of {self.model!r}; "
-                "shorten the prompt or lower max_tokens",
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{'' if self.prompt_tokens else 'at least '}{prompt + output} tokens ({prompt} in the prompt, "
+                f"{output} in the completion). Shorten the prompt, lower max_tokens, or use a model with "
+                f"more context than {self.model!r}.",
                 param="prompt" if prompt >= context else "max_tokens",
                 code="context_length_exceeded",
             )

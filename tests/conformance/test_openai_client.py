@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types import CompletionChoice
 
-from engine.text import Tokenizer
+from engine.text import ModelCard, Tokenizer
 from tests.conformance.conftest import TINY, System
 from tests.producers.gateway.conftest import until
 
@@ -49,6 +49,19 @@ class TestChat:
         assert answer.system_fingerprint
         assert answer.service_tier == "default"
         assert system.status(answer.id) == "completed"
+
+    def test_a_prompt_is_scored_as_completions_score_it(self, client: OpenAI) -> None:
+        more = {"prompt_logprobs": 0}
+        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, extra_body=more)
+        assert answer.model_extra is not None
+        first, *rows = answer.model_extra["prompt_logprobs"]
+        ids = [int(token) for row in rows for token in row]
+        assert first is None
+        begin = ModelCard.from_folder(TINY).bos_token_id  # with which the template begins
+        echo = client.completions.create(model="tiny", prompt=[begin or 0, *ids], echo=True, logprobs=0, max_tokens=0)
+        assert echo.choices[0].logprobs is not None
+        told = [entry["logprob"] for row in rows for entry in row.values()]
+        assert told == pytest.approx(echo.choices[0].logprobs.token_logprobs[1:], abs=1e-3)
 
     def test_a_stream_says_what_an_answer_in_one_piece_says(self, client: OpenAI) -> None:
         asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0.8, "seed": 7, "n": 3}

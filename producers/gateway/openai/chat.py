@@ -20,7 +20,7 @@ from producers.gateway.errors import Problem
 from producers.gateway.foreground import Foreground
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
-from producers.gateway.openai.logprobs import CHAT, ChatLogprobs
+from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
 from producers.gateway.openai.messages import read_messages
 from producers.gateway.openai.outputs import News, news
 from producers.gateway.openai.parameters import Asked, count, flag, read, refusal, request_body
@@ -40,7 +40,11 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "continue_final_message": {"type": "boolean"},
     "chat_template_kwargs": {"type": "object"},
 }
-RENAMED: Final = {"max_completion_tokens": "max_tokens", "max_tokens": "max_tokens"}
+RENAMED: Final = {
+    "max_completion_tokens": "max_tokens",
+    "max_tokens": "max_tokens",
+    "prompt_logprobs": "prompt_logprobs",
+}
 #: Variables of a template that the request has other ways to set.
 TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
@@ -75,6 +79,7 @@ async def create(request: Request) -> Response:
     known = await gateway.client.known(task.model)
     task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
+    scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(known.card))]
     foreground = Foreground(gateway, [task])
     kind = "chat.completion.chunk" if asked.stream else "chat.completion"
     first = head(kind, "chatcmpl", foreground.ids[0], known) | {"service_tier": asked.service_tier}
@@ -83,7 +88,7 @@ async def create(request: Request) -> Response:
         if asked.stream:
             stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
-        whole = Whole([Choice(scorer, CHAT) for _ in range(chat.n)], chat.n, _shape)
+        whole = Whole([Choice(scorer, CHAT) for _ in range(chat.n)], chat.n, _shape, scored)
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(asked, foreground, answer)
@@ -104,6 +109,13 @@ def _read(body: Mapping[str, Any]) -> _Chat:
             "one begins",
             code="invalid_value",
             param="add_generation_prompt",
+        )
+    if asked.stream and "prompt_logprobs" in asked.fields:
+        raise Problem(
+            400,
+            "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false",
+            code="invalid_value",
+            param="prompt_logprobs",
         )
     variables = own.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):

@@ -7,6 +7,7 @@ parts of the prompt's log probabilities -> lists -> in a stream, sent at once to
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cached_property
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -41,6 +42,10 @@ class Echo:
     def take(self, part: Prompt) -> None:
         """Keep what the choices begin with."""
         self.arrays.add(self._lists(part))
+
+    def members(self) -> Iterator[bytes]:
+        """Nothing: it is in the choices."""
+        return iter(())
 
     def choice(self, part: Prompt) -> str:
         """What a stream says of a part to each choice: the rest of a JSON object, after the choice's index.

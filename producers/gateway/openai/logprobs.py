@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from engine.text import Tokenizer
-from producers.events import Logprobs, Token
+from producers.events import Logprobs, Prompt, Token
+from producers.gateway.openai.arrays import Arrays, joined
 
 #: A choice's log probabilities in lists by name: a chat's, and the legacy endpoint's.
 CHAT: Final = ("content",)
@@ -94,3 +95,37 @@ class PromptLogprobs(CompletionLogprobs):
     def _length(self, name: str, piece: str) -> int:
         special = not piece and self._text.startswith(name, self.offset)
         return min(len(name if special else piece), len(self._text) - self.offset)
+
+
+class ScoredPrompt:
+    """A chat's `prompt_logprobs`, in vLLM's shape: of each token the likeliest and itself by id, of the first null."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._json = Arrays(("prompt_logprobs",))
+
+    @property
+    def size(self) -> int:
+        return self._json.size
+
+    def take(self, part: Prompt) -> None:
+        rows = zip(part.token_ids, part.logprobs, strict=True)
+        self._json.add({"prompt_logprobs": [None if row is None else self._entry(token, row) for token, row in rows]})
+
+    def members(self) -> Iterator[bytes | bytearray]:
+        yield b","
+        yield from joined(("prompt_logprobs",), self._json)
+
+    def _entry(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
+        """A token without a rank is none of the likeliest that were asked for."""
+        logprob, top = logprobs
+        ranked: list[tuple[int, float, int | None]] = [
+            (other, value, rank) for rank, (other, value) in enumerate(top, 1)
+        ]
+        if token_id not in dict(top):
+            ranked.insert(0, (token_id, logprob, None))
+        return {str(other): self._shown(other, value, rank) for other, value, rank in ranked}
+
+    def _shown(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+        return {"logprob": logprob, "rank": rank, "decoded_token": text}

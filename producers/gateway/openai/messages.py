@@ -14,7 +14,8 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 BETWEEN_PARTS: Final = "\n"
 #: A message may have these, and templates may read them.
 PASSED_ON: Final = ("name", "tool_call_id", "reasoning_content")
-#: An assistant's message comes with these when it is sent back as it was received: they hold nothing then.
+#: An assistant's message comes with these when it is sent back as it was received: they hold nothing then. Whatever
+#: else a message has, such as an id or another service's `cache_control`, is a client's own, and not looked at.
 EMPTY_AS_RECEIVED: Final = ("refusal", "annotations", "audio", "function_call", "tool_calls")
 
 
@@ -38,19 +39,22 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     content = given.pop("content", None)
     read: dict[str, Any] = {"role": role, "content": None}
     for name, part in given.items():
-        if name in PASSED_ON:
-            if part is not None:
-                read[name] = _string(part, f"{place}.{name}")
-        elif name not in EMPTY_AS_RECEIVED or part:
+        # vLLM's newer name for reasoning_content, `reasoning`, is an object elsewhere.
+        if (name in PASSED_ON and part is not None) or (name == "reasoning" and isinstance(part, str)):
+            read[name] = _string(part, f"{place}.{name}")
+        elif name in EMPTY_AS_RECEIVED and part:
             raise Problem(
                 400,
-                f"{place} has {shown(name)}, which is not offered here; a message has role, content, "
+                f"{place} has {name}, which is not offered here; a message has role, content, "
                 f"{', '.join(PASSED_ON)}, tool_calls",
-                code="unsupported_parameter" if name in EMPTY_AS_RECEIVED else "unknown_parameter",
+                code="unsupported_parameter",
                 param=f"{place}.{name}",
             )
     # Last: without what is not offered here, such as a refusal, a content may be lacking.
-    read["content"] = _content(content, place, optional=bool(calls))
+    if content is None and role == "assistant":
+        read["content"] = None if calls else ""  # an answer without text, as clients send it back
+    else:
+        read["content"] = _content(content, place)
     if calls is not None:
         if role != "assistant":
             raise _refused(f"{place}.tool_calls", calls, "left out: only an assistant's message has them")
@@ -58,10 +62,8 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     return read
 
 
-def _content(content: Any, place: str, optional: bool) -> str | None:
+def _content(content: Any, place: str) -> str:
     name = f"{place}.content"
-    if content is None and optional:
-        return None
     if isinstance(content, list):
         return BETWEEN_PARTS.join(_each(content, name, _text_part))
     if not isinstance(content, str):

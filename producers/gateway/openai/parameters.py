@@ -24,6 +24,8 @@ SAME: Final[tuple[str, ...]] = (
     *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("bad_words", "allowed_token_ids", "banned_token_ids", "include_stop", "timeout"),
 )
+#: Other servers' names -> a task's.
+OTHER_NAMES: Final = {"include_stop": "include_stop", "include_stop_str_in_output": "include_stop"}
 #: OpenAI's seeds are 64-bit with a sign; a task's have none.
 MIN_SEED: Final = -MAX_SEED - 1
 #: What OpenAI calls tiers -> (our tier, the name that the answer says). Whoever bought no scale has the default.
@@ -61,6 +63,9 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "store": (False,),
     "suffix": ("",),
     "chat_template": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "use_beam_search": (False,),
 }
 #: OpenAI's, and vLLM's `continuous_usage_stats`, which load generators ask for.
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
@@ -112,14 +117,14 @@ class Asked:
             return Task(model=self.model, prompt=prompt, ttl=KEPT_S, **self.fields, **fields)
 
 
-def request_body(own: Mapping[str, Any], renamed: Mapping[str, str], *, required: str) -> dict[str, Any]:
+def request_body(own: Mapping[str, Any], renamed: dict[str, str], *, required: str) -> dict[str, Any]:
     """What OpenAPI says of an endpoint's body: the parameters that do something, with a task's limits."""
     task = Task.model_json_schema()["properties"]
     properties = {
         "model": task["model"],
         **own,
         **{name: task[name] for name in SAME},
-        **{name: task[field] for name, field in renamed.items()},
+        **{name: task[field] for name, field in (OTHER_NAMES | renamed).items()},
         "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
         "service_tier": {"enum": list(SERVICE_TIERS)},
         "stream": {"type": "boolean"},
@@ -132,12 +137,13 @@ def request_body(own: Mapping[str, Any], renamed: Mapping[str, str], *, required
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def read(body: Mapping[str, Any], *, own: Collection[str], renamed: Mapping[str, str], required: str) -> Asked:
+def read(body: Mapping[str, Any], *, own: Collection[str], renamed: dict[str, str], required: str) -> Asked:
     """The request in a body. `own`: the endpoint's own parameters; `renamed`: theirs -> a task's field.
 
     `required`: the one of its own that must be there. A parameter that is null was left out. Raises Problem.
     """
     given = {name: value for name, value in body.items() if value is not None}
+    renamed = OTHER_NAMES | renamed
     known = {"model", "stream", "stream_options", "service_tier", "seed", *SAME, *HINTS, *NOT_OFFERED, *own, *renamed}
     for name, value in given.items():
         if name not in known:
@@ -164,7 +170,7 @@ def read(body: Mapping[str, Any], *, own: Collection[str], renamed: Mapping[str,
             raise Problem(400, f"{other} and {name} mean the same; give one of them", code="invalid_value", param=name)
     fields = {name: given[name] for name in SAME if name in given}
     fields |= {renamed[name]: given[name] for name in renamed if name in given}
-    fields |= _seed(given)
+    fields |= _seed(given) | _top_k(given)
     options = _stream_options(given, stream)
     include_usage = options.get("include_usage", False)
     return Asked(
@@ -209,6 +215,12 @@ def _seed(given: Mapping[str, Any]) -> dict[str, int]:
     """A task's seed. -1 asks for one by chance, as with vLLM and llama.cpp; other negative ones lose their sign bit."""
     seed = count(given, "seed", MIN_SEED, MAX_SEED)
     return {} if seed is None or seed == -1 else {"seed": seed & MAX_SEED}
+
+
+def _top_k(given: Mapping[str, Any]) -> dict[str, int]:
+    """0 where it is -1, which is off with vLLM."""
+    top_k = given.get("top_k")
+    return {"top_k": 0} if type(top_k) is int and top_k == -1 else {}
 
 
 def _stream_options(given: Mapping[str, Any], stream: bool) -> dict[str, bool]:

@@ -40,7 +40,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
         400,
         "context_length_exceeded",
         "max_tokens",
-        "1000 prompt tokens and 25",
+        "1025 tokens (1000 in the prompt, 25",
     ),
     "text over a mebibyte": (bad(prompt="x" * (1 << 20) + "y"), 400, "invalid_value", "prompt", "1048577"),
     "unknown token id": (bad(prompt=[2048]), 400, "invalid_value", "prompt", "0 to 2047"),

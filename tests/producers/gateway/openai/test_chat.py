@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +115,7 @@ def test_what_asks_for_nothing_is_taken(chat: Ask, answering: Answering) -> None
         {"logprobs": None, "top_logprobs": None},
         {"stream": False, "stream_options": None},
         {"stream": True, "stream_options": {}},
+        {"skip_special_tokens": True, "spaces_between_special_tokens": False, "use_beam_search": False},
         {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True},
         {"store": False, "user": "u", "safety_identifier": "s", "metadata": {}, "logit_bias": {}},
         {"service_tier": "auto", "modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium"},
@@ -163,6 +165,21 @@ class TestMessages:
         assert answer.status_code == 200, answer.text
         wanted = prompt_of([*MESSAGES, {"role": "assistant", "content": "Hello, world"}, *MESSAGES])
         assert answering.records[1].task["prompt"] == wanted
+
+    @pytest.mark.parametrize("more", [{"content": None}, {}, {"content": ""}])
+    def test_an_assistants_message_may_have_no_text(
+        self, chat: Ask, answering: Answering, more: dict[str, Any]
+    ) -> None:
+        answer = chat(messages=[*MESSAGES, {"role": "assistant", **more}, *MESSAGES])
+        assert answer.status_code == 200, answer.text
+        wanted = prompt_of([*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES])
+        assert answering.records[0].task["prompt"] == wanted
+
+    def test_what_clients_add_to_a_message_is_not_looked_at(self, chat: Ask, answering: Answering) -> None:
+        more = {"id": "msg_1", "cache_control": {"type": "ephemeral"}, "reasoning": {"x": 1}, "\ud800": 1, "k" * 99: []}
+        answer = chat(messages=[message | more for message in MESSAGES])
+        assert answer.status_code == 200, answer.text
+        assert answering.records[0].task["prompt"] == prompt_of(MESSAGES)
 
     def test_a_final_message_is_gone_on_with(self, chat: Ask, answering: Answering) -> None:
         begun = [*MESSAGES, {"role": "assistant", "content": "def f("}]
@@ -281,6 +298,69 @@ class TestLogprobs:
         told = [c["choices"][0]["logprobs"] for c in said]
         assert sum(len(one["content"]) for one in told if one) == 3
         assert answering.records[0].task["logprobs"] == 0
+
+
+class TestPromptLogprobs:
+    """A worker scores the prompt: each token has -1.0, and `!` (5) is the likeliest."""
+
+    @staticmethod
+    def scores(worker: FakeWorker, record: Record) -> None:
+        ids = record.task["prompt"]
+        worker.prompt(record.id, ids, [None, *[(-1.0, ((5, -0.5), (6, -2.0)))] * (len(ids) - 1)])
+        says("x")(worker, record)
+
+    def test_each_token_is_there_by_id_with_the_likeliest(self, chat: Ask, answering: Answering) -> None:
+        answering.scripts = [self.scores]
+        answer = chat(prompt_logprobs=2).json()
+        first, *rest = answer["prompt_logprobs"]
+        ids = prompt_of(MESSAGES)
+        assert (first, len(rest)) == (None, len(ids) - 1)
+        for token_id, row in zip(ids[1:], rest, strict=True):
+            text = TOKENIZER.token_bytes(token_id).decode(errors="replace")
+            wanted = {str(token_id): {"logprob": -1.0, "rank": None, "decoded_token": text}}
+            likeliest = {
+                "5": {"logprob": -0.5, "rank": 1, "decoded_token": "!"},
+                "6": {"logprob": -2.0, "rank": 2, "decoded_token": '"'},
+            }
+            assert row == wanted | likeliest
+        assert answer["choices"][0]["message"]["content"] == "x"
+        assert answering.records[0].task["prompt_logprobs"] == 2
+
+    def test_they_are_not_there_unless_asked_for(self, chat: Ask, answering: Answering) -> None:
+        assert "prompt_logprobs" not in chat().json()
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+def test_an_overflow_is_told_in_the_words_that_clients_know(http: httpx.Client, model: str, path: str) -> None:
+    long = "x " * 3000
+    with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        asks: dict[str, Callable[[], Any]] = {
+            "chat": lambda: client.chat.completions.create(model=model, messages=[{"role": "user", "content": long}]),
+            "completions": lambda: client.completions.create(model=model, prompt=long),
+        }
+        with pytest.raises(openai.BadRequestError) as caught:
+            asks[path]()
+    assert caught.value.code == "context_length_exceeded"
+    body: Any = caught.value.body
+    assert re.match(
+        r"This model's maximum context length is 1024 tokens\. However, you requested \d+ tokens", body["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True}),
+    ],
+)
+def test_what_vllm_calls_otherwise_reaches_the_task(
+    chat: Ask, complete: Ask, answering: Answering, fields: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    for ask in (chat, complete):
+        assert ask(**fields).status_code == 200
+        task = answering.records[-1].task
+        assert {name: task[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(

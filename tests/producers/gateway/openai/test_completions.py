@@ -122,7 +122,7 @@ class TestPrompts:
             (5, "prompt", "text or a list"),
             ([[5]] * 257, "prompt", "at most 256"),
             ([[5], [2048]], "prompt[1]", "0 to 2047"),
-            ([[5], [5] * 1024], "prompt[1]", "1024 prompt tokens"),
+            ([[5], [5] * 1024], "prompt[1]", "1024 in the prompt"),
             (["a", "pass\n" * 2000], "prompt[1]", "context"),
         ],
     )
