@@ -1,10 +1,12 @@
-"""What Celery's users know keeps working: results, links, groups, chords, chains, ETA, expiry, events, inspect."""
+"""What Celery's users know keeps working: results, links, groups, chords, chains, ETA, expiry, inspect."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from producers.script import run
 from tests.stub_engine import text_of
 from tests.workers.rig import MODEL, Rig
 
+ROOT = Path(__file__).parents[2]
 SEEDS = itertools.count(1000)
 
 
@@ -132,6 +135,38 @@ def test_a_chain_goes_from_the_engine_to_ordinary_tasks(served: Rig, app: Celery
     assert result.get(timeout=60) == ">" + text_of(seed, 0, 4)
 
 
+def test_a_chain_gives_the_next_prompt_what_the_last_said(served: Rig, app: Celery) -> None:
+    seed = next(SEEDS)
+    following = app.signature(keys.TASK_NAME, kwargs={"max_tokens": 4, "seed": 1})
+    result = chain(generate(app, seed), following, app=app).apply_async()
+    assert result.get(timeout=60)["text"] == text_of(1, 0, 4)
+    assert prompt_of(served, result.id) == text_of(seed, 0, 4)
+    after_text = chain(app.signature("app.text", args=({"text": "said"},)), following.clone(), app=app).apply_async()
+    assert after_text.get(timeout=60)["status"] == "completed"
+    assert prompt_of(served, after_text.id) == "said"
+
+
+def test_a_chord_gives_the_last_prompt_what_all_said(served: Rig, app: Celery) -> None:
+    seeds = [next(SEEDS) for _ in range(3)]
+    last = app.signature(keys.TASK_NAME, kwargs={"max_tokens": 4})
+    result = chord([generate(app, seed) for seed in seeds], app=app)(last)
+    assert result.get(timeout=60)["status"] == "completed"
+    assert prompt_of(served, result.id) == "\n\n".join(text_of(seed, 0, 4) for seed in seeds)
+
+
+def test_the_examples_in_the_documentation_run(served: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    readme, page = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/celery.md"))
+    first, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert first in readme, "the same example stands in both"
+    example = (first + second).replace("redis://127.0.0.1:6379/0", served.url).replace("tiny", "stub")
+    exec(compile(example, "docs/celery.md", "exec"), {})
+    assert capsys.readouterr().out.split()
+
+
+def prompt_of(served: Rig, task_id: str) -> Any:
+    return json.loads(served.record(task_id)["task"])["prompt"]
+
+
 def test_an_ordinary_task_runs_beside(served: Rig, app: Celery) -> None:
     assert app.send_task("app.add", (2, 3)).get(timeout=60) == 5
 
@@ -187,27 +222,6 @@ def test_a_stock_sender_s_priority_chooses_the_tier(served: Rig, app: Celery, pr
     served.until_settled([result.id])
     served.check([result.id])
     assert served.record(result.id)["tier"] == tier
-
-
-def test_events_tell_of_a_task(served: Rig, app: Celery) -> None:
-    heard: list[dict[str, Any]] = []
-    patterns = served.redis.pubsub_numpat()
-    receiver = app.events.Receiver(app.connection_for_read(), handlers={"*": heard.append})
-    with receiver.consumer_context() as (connection, _, _):
-        served.until(lambda: _drain(connection) or served.redis.pubsub_numpat() > patterns)
-        result = generate(app, next(SEEDS)).apply_async()
-
-        def seen() -> list[str]:
-            _drain(connection)
-            return [event["type"] for event in heard if event.get("uuid") == result.id]
-
-        served.until(lambda: "task-succeeded" in seen())
-        assert seen() == ["task-received", "task-started", "task-succeeded"]
-
-
-def _drain(connection: Any) -> None:
-    with contextlib.suppress(TimeoutError):
-        connection.drain_events(timeout=0.1)
 
 
 def test_messages_of_the_model_s_queue_and_the_pool_s_are_both_taken(served: Rig, app: Celery) -> None:

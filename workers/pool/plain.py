@@ -6,8 +6,9 @@ They have no record before they are claimed; its fields are made here from the m
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from producers import keys
 from producers.errors import InvalidTask
@@ -16,6 +17,9 @@ from workers.pool.delivery import Plain
 
 if TYPE_CHECKING:
     from workers.runtime import Runtime
+
+#: Between the results that a chord makes one prompt of.
+PARAGRAPH: Final = "\n\n"
 
 
 def error_json(code: str, message: str, param: str | None = None) -> str:
@@ -37,8 +41,7 @@ def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str,
         return Plain(fields)
     kwargs = arguments.get("kwargs") or {}
     try:
-        if arguments.get("args"):
-            raise InvalidTask("penstock.generate takes keyword arguments only: model, prompt, max_tokens, ...")
+        kwargs = _with_prompt(arguments.get("args") or (), kwargs)
         task = Task.parse({"model": runtime.model, "tier": _tier(headers), **kwargs})
         if task.model != runtime.model:
             raise InvalidTask(f"this queue serves model {runtime.model!r}, not {task.model!r}", param="model")
@@ -53,6 +56,36 @@ def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str,
     if deadline is not None:
         fields["deadline"] = deadline
     return Plain(fields)
+
+
+def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with the one positional argument as the prompt: a chain or chord puts a parent's result there.
+
+    Raises InvalidTask where there are more, or a prompt is named as well.
+    """
+    if not args:
+        return kwargs
+    if len(args) > 1:
+        raise InvalidTask(
+            f"penstock.generate has {len(args)} positional arguments; it takes one, the prompt. Name the others: "
+            "max_tokens=20, ...",
+        )
+    if kwargs.get("prompt") is not None:
+        raise InvalidTask(
+            "prompt is given twice: as a keyword, and as a positional argument, which is where a chain or chord puts "
+            "the result before; leave one out, or make the signature immutable (.si)",
+            param="prompt",
+        )
+    return {**kwargs, "prompt": _said(args[0])}
+
+
+def _said(value: Any) -> Any:
+    """The prompt in a parent's result: of a result dictionary its text; of several results the texts, a paragraph each.
+    Anything else as it is: text, token ids, or what a task refuses."""
+    if isinstance(value, Mapping):
+        return value.get("text")
+    texts = [_said(one) for one in value] if isinstance(value, list) else []
+    return PARAGRAPH.join(texts) if texts and all(isinstance(text, str) for text in texts) else value
 
 
 def _tier(headers: dict[str, Any]) -> str:

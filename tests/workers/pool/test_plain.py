@@ -90,11 +90,44 @@ def test_the_first_of_two_deadlines_counts() -> None:
     assert fields({"expires": soon}, prompt="x", timeout=1.0)["deadline"] == NOW_MS + 1000
 
 
+@pytest.mark.parametrize(
+    ("argument", "prompt"),
+    [
+        ("said", "said"),
+        ([5, 6], [5, 6]),
+        ({"id": "a", "text": "said", "token_ids": [1]}, "said"),
+        ([{"text": "one"}, "two"], "one\n\ntwo"),
+    ],
+)
+def test_a_parent_s_result_is_the_prompt(argument: Any, prompt: Any) -> None:
+    plain = plain_fields(RUNTIME, {}, {"args": [argument], "kwargs": {"max_tokens": 3}})
+    assert plain.error is None, plain.error
+    assert json.loads(str(plain.fields["task"]))["prompt"] == prompt
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([{"no": "text"}], "prompt is null"),
+        ([{"text": ""}], "prompt is empty"),
+        ([[{"text": "one"}, None]], "a token id is an integer"),
+        ([[]], "prompt is empty"),
+        ([7], "prompt is 7"),
+        (["x", "y"], "has 2 positional arguments"),
+    ],
+)
+def test_a_parent_s_result_that_is_no_prompt_is_refused(args: list[Any], said: str) -> None:
+    assert said in error({"args": args, "kwargs": {}})["message"]
+
+
+def test_a_prompt_may_not_be_given_twice() -> None:
+    assert error({"args": ["x"], "kwargs": {"prompt": "y"}})["message"].startswith("prompt is given twice")
+
+
 def test_what_is_no_task_keeps_its_arguments_and_says_why() -> None:
     plain = plain_fields(RUNTIME, {}, {"args": [], "kwargs": {"prompt": "x", "seed": -1}})
     assert plain.fields["task"] == '{"prompt": "x", "seed": -1}'
     assert error({"args": [], "kwargs": {"prompt": "x", "seed": -1}})["param"] == "seed"
-    assert error({"args": ["x"], "kwargs": {}})["message"].startswith("penstock.generate takes keyword arguments only")
     assert "serves model 'stub', not 'other'" in error({"kwargs": {"prompt": "x", "model": "other"}})["message"]
     assert error({"kwargs": {"prompt": [1] * 600}})["code"] == "context_length_exceeded"
 
