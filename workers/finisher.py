@@ -155,6 +155,7 @@ class Finisher(threading.Thread):
             backend.mark_as_revoked(
                 delivery.task_id, "cancelled", request=request._context, store_result=request.store_errors
             )
+            request.send_event("task-revoked", terminated=True, signum=None, expired=False)
             return
         job.headers[OUTCOME] = self._outcome(end)
         started = time.monotonic()

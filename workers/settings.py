@@ -53,4 +53,5 @@ class WorkerSettings:
     max_retries: int = 3
     """Times that a task is put back by Celery's retry after a fault of the engine."""
     events: bool = False
-    """Send Celery's task events, for whoever watches them (Flower)."""
+    """Send Celery's task events from the start. Heartbeats go out in any case, and Celery's `enable_events` turns task
+    events on at run time, which Flower does."""

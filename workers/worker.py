@@ -70,7 +70,6 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
         concurrency=engine.max_num_seqs,
         without_mingle=True,
         without_gossip=True,
-        without_heartbeat=True,
         quiet=True,
     )
     # What is there now stays: a collection would take 140 ms to go through it, and come only once what tasks leave is a

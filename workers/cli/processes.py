@@ -114,6 +114,12 @@ def worker(
     device: Device = None,
     gpus: Gpus = None,
     threads: Threads = None,
+    events: Annotated[
+        bool,
+        typer.Option(
+            "--task-events", "-E", help="Send Celery's task events, as `celery control enable_events` makes it."
+        ),
+    ] = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Serve a model: take tasks from its queue, run them in the engine, publish their tokens."""
@@ -152,6 +158,7 @@ def worker(
         health_port=health_port,
         spot_notice=spot_notice,
         spot_endpoint=spot_endpoint,
+        events=events,
     )
     if name is not None:
         settings = replace(settings, name=name)

@@ -121,6 +121,11 @@ def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
     return Call(script(PACKAGE, "back"), names, (uuid, delay_ms))
 
 
+def scheduled(queue: str, count: int) -> Call:
+    """Answers the messages (JSON) that wait there for their time, soonest first, `count` at most."""
+    return Call(script(PACKAGE, "scheduled"), (keys.delayed(queue),), (count,))
+
+
 def recall(queue: str, pools: Sequence[str], count: int) -> Call:
     """Where no worker of these pools lives, which are those that take from a queue: what was sorted of it goes back to
     the fronts of its lists. Answers how many messages, `count` at most (fewer were the last); -1 where one lives."""

@@ -1,0 +1,58 @@
+"""Celery's remote control, where its own commands do not know how a Penstock worker works."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from celery.worker.control import control_command, inspect_command, nok
+
+from producers.script import run
+from workers.transport import broker
+
+#: Countdown tasks that one answer shows.
+SHOWN: Final = 100
+
+
+def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
+    """Countdown and ETA tasks, which wait in the broker for all workers of the pool; the soonest 100."""
+    runtime = state.app.penstock
+    messages = run(runtime.courier.redis, broker.scheduled(runtime.queue, SHOWN))
+    payloads = [json.loads(message) for message in messages]
+    return [_shown(payload, state.hostname) for payload in payloads if payload["headers"].get("eta")]
+
+
+def fixed(state: Any, n: int = 1, **_: Any) -> dict[str, str]:
+    """Refused: the pool is as large as the engine's batch."""
+    capacity = state.app.penstock.engine.max_num_seqs
+    said: dict[str, str] = nok(
+        f"the pool is the engine's batch of {capacity} sequences, which memory was set aside for; "
+        "start the worker with another --max-num-seqs"
+    )
+    return said
+
+
+def _shown(payload: dict[str, Any], hostname: str) -> dict[str, Any]:
+    """As Celery shows one, with the sender's short form of its arguments."""
+    headers, properties = payload["headers"], payload["properties"]
+    return {
+        "eta": headers["eta"],
+        "priority": properties.get("priority"),
+        "request": {
+            "id": headers["id"],
+            "name": headers["task"],
+            "args": headers.get("argsrepr"),
+            "kwargs": headers.get("kwargsrepr"),
+            "type": headers["task"],
+            "hostname": hostname,
+            "time_start": None,
+            "acknowledged": False,
+            "delivery_info": properties.get("delivery_info"),
+            "worker_pid": None,
+        },
+    }
+
+
+inspect_command(alias="dump_schedule")(scheduled)
+for name in ("pool_grow", "pool_shrink"):
+    control_command(name=name, args=[("n", int)], signature="[N=1]")(fixed)
