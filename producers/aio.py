@@ -15,6 +15,7 @@ from producers.connect import SILENT_S, connect_async
 from producers.errors import PenstockError
 from producers.events import Event
 from producers.hub import CLOSED, Hub
+from producers.local import servers
 from producers.message import Message
 from producers.reader import Reader
 from producers.record import Record
@@ -28,16 +29,19 @@ from producers.task import Task
 class AsyncClient:
     """Submits tasks and reads them, on one event loop.
 
-    `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. `patience`: how long a
-    failing connection is tried again (s). Nothing connects before the first call. Raises ValueError for another kind of
-    broker (the sync `Client` speaks to those through kombu).
+    `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. Without them, those
+    that `producers.local` finds. `patience`: how long a failing connection is tried again (s). Nothing connects before
+    the first call. Raises ValueError for another kind of broker (the sync `Client` speaks to those through kombu).
     """
 
-    def __init__(self, broker: str, store: str | None = None, *, patience: float = operations.PATIENCE_S) -> None:
+    def __init__(
+        self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
+    ) -> None:
         self._patience = operations.checked_patience(patience)
+        broker, store = servers(broker, store)
         #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
-        self.store: Redis = connect_async(store or broker)
-        self.broker: Redis = connect_async(broker) if store and store != broker else self.store
+        self.store: Redis = connect_async(store)
+        self.broker: Redis = connect_async(broker) if store != broker else self.store
         self._directory = Directory()
         self._hub = Hub(self.store)
         self._closed = False

@@ -15,6 +15,7 @@ from producers.connect import connect, is_redis
 from producers.errors import PenstockError
 from producers.events import Event
 from producers.hub import CLOSED
+from producers.local import servers
 from producers.message import Message
 from producers.portal import Expired, Portal
 from producers.record import Record
@@ -33,14 +34,16 @@ class Client:
     """Submits tasks and reads them. One serves all threads of a process; it may be made before a fork.
 
     `broker`, `store`: URLs as `producers.connect` has them; the store is the broker unless given, which may also be any
-    that kombu takes. `patience`: how long a failing connection is tried again (s). Nothing connects before the first
-    call.
+    that kombu takes. Without them, those that `producers.local` finds. `patience`: how long a failing connection is
+    tried again (s). Nothing connects before the first call. Raises ValueError for a URL that is none.
     """
 
-    def __init__(self, broker: str, store: str | None = None, *, patience: float = operations.PATIENCE_S) -> None:
+    def __init__(
+        self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
+    ) -> None:
         self._patience = operations.checked_patience(patience)
+        broker, self._store_url = servers(broker, store)
         self._broker_url = broker
-        self._store_url = store or broker
         self._store = connect(self._store_url)
         #: None where kombu speaks to the broker.
         self._broker: Redis | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import MINDER_STATUS, Exit, Failure
-from workers.cli.processes import Broker, Store
+from workers.cli.processes import AnyBroker, Store
 from workers.cli.show import printable
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     dlq = typer.Typer(no_args_is_help=True, help="Messages that no worker could use, and tasks that were given up.")
     examples: dict[str, tuple[Callable[..., None], str]] = {
-        "ls": (listed, "penstock dlq ls --broker redis://10.0.0.5:6379/0"),
+        "ls": (listed, "penstock dlq ls"),
         "show": (show, "BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2"),
         "replay": (replay, "penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0"),
         "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0"),
@@ -41,7 +41,11 @@ def add_to(app: typer.Typer) -> None:
 
 
 def listed(
-    broker: Broker, store: Store = None, reason: Reason = None, older_than: OlderThan = None, as_json: Json = False
+    broker: AnyBroker = None,
+    store: Store = None,
+    reason: Reason = None,
+    older_than: OlderThan = None,
+    as_json: Json = False,
 ) -> None:
     """List them, oldest first."""
 
@@ -62,7 +66,7 @@ def listed(
 
 def show(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Letters by their keys, or by task ids.")],
-    broker: Broker,
+    broker: AnyBroker = None,
     store: Store = None,
     as_json: Json = False,
 ) -> None:
@@ -101,7 +105,7 @@ def show(
 
 
 def replay(
-    broker: Broker,
+    broker: AnyBroker = None,
     keys: Keys = None,
     every: All = False,
     reason: Reason = None,
@@ -141,7 +145,7 @@ def replay(
 
 
 def purge(
-    broker: Broker,
+    broker: AnyBroker = None,
     keys: Keys = None,
     every: All = False,
     reason: Reason = None,
@@ -191,26 +195,28 @@ async def _chosen(
     return found
 
 
-def with_client(broker: str, store: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
+def with_client(broker: str | None, store: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
     """Run with a client. Raises Failure for a URL that is none and for a server that does not answer."""
     import asyncio
 
     from producers.aio import AsyncClient
     from producers.connect import shown
+    from producers.local import servers
     from producers.steps import FAILURES
     from producers.trouble import Trouble, said, trouble
 
     async def within() -> None:
-        async with AsyncClient(broker, store) as client:
+        async with AsyncClient(*urls) as client:
             await client.ping()
             await work(client)
 
     try:
+        urls = servers(broker, store)
         asyncio.run(within())
     except ValueError as error:
         raise Failure(str(error)) from error
     except FAILURES as error:
-        where = " or ".join(dict.fromkeys(shown(url) for url in (broker, store or broker)))
+        where = " or ".join(dict.fromkeys(shown(url) for url in urls))
         if trouble(error) is not Trouble.AWAY:
             raise Failure(f"{where} refused: {said(error)}", Exit.UNREACHABLE) from error
         raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error

@@ -1,7 +1,7 @@
 """The data directory of one machine's system, and the Valkey server that keeps broker and store in it.
 
 DIR/lock           held by the owner, and by the server as long as that lives
-DIR/port           where the server was last, so that its URL stays what it was
+DIR/port           where the server was last, so that its URL stays what it was, and clients find it (`producers.local`)
 DIR/appendonlydir  what it knows, written through at each change and to the disk every second
 DIR/valkey.log
 """
@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from producers.local import HOST, PORT
 from workers.cli.exits import Exit, Failure
 from workers.cli.supervisor import Child, Program, ended
 
-HOST: Final = "127.0.0.1"
 #: A server whose owner was killed is given this long (s) to finish.
 LEFTOVER_S: Final = 10.0
 PORTS: Final = range(20_000, 32_000)
@@ -58,7 +58,7 @@ class DataDir:
         It is not one of those that the kernel gives to outgoing connections: such a one could take it while the server
         restarts.
         """
-        file = self.path / "port"
+        file = self.path / PORT
         ports = [secrets.choice(PORTS) for _ in range(100)]
         with contextlib.suppress(OSError, ValueError):
             ports.insert(0, int(file.read_text()))

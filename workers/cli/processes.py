@@ -52,6 +52,13 @@ Broker = Annotated[
         help="The Redis or Valkey server with the queues: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../NAME/DB.",
     ),
 ]
+#: Of commands that mind a system: without it, that of `penstock up` here.
+AnyBroker = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BROKER_URL", help="The server with the queues; unset: that of `penstock up` in this directory."
+    ),
+]
 Store = Annotated[
     str | None, typer.Option(envvar="STORE_URL", help="The one with records and streams; unset: the broker.")
 ]

@@ -21,6 +21,7 @@ from typing import Final
 from engine.threads import threads_of_each
 from producers.aio import AsyncClient
 from producers.gateway.pools import read_fleet
+from producers.local import HOST
 from producers.steps import FAILURES
 from workers.cli import embedded
 from workers.cli.client import Gateway
@@ -94,7 +95,7 @@ class System:
         if plan.broker is None:
             self._data = await embedded.open_data_dir(plan.data_dir)
             port = self._data.port()
-            self.broker = self.store = f"redis://{embedded.HOST}:{port}/0"
+            self.broker = self.store = f"redis://{HOST}:{port}/0"
             self._valkey = Child(embedded.valkey(self._data, port), self.say)
             await self._valkey.start()
             await embedded.started(self._valkey, self._data, port)

@@ -11,7 +11,7 @@ import typer
 
 from workers.cli.dlq import with_client
 from workers.cli.exits import MINDER_STATUS
-from workers.cli.processes import Broker, Store
+from workers.cli.processes import AnyBroker, Store
 from workers.cli.show import printable
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     group = typer.Typer(no_args_is_help=True, help="Tenants, who share each tier by the tokens that they are served.")
     examples: dict[str, tuple[Callable[..., None], str]] = {
-        "ls": (listed, "penstock tenants ls --broker redis://10.0.0.5:6379/0"),
+        "ls": (listed, "penstock tenants ls"),
         "weigh": (weigh, "penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0"),
     }
     for name, (command, example) in examples.items():
@@ -32,7 +32,7 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(group, name="tenants", rich_help_panel="Processes")
 
 
-def listed(broker: Broker, store: Store = None, as_json: Json = False) -> None:
+def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
     """List tenants of whom tasks wait, by tier, and those with a weight of their own."""
 
     async def work(client: AsyncClient) -> None:
@@ -57,7 +57,7 @@ def listed(broker: Broker, store: Store = None, as_json: Json = False) -> None:
 def weigh(
     tenant: Annotated[str, typer.Argument(help="Its name, as tasks give it; '' are all who give none.")],
     weight: Annotated[float, typer.Argument(help="2 is served twice as many tokens as 1. 1 is what all begin with.")],
-    broker: Broker,
+    broker: AnyBroker = None,
     store: Store = None,
 ) -> None:
     """Set a tenant's share of each tier. It holds from the next fetch on; in running engines within seconds."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from producers.local import DATA_DIR
 from workers.cli.exits import PROCESS_STATUS
 from workers.cli.options import (
     DEFAULT_URL,
@@ -61,9 +62,7 @@ def up(
     context: typer.Context,
     host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    data_dir: Annotated[Path, typer.Option(help="Where the embedded Valkey keeps queues and results.")] = Path(
-        ".penstock"
-    ),
+    data_dir: Annotated[Path, typer.Option(help="Where the embedded Valkey keeps queues and results.")] = DATA_DIR,
     broker: Annotated[
         str | None, typer.Option(envvar="BROKER_URL", help="Use this Redis or Valkey; none is started then.")
     ] = None,

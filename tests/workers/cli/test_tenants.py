@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from redis import Redis
@@ -59,3 +60,17 @@ def test_a_weight_of_one_is_none_and_a_senseless_one_is_refused(tenants: Run, va
     assert "must be from 0.001 to 1000" in refused.err
     tenants("weigh", "acme", "1")
     assert not valkey.exists(keys.WEIGHTS)
+
+
+def test_without_a_broker_it_is_that_of_up_in_this_directory(
+    run: Run, valkey: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BROKER_URL", raising=False)
+    nowhere = run("tenants", "ls")
+    assert nowhere.status == 2
+    assert "set BROKER_URL" in nowhere.err
+    (tmp_path / ".penstock").mkdir()
+    (tmp_path / ".penstock" / "port").write_text(str(valkey.connection_pool.connection_kwargs["port"]))
+    assert run("tenants", "ls").out == "No tenant waits.\n"
+    assert run("dlq", "ls").out == "There are no dead letters.\n"
