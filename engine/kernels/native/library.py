@@ -125,10 +125,12 @@ def load_library() -> Library | None:
     for isa, runs in _BUILDS.items():
         if platform.machine().lower() not in ("x86_64", "amd64") or not runs():
             continue
+        path = _FOLDER / f"_{isa}.so"
         try:
-            found = Library(_FOLDER / f"_{isa}.so", isa)
+            found = Library(path, isa)
         except OSError as error:
-            reasons.append(str(error))
+            note = path.with_suffix(".txt")
+            reasons.append(f"{path} was not built: {note.read_text()}" if note.exists() else str(error))
             continue
         if reasons:
             logger.warning("native CPU kernels for %s are taken, there were faster ones: %s", isa, "; ".join(reasons))
