@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+#: Why a sequence ended of which the model made no numbers; what `Event.error` says then.
+NOT_FINITE: Final = "the model's logits are not finite (NaN or infinity)"
+
 
 class EngineError(Exception):
     """Base of every error that the engine raises on purpose."""

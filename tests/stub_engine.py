@@ -7,7 +7,8 @@ on; unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many t
 token), STUB_HANG_AFTER (the step after so many does not end, for STUB_HANG_S seconds), STUB_HUNG_BY (nor do those that
 compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the device is lost), STUB_HOLD_AT (no choice
 gets past so many tokens until the file STUB_GO is there; unset: never). A prompt that contains DEADLY kills the process
-in its first step, one that contains STALLED makes no token; the text PANIC cannot be tokenised.
+in its first step, one that contains STALLED makes no token, one that contains SPOILED has NaN; the text PANIC cannot be
+tokenised. STUB_NAN_AFTER: after so many steps everything has NaN, the worker's own probe too, which is no step.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.best_of import Candidates
-from engine.errors import RequestError
+from engine.errors import NOT_FINITE, RequestError
 from engine.params import MAX_CHOICES
 from engine.request import Event, Request, TokenLogprobs
+from workers import probe
 
 VOCABULARY = 1000
-DEADLY, STALLED = 666, 667
+DEADLY, STALLED, SPOILED = 666, 667, 668
 PANIC = "panic"
 WORDS = [f" w{i}" for i in range(VOCABULARY)]
 
@@ -128,6 +130,7 @@ class StubEngine:
         self.hang_after = int(os.environ.get("STUB_HANG_AFTER", "-1"))
         self.hang_s = float(os.environ.get("STUB_HANG_S", "600"))
         self.lost_after = int(os.environ.get("STUB_LOST_AFTER", "-1"))
+        self.nan_after = float(os.environ.get("STUB_NAN_AFTER", "inf"))
         self.hung_by = int(os.environ.get("STUB_HUNG_BY", "0"))
         self.hold_at = int(os.environ.get("STUB_HOLD_AT", "0"))
         self.go = os.environ.get("STUB_GO", "")
@@ -138,7 +141,7 @@ class StubEngine:
         self._running: dict[str, _Running] = {}
         self._closed = False
         self._since: float | None = None
-        self._generated = self._steps = self._aborted = 0
+        self._generated = self._steps = self._aborted = self._not_finite = 0
         self._thread = threading.Thread(target=self._loop, name="stub-engine", daemon=True)
         self._thread.start()
 
@@ -172,7 +175,7 @@ class StubEngine:
             generated_tokens=self._generated,
             preemptions=0,
             out_of_memory=0,
-            not_finite=0,
+            not_finite=self._not_finite,
             drafted=0,
             draft_accepted=0,
             device="cpu",
@@ -187,6 +190,9 @@ class StubEngine:
         while not self._closed:
             while self._inbox:
                 request, on_event = self._inbox.popleft()
+                if request.id == probe.ID:
+                    on_event(self._answer(request))
+                    continue
                 params = request.params
                 target = 16 if params.max_tokens is None else params.max_tokens
                 selects = params.selects and target > 0
@@ -222,6 +228,24 @@ class StubEngine:
             if self.step_s or made == self._generated:  # what only waits is not to take a processor
                 time.sleep(self.step_s or 0.002)
 
+    def _answer(self, request: Request) -> Event:
+        """The worker's probe: one token, or NaN."""
+        spoiled = self._steps >= self.nan_after
+        return Event(
+            request_id=request.id,
+            choice=0,
+            index=0,
+            token_ids=[] if spoiled else [0],
+            texts=[] if spoiled else [WORDS[0]],
+            logprobs=None,
+            finish_reason="error" if spoiled else "length",
+            stop_match=None,
+            done=True,
+            error=NOT_FINITE if spoiled else None,
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=0,
+        )
+
     def _step(self) -> None:
         if self._steps == self.hang_after:
             threading.Event().wait(self.hang_s)
@@ -243,6 +267,7 @@ class StubEngine:
                 continue
             seed = request.params.seed or 0
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
+            spoiled = self._steps > self.nan_after or SPOILED in request.prompt_ids
             fault = faulty and self._failed.get(str(seed), 0) < self.faults
             targets = [running.target] * len(running.done)
             if self.short:
@@ -256,13 +281,16 @@ class StubEngine:
                 finished = index >= target
                 if finished and any(done < of for done, of in zip(running.done, targets, strict=True)):
                     continue
-                tokens = [] if finished else [token(seed, choice, index)]
+                tokens = [] if finished or spoiled else [token(seed, choice, index)]
                 running.done[choice] += len(tokens)
                 self._generated += len(tokens)
                 last = running.done[choice] >= target
                 half = fault and self.fault_choice in (None, str(choice)) and running.done[choice] > running.target // 2
+                self._not_finite += spoiled
+                half = half or spoiled
                 if half:
-                    running.failed |= {choice} if self.fault_choice else set(range(len(running.done)))
+                    alone = self.fault_choice or spoiled
+                    running.failed |= {choice} if alone else set(range(len(running.done)))
                 done = all(d >= targets[c] or c in running.failed for c, d in enumerate(running.done))
                 event = Event(
                     request_id=key,
@@ -278,7 +306,7 @@ class StubEngine:
                     else None,
                     stop_match=None,
                     done=done,
-                    error="a fault of the stub" if half else None,
+                    error=NOT_FINITE if spoiled else "a fault of the stub" if half else None,
                     prompt_tokens=len(request.prompt_ids),
                     cached_tokens=0,
                 )

@@ -11,14 +11,17 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import NOT_FINITE, EngineError
 from engine.request import Event, TokenLogprobs
 from producers.complaints import complain
 from producers.events import encode_prompt, encode_token, quote
 from producers.protocol import Append, append, finish, prompt, read_append
 from producers.script import run, run_many, text
+from workers import probe
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
@@ -33,6 +36,11 @@ RETRY_S = 0.2
 MAX_ENTRIES = 2000
 
 EXPIRED = error_json("expired", "The deadline passed before the task was finished.")
+#: What a worker says whose model no longer answers what it did when it was loaded.
+BROKEN = (
+    f"{NOT_FINITE} also after the prompt that it answered when it was loaded, so that its weights in memory are "
+    "damaged. Its tasks go to others; start it again, and test this machine's memory or GPU if it happens again"
+)
 #: The finish reason of a choice that the deadline cut off; `_late.lua` has it too.
 DEADLINE = "deadline"
 
@@ -55,6 +63,9 @@ class Publisher(threading.Thread):
         self._news: deque[Event | Conclusion] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        #: Ends in NaN, by delivery: those that the question under way is about, and those that came since.
+        self._asked: dict[str, Conclusion] = {}
+        self._doubted: dict[str, Conclusion] = {}
         self.busy_since: float | None = None
         """When it began with what it is at; None while there is nothing to publish."""
         self.tokens = 0
@@ -133,6 +144,7 @@ class Publisher(threading.Thread):
         self._prompt(scored, ends)
         self._append(list(batch.values()), ends)
         self._finish(ends)
+        self._ask()
 
     @staticmethod
     def _note_prompt(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> None:
@@ -175,11 +187,28 @@ class Publisher(threading.Thread):
         if event.error is not None:
             code = "invalid_value" if event.refused else "engine_error"
             error = error_json(code, event.error)
-            ends[delivery.uuid] = Conclusion(delivery, "failed", error, retry=not event.refused)
-        elif event.done:
+            failed = Conclusion(delivery, "failed", error, retry=not event.refused)
+            (self._doubted if event.error == NOT_FINITE else ends)[delivery.uuid] = failed
+        elif event.done and "error" not in delivery.reasons:
             end = ends.get(delivery.uuid)
             if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
                 ends[delivery.uuid] = Conclusion(delivery, "completed")
+
+    def _ask(self) -> None:
+        """Who is to blame for NaN: see `workers.probe`. Where the engine is closed, a drain hands them back."""
+        if self._doubted and not self._asked:
+            self._asked, self._doubted = self._doubted, {}
+            with suppress(EngineError):
+                probe.ask(self._runtime.engine, self._answered)
+
+    def _answered(self, error: str | None) -> None:
+        """The engine's thread. Where the model is broken, those whose end waits are handed back with all others."""
+        if error == NOT_FINITE:
+            self._runtime.give_up(f"the model is broken, not a request: {BROKEN}", frozenset())
+            return
+        asked, self._asked = self._asked, {}
+        for end in asked.values():
+            self._conclude(end)
 
     def _prompt(self, deliveries: list[Delivery], ends: dict[str, Conclusion]) -> None:
         """Until the store has their prompts' log probabilities, which come before their tokens."""

@@ -39,6 +39,9 @@ from workers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+#: What CUDA says (cudaErrorECCUncorrectable) to a process that has met memory which could not be corrected.
+ECC_ERROR = "uncorrectable ECC error"
+
 
 class Runtime:
     """`engine` behaves like `engine.Engine`; `card` is its model's, `queue` the pool's own, `app` the Celery app,
@@ -79,7 +82,7 @@ class Runtime:
         self.gpu = GpuFacts(engine.stats().device)
         self.watchdog = Watchdog(self)
         self.given_up = ""
-        engine.on_lost = lambda why, suspects: self.give_up(f"the device is lost: {why}", suspects)
+        engine.on_lost = self._device_lost
         engine.on_step = self.publisher.on_step
 
     def start(self) -> None:
@@ -278,6 +281,10 @@ class Runtime:
             logger.critical("Giving this worker up: %s", why)
             self.housekeeper.renew_soon()
             self.stop(0.0, why, os.EX_SOFTWARE, suspects)
+
+    def _device_lost(self, why: str, suspects: set[str]) -> None:
+        """No task is to blame for memory that failed."""
+        self.give_up(f"the device is lost: {why}", frozenset() if ECC_ERROR in why else suspects)
 
     def unready(self) -> list[str]:
         """Why it takes no tasks; empty where it does."""

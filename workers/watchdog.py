@@ -1,8 +1,9 @@
 """Watches what cannot watch itself: the engine's step, the publisher, the event loop.
 
-    a step that does not end    -> unready, its tasks go elsewhere, the process ends (`Runtime.give_up`)
-    a publisher that is stuck   -> unready; it goes on when the store answers
-    an event loop that is stuck -> unready, nothing is fetched meanwhile, what it was to take goes back
+    a step that does not end       -> its tasks go elsewhere, the process ends (`Runtime.give_up`)
+    memory of the GPU that is bad  -> the same, and no task is to blame
+    a publisher that is stuck      -> unready: nothing is fetched until the store answers
+    an event loop that is stuck    -> unready: nothing is fetched meanwhile, what it was to take goes back
 
 A thread that hangs in a driver cannot be ended, so that a hung step costs the process: whoever runs it starts it anew.
 """
@@ -22,9 +23,6 @@ logger = logging.getLogger(__name__)
 TICK_S: Final = 0.25
 #: The publisher and the event loop are said to be stuck after this long, seconds: longer than a server's restart.
 STUCK_S: Final = 15.0
-#: So many sequences with NaN in this many seconds, and the model is taken to be broken.
-NOT_FINITE: Final = 3
-NOT_FINITE_S: Final = 60.0
 
 
 class Watchdog(threading.Thread):
@@ -37,9 +35,7 @@ class Watchdog(threading.Thread):
         self._stopped = threading.Event()
         self._asked: float | None = None
         self._said: frozenset[str] = frozenset()
-        self._spoiled = (0, 0.0)
         self._ecc: int | None = None
-        self.loop_stuck = False
         self.reasons: tuple[str, ...] = ()
 
     def stop(self) -> None:
@@ -52,12 +48,8 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         while not self._stopped.wait(TICK_S):
             self._watch_step()
-            found = {
-                "publisher": self._publisher(),
-                "event loop": self._event_loop(),
-                "model": self._model(),
-                "gpu": self._gpu(),
-            }
+            self._watch_gpu()
+            found = {"publisher": self._publisher(), "event loop": self._event_loop()}
             self._tell({name: reason for name, reason in found.items() if reason})
 
     # ---- what it looks at -----------------------------------------------------------------------------------------
@@ -69,6 +61,21 @@ class Watchdog(threading.Thread):
             self._runtime.give_up(
                 f"a step has not ended for {seconds:.0f} s (--step-limit {limit:g}); it computes {len(suspects)} tasks",
                 suspects,
+            )
+
+    def _watch_gpu(self) -> None:
+        """Errors are counted since the driver was loaded, so that the process that comes next begins with this one."""
+        errors = (self._runtime.gpu.latest or {}).get("ecc_uncorrected")
+        if errors is None:
+            return
+        if self._ecc is None:
+            self._ecc = errors
+        if errors > self._ecc:
+            self._runtime.give_up(
+                f"the GPU's memory has {errors - self._ecc} new errors that it could not correct, and a weight may be "
+                "among what they hit. Its tasks go to others; start it again, and reset or replace the GPU if there "
+                "are more (nvidia-smi -q -d ECC,ROW_REMAPPER)",
+                frozenset(),
             )
 
     def _publisher(self) -> str:
@@ -85,36 +92,18 @@ class Watchdog(threading.Thread):
             self._runtime.intake.nudge()
         asked = self._asked
         stuck = asked is not None and now - asked > self._stuck
-        if stuck != self.loop_stuck:
-            self.loop_stuck = stuck
-            self._runtime.intake.pause(stuck)
-        return "Celery's event loop does not answer: nothing is fetched" if stuck else ""
-
-    def _model(self) -> str:
-        """A request alone may bring NaN about; one after the other, it is the weights, or the memory they are in."""
-        count, now = self._runtime.engine.stats().not_finite, time.monotonic()
-        before, since = self._spoiled
-        if now - since > NOT_FINITE_S:
-            before, since = self._spoiled = (count, now)
-        return "the model's logits are NaN again and again" if count - before >= NOT_FINITE else ""
-
-    def _gpu(self) -> str:
-        errors = (self._runtime.gpu.latest or {}).get("ecc_uncorrected")
-        if errors is None:
-            return ""
-        if self._ecc is None:
-            self._ecc = errors
-        return "the GPU's memory has errors that it could not correct" if errors > self._ecc else ""
+        return "Celery's event loop does not answer" if stuck else ""
 
     # ---- what it says ---------------------------------------------------------------------------------------------
 
     def _tell(self, found: dict[str, str]) -> None:
         now = frozenset(found)
         for name in now - self._said:
-            logger.error("This worker is not ready: %s", found[name])
+            logger.error("This worker is not ready, and fetches nothing until it is: %s", found[name])
         for name in self._said - now:
             logger.warning("Well again: %s", name)
         self.reasons = tuple(found.values())
         if now != self._said:
             self._said = now
+            self._runtime.intake.pause(bool(found))
             self._runtime.housekeeper.renew_soon()

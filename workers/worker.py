@@ -23,6 +23,7 @@ from workers.app import attach, make_app
 from workers.connect import LOST, check_server, connect
 from workers.health import Health
 from workers.notify import notify_ready
+from workers.probe import check_model
 from workers.runtime import Runtime
 from workers.serving import announce
 from workers.settings import WorkerSettings
@@ -53,6 +54,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     check_server(settings.broker, "broker")
     check_server(settings.store, "store")
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
+    check_model(engine, settings.model, settings.step_limit)
     card, queue = _announced(settings.store, engine, files)
     app = make_app(settings, [queue, keys.model_queue(card["name"])])
     runtime = Runtime(settings, engine, app, card, queue, files)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.errors import NOT_FINITE
 from engine.params import MAX_LOGPROBS
 from engine.plan import ScheduledSeq
 from engine.prompt_scores import ScoredPart
@@ -19,8 +20,6 @@ from engine.upload import upload
 _SLICE = 1 << 23
 #: Numbers in fp32 between places that a GPU likes to read from.
 _ALIGNED = 8
-
-NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 
 def token_logprobs(said: Tensor, tokens: Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.errors import NOT_FINITE
 from engine.plan import Sampled
 from engine.request import TokenLogprobs
 from engine.sampling.edits import NONE_LEFT, edit
 from engine.sampling.filters import narrow
-from engine.sampling.logprobs import NOT_FINITE, token_logprobs
+from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import REACH, gumbel
 from engine.sampling.rows import Draws, SamplingBatch
 

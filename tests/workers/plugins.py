@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from celery import Celery
@@ -19,7 +20,8 @@ from redis import Redis
 
 import workers.worker
 from tests.stub_engine import StubEngine
-from workers import housekeeper, spot, watchdog
+from workers import gpu_facts, housekeeper, runtime, spot, watchdog
+from workers.gpu_facts import GpuFacts
 from workers.pool import claimer
 from workers.pool.claimer import Claimer
 from workers.publisher import Publisher
@@ -140,6 +142,15 @@ def short_tempered() -> None:
     """The watchdog waits half a second, and the event loop can be made to stick."""
     watchdog.STUCK_S = 0.5  # type: ignore[misc]
     event_loop_sticks()
+
+
+def gpu_of_a_file() -> None:
+    """A driver that counts as many errors of memory as the file ECC_ERRORS says."""
+    errors = Path(os.environ["ECC_ERRORS"])
+    gpu_facts.PERIOD_S = 0.05  # type: ignore[misc]
+    gpu_facts._uuid = lambda device: "a0"
+    gpu_facts.open_nvml = lambda uuid: lambda: {"uuid": uuid, "ecc_uncorrected": int(errors.read_text())}
+    runtime.GpuFacts = lambda device: GpuFacts("cuda")  # type: ignore[assignment, misc]
 
 
 def claimer_waits() -> None:

@@ -145,3 +145,30 @@ def test_a_device_that_fails_costs_no_token(tmp_path: Path) -> None:
             assert _tokens(client, interrupted) == _tokens(client, whole)
         assert redis.llen(keys.DEAD) == 0
         rig.check_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_memory_that_fails_counts_against_no_task(tmp_path: Path) -> None:
+    """Weights that are NaN from some step on, and an error that the device could not correct."""
+    fault = tmp_path / "fault"
+    with valkey() as (url, redis), Client(url) as client, supervised(rig := Rig(url, redis), fault) as failing:
+        found: list[list[str]] = []
+        for what, says in {"nan": "the model is broken, not a request", "ecc": "uncorrectable ECC error"}.items():
+            rig.until(rig.leases, 120)
+            found.append(ids := _ask(client, range(4)))
+            rig.until(lambda ids=ids: all(rig.tokens(task_id) > 5 for task_id in ids), 120)
+            ended = len(failing.ends)
+            fault.write_text(what)
+            rig.until(lambda ended=ended: len(failing.ends) > ended, 120)
+            fault.write_text("")
+            assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[ended]
+            rig.until(lambda says=says: failing.said(says))
+            rig.until_settled(ids, 120)  # by the process that was started in its place
+            assert {(r["status"], r.get("deaths", "0")) for r in map(rig.record, ids)} == {("completed", "0")}
+        quiet = _ask(client, range(4))
+        rig.until_settled(quiet, 120)
+        for ids in found:
+            assert [_tokens(client, one) for one in ids] == [_tokens(client, one) for one in quiet]
+        assert redis.llen(keys.DEAD) == 0
+        rig.check_nothing_left()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 
 from producers import keys
 from tests.processes import Worker, free_port
-from tests.workers.rig import TIMES, Rig
+from tests.stub_engine import SPOILED
+from tests.workers.rig import POOL, TIMES, Rig, two_servers
+from workers.transport import intake
 
 STUCK = 777
 #: A step that hangs is waited for, when all is handed back, for so long.
@@ -82,6 +85,83 @@ def test_a_task_that_hangs_every_worker_is_given_up_alone(rig: Rig) -> None:
     assert "dead_lettered" in rig.record(stuck)["error"]
     rig.until_settled(ids)
     rig.check(ids)
+
+
+def left_whole(rig: Rig, ids: list[str]) -> None:
+    """Handed back with its tokens: another worker ends it, and none of them has cost it anything."""
+    assert rig.leases() == []
+    assert {rig.status(task_id) for task_id in ids} == {"queued"}
+    assert rig.waiting(POOL) == len(ids), "they wait where whoever looks at the queue sees them"
+    assert all(0 < rig.tokens(task_id) < 120 for task_id in ids)
+    begin(rig)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert {rig.record(task_id).get("deaths", "0") for task_id in ids} == {"0"}
+    rig.check_nothing_left()
+
+
+def test_a_model_that_breaks_costs_no_task_anything(rig: Rig) -> None:
+    ids = rig.fill(5, max_tokens=60, n=2)
+    worker = begin(rig, STUB_NAN_AFTER=20, STUB_STEP_S=0.1)
+    said = given_up(worker)
+    assert "the model is broken, not a request" in said
+    assert "start it again" in said
+    assert "retry" not in said.lower(), "no task is tried again for what is not its fault"
+    left_whole(rig, ids)
+
+
+def test_requests_that_give_nan_break_no_model(rig: Rig) -> None:
+    """However many, and however often they are tried again: the model answers between them."""
+    worker = begin(rig)
+    spoiled = rig.fill(6, prompt=[SPOILED], n=2)
+    ids = rig.fill(4, max_tokens=60)
+    rig.until_settled([*spoiled, *ids])
+    rig.check(ids)
+    rig.check(spoiled, "failed")
+    assert all("not finite" in rig.record(task_id)["error"] for task_id in spoiled)
+    assert not rig.leases()[0]["unready"]
+    assert worker.stop() == 0
+    rig.check_nothing_left()
+
+
+def test_a_model_that_is_broken_from_the_start_is_never_announced(rig: Rig) -> None:
+    ids = rig.fill(2)
+    worker = rig.begin_worker(STUB_NAN_AFTER=0)
+    assert worker.process.wait(60) != 0
+    assert "cannot serve stub: after '1 + 1 =', the model's logits are not finite" in worker.log.read_text()
+    assert (rig.redis.exists(keys.MODELS, keys.POOLS), rig.leases()) == (0, [])
+    assert rig.waiting(POOL) == len(ids)
+
+
+def test_memory_that_cannot_be_corrected_is_no_tasks_fault(rig: Rig, tmp_path: Path) -> None:
+    told = tmp_path / "ecc"
+    told.write_text("7")  # of an earlier process
+    worker = begin(rig, ECC_ERRORS=told, STUB_STEP_S=0.1, WORKER_PLUGINS="tests.workers.plugins:gpu_of_a_file")
+    ids = rig.fill(3, max_tokens=120)
+    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    told.write_text("8")
+    assert "memory has 1 new errors that it could not correct" in given_up(worker)
+    left_whole(rig, ids)
+
+
+def test_a_worker_that_cannot_publish_fetches_nothing_until_it_can() -> None:
+    port = free_port()
+    with two_servers() as rig:
+        rig.publish_card()
+        running, late = rig.submit(2, max_tokens=500)
+        message = rig.redis.lpop(POOL)
+        worker = begin(rig, health_port=port, WORKER_PLUGINS="tests.workers.plugins:short_tempered")
+        rig.until(lambda: rig.tokens(running))
+        rig.store.execute_command("CLIENT", "PAUSE", 600_000, "WRITE")
+        rig.until(lambda: any("to be published" in reason for reason in ask(port, "/readyz")[1].get("reasons", [])))
+        rig.redis.lpush(POOL, message)
+        time.sleep(1.5 * intake.IDLE_S)  # it would have looked
+        assert rig.waiting(POOL) == 1
+        rig.store.client_unpause()
+        rig.until_settled([running, late])
+        rig.check([running, late])
+        assert "Well again: publisher" in worker.log.read_text()
+        assert worker.stop() == 0
 
 
 def test_a_task_that_only_waits_is_no_suspect(rig: Rig) -> None:

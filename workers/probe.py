@@ -1,0 +1,61 @@
+"""A question that a model which works can answer: is a request to blame for NaN, or the model?
+
+    at the start   before the model is announced: NaN -> the worker is refused
+    later          a task ends in NaN -> its end waits -> the question is asked
+                   an answer -> the request is to blame: the task ends, as after any fault of the engine
+                   NaN       -> the model is broken: the worker hands all back and ends
+
+No number of bad requests can make the answer NaN, as rows of a batch share no numbers; one is enough to ask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from engine.errors import NOT_FINITE
+from engine.params import SamplingParams
+from engine.request import Event, Request, Tier
+from workers.errors import Refused
+
+#: The request's id; those of deliveries are UUIDs.
+ID: Final = "probe"
+PROMPT: Final = "1 + 1 ="
+_ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def ask(engine: Any, then: Callable[[str | None], None]) -> None:
+    """Ask for one token. `then` gets the error, None where there is none, on the engine's thread. One at a time.
+
+    Raises EngineError where the engine is closed."""
+    ids = engine.tokenizer.encode(PROMPT)[: engine.max_model_len - 1]
+
+    def hear(event: Event) -> None:
+        if event.done:
+            then(event.error)
+
+    engine.submit(Request(ID, ids, _ONE_TOKEN, tier=Tier.PRIORITY), hear)
+
+
+def check_model(engine: Any, model: str, seconds: float) -> None:
+    """Ask a model that has just been loaded. `seconds`: how long it may take, 0 for as long as it likes.
+
+    Raises Refused where it answers with NaN, RuntimeError where the engine fails or does not answer."""
+    said: list[str | None] = []
+    answered = threading.Event()
+
+    def hear(error: str | None) -> None:
+        said.append(error)
+        answered.set()
+
+    ask(engine, hear)
+    if not answered.wait(seconds or None):
+        raise RuntimeError(f"the engine has not computed one token within {seconds:g} s (--step-limit)")
+    if said[0] == NOT_FINITE:
+        raise Refused(
+            f"cannot serve {model}: after {PROMPT!r}, {NOT_FINITE}. Its weights are damaged, or too large for this "
+            "dtype: pull the model again, or give another --dtype"
+        )
+    if said[0] is not None:
+        raise RuntimeError(f"the engine cannot compute one token: {said[0]}")
