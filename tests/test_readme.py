@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -113,9 +115,21 @@ def test_a_command_is_taken_as_it_is_written(line: str) -> None:
 @pytest.mark.parametrize("source", [source for source in blocks("python") if "import" in source])
 def test_what_an_example_imports_is_there(source: str) -> None:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module in ("engine", "producers"):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in (
+            "engine",
+            "producers",
+            "workers",
+        ):
             module = import_module(str(node.module))
             assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+@pytest.mark.slow
+def test_the_engines_example_runs_in_any_directory(tmp_path: Path) -> None:
+    (example,) = [source for source in blocks("python") if "Engine.load" in source]
+    ran = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.count(" length\n") == 2
 
 
 def test_every_command_is_on_its_page() -> None:

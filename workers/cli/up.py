@@ -185,6 +185,14 @@ async def _serve(system: System) -> None:
         f"  broker  {shown(system.broker)}{kept}\n"
         + (f"  workers {health}\n" if health else "")
         + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
-        "Ctrl-C drains and stops it.\n"
+        f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()
+
+
+def how_to_end() -> str:
+    """What stops this process. A shell without job control has its background jobs ignore Ctrl-C."""
+    import os
+    import signal
+
+    return f"kill -TERM {os.getpid()}" if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else "Ctrl-C"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,3 +157,12 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
         workers = [told(monkeypatch, program) for program in asked]
         assert [(one.name, one.health_port) for one in workers] == [("node.gpu0", each[0]), ("node.gpu1", each[1])]
         assert [one.broker for one in workers] == [URL, URL]
+
+
+def test_how_to_end_it_is_said_where_ctrl_c_is_not_heard() -> None:
+    assert up.how_to_end() == "Ctrl-C"
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell without job control has it for `penstock up &`
+    try:
+        assert up.how_to_end() == f"kill -TERM {os.getpid()}"
+    finally:
+        signal.signal(signal.SIGINT, heard)
