@@ -39,6 +39,7 @@ from tests.bench.ttft import wait_for
 from tests.fuzz.watch import processor_s
 from tests.processes import ROOT, Worker, free_port, valkey
 from workers.bench.connection import Connections
+from workers.chaos.checker.rest import at_rest
 
 #: Share of the requests, and the time within which its tasks are worth anything, in times of `task_s`.
 TIERS = {"priority": (0.15, 5.0), "default": (0.45, 15.0), "flex": (0.2, 37.5), "batch": (0.2, 75.0)}
@@ -265,7 +266,7 @@ def main() -> None:
                 server: Any = redis.info("server")
                 pids = {"gateway": gateway.pid, "worker": worker.process.pid, "server": server["process_id"]}
                 asyncio.run(measure(redis, port, args, vocab, Cores(pids)))
-                stats = [json.loads(redis.get(name)) for name in redis.keys("penstock:lease:*")]
+                stats = at_rest(redis)
                 print(json.dumps([{k: one[k] for k in ("preemptions", "steps", "generated_tokens")} for one in stats]))
         finally:
             gateway.terminate()

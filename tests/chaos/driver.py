@@ -18,7 +18,8 @@ from tests.chaos import clock
 from tests.chaos.processes import wait_for
 from tests.chaos.stage import BOOT_S, HAND_BACK_S, SILENT_S, Shape, Stage
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
-from workers.chaos.checker.store import wait_until_over, workers_of
+from workers.chaos.checker.rest import workers_of
+from workers.chaos.checker.store import wait_until_over
 from workers.chaos.injector import Injector
 from workers.chaos.load import LINKS
 from workers.chaos.plan import KINDS, Plan, by_role, draw
@@ -28,7 +29,7 @@ from workers.chaos.pulse import Pulse
 ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())
 #: What is still open when the load ends may take so long (s): a submit that was left half done waits for the sweeper.
 CALM_S = 90.0
-#: What is left of workers that have nothing to do, beyond their leases: what there is then is a fault (s).
+#: A lease that stands for so long (s) beyond its own time is a fault.
 IDLE_S = 60.0
 #: The load goes on until so many tasks have ended, on a machine however busy.
 SOME = 10
@@ -135,7 +136,6 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
             fault("the run in quiet", "did not come to its end")
         if left := wait_until_over(broker, store, CALM_S):
             fault("tasks and messages", f"of the run in quiet were not done with: {left[:20]}")
-        _idle(stage)
         watcher.stop()  # not before: a quiet run that takes longer than a minute is compacted while it goes on
         stores = Stores.read(broker, store, links=LINKS)
         for role in ("worker", "gateway", "sweeper"):
@@ -152,13 +152,3 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
     finally:
         stage.down()
     return Case.of(History.read(stage.journals), stores, watcher.streams), wrong
-
-
-def _idle(stage: Stage) -> None:
-    """Until every worker says that it has nothing to do, or has said otherwise for too long: the checker reads that."""
-    held = ("tasks", "running", "waiting", "kv_blocks_used")
-    broker = stage.redis["broker"]
-    wait_for(
-        lambda: all(not any(about.get(name) for name in held) for about in workers_of(broker)),
-        2 * stage.shape.lease + IDLE_S,
-    )

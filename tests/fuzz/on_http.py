@@ -33,8 +33,9 @@ from producers import keys
 from tests.fuzz.answers import Malformed, faults, take
 from tests.fuzz.drawing import drawn
 from tests.fuzz.requests import Route, Visit, routes, visits
-from tests.fuzz.watch import Held, held, leases
+from tests.fuzz.watch import Held, held
 from tests.processes import ROOT, Worker, free_port, running_valkey
+from workers.chaos.checker.rest import at_rest, held_by
 
 MODEL = "tiny"
 #: torch's CPU library keeps what it has compiled for each number of rows, 1024 of each kind, before it lets go: some
@@ -91,6 +92,7 @@ class House:
 
     def __init__(self, url: str, lease: float = 10.0, plugin: str = "", receive: float = RECEIVE_S) -> None:
         """`receive`: the gateway's, within which a request must have come in (s)."""
+        self._server = url
         self.redis = Redis.from_url(url)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -140,7 +142,8 @@ class House:
         self.worker.wait_until(
             lambda: not self.redis.exists(keys.READERS) and not self.redis.keys(keys.inflight("*")), 60
         )
-        self.worker.wait_until(lambda: all(said["tasks"] == 0 == said["kv_blocks_used"] for said in leases(self.redis)))
+        with Redis.from_url(self._server, decode_responses=True) as text:
+            assert not list(filter(held_by, at_rest(text)))
         return {"gateway": held(self.gateway.pid), "worker": held(self.worker.process.pid)}
 
     def close(self) -> list[str]:

@@ -27,8 +27,9 @@ from producers import keys
 from tests.fuzz.drawing import drawn
 from tests.fuzz.ends import Ends, sent_id
 from tests.fuzz.messages import Fuzzed, messages
-from tests.fuzz.watch import Held, held, leases
+from tests.fuzz.watch import Held, held
 from tests.processes import Worker, fill, running_valkey
+from workers.chaos.checker.rest import at_rest, held_by
 from workers.transport.broker import lists
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -127,7 +128,7 @@ class Line:
 
     def idle(self) -> Held:
         """What the worker holds when it has nothing to do; raises AssertionError where that is anything of a task."""
-        self.worker.wait_until(lambda: all(said["tasks"] == 0 == said["kv_blocks_used"] for said in leases(self.redis)))
+        assert not list(filter(held_by, at_rest(self.text)))
         assert not self.redis.keys(keys.inflight("*")), "messages are in flight, and nobody says that he has them"
         return held(self.worker.process.pid)
 

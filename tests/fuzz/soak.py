@@ -28,8 +28,9 @@ from redis import Redis
 from tests.fuzz.growth import Growth, judge
 from tests.fuzz.on_http import BOOT_S, ENGINE, MODEL, SMALL_CACHES, House
 from tests.fuzz.soak_load import SoakLoad
-from tests.fuzz.watch import held, leases, server
+from tests.fuzz.watch import held, server
 from tests.processes import ROOT, Worker, running_valkey
+from workers.chaos.checker.rest import at_rest, held_by
 
 MIB = 1 << 20
 #: Growth over the judged time that is no leak, by quantity; of memory: what allocators and caches still take.
@@ -122,6 +123,8 @@ class Soak:
     def __init__(self, plan: Plan, url: str) -> None:
         self._plan = plan
         self._redis = Redis.from_url(url)
+        self._text = Redis.from_url(url, decode_responses=True)
+        self._said: list[dict[str, Any]] = []
         self.house = House(url, plan.lease, plan.plugins[0], RECEIVE_S)
         argv = [sys.executable, "-m", "workers.cli", "sweeper", "--broker", url, "--log-level", "warning"]
         self._sweeper = subprocess.Popen(argv, cwd=ROOT)
@@ -174,12 +177,9 @@ class Soak:
         why = "messages"
         while time.monotonic() < deadline:
             if load.ends.quiet():
-                # Asked anew: a lease says what was true when it was renewed.
-                said = leases(self._redis)
-                busy = [
-                    one for one in said if one["tasks"] or one["kv_blocks_used"] or one["running"] or one["waiting"]
-                ]
-                if said and not busy and not self._redis.exists("penstock:readers"):
+                self._said = at_rest(self._text)
+                busy = list(filter(held_by, self._said))
+                if self._said and not busy and not self._redis.exists("penstock:readers"):
                     return
                 why = f"workers that say {busy}, or readers"
             time.sleep(0.05)
@@ -194,7 +194,7 @@ class Soak:
             add(f"{name} memory", now.memory)
             add(f"{name} files", now.files)
             add(f"{name} threads", now.threads)
-        add("KV blocks", sum(one["kv_blocks_used"] for one in leases(self._redis)))
+        add("KV blocks", sum(one["kv_blocks_used"] for one in self._said))
         state = server(self._redis)
         add("server memory", state.memory)
         add("keys", state.keys)
@@ -228,6 +228,7 @@ class Soak:
         for worker in self._more:
             worker.log.unlink()
         self._redis.close()
+        self._text.close()
 
 
 def soak(plan: Plan) -> Soaked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +45,6 @@ def processor_s(pid: int) -> float:
         found += stats[one][1]
         todo += [child for child, (parent, _) in stats.items() if parent == one]
     return found
-
-
-def leases(redis: Redis) -> list[dict[str, Any]]:
-    """What each living worker said when it last renewed its lease."""
-    found: Any = [redis.get(name) for name in redis.keys(keys.lease("*"))]
-    return [json.loads(said) for said in found if said and said.startswith(b"{" if isinstance(said, bytes) else "{")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Final
 
 from producers.connect import connect
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
-from workers.chaos.checker.store import letters_of, wait_until_over, workers_of
+from workers.chaos.checker.store import letters_of, wait_until_over
 from workers.chaos.client import Settings
 from workers.chaos.injector import Injector
 from workers.chaos.journal import Journal, journal_path
@@ -94,7 +94,6 @@ class Trial:
                 pulse.stop()
                 journal.close()
             stores = Stores.read(broker, store, links=LINKS, only=ids)
-            stores.workers = workers_of(broker)
             stores.dead = [letter for letter in stores.dead if letter not in old]
             broker.delete(LINKS)
         case = Case.of(History.read(journals), stores, watcher.streams, shared=not self.alone)

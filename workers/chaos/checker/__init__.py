@@ -2,6 +2,7 @@
 
     journals (what clients saw, what was done to whom) -> `history` -> \
     broker and store, as they are                      -> `store`   ->  `rules` -> violations -> `report`
+    workers' leases, renewed since then                -> `rest`    -> /
     the same prompts, run in quiet                     -> `outputs` -> /
 
 Imports redis-py and Python's own alone (`lint-imports` and a test see to that); its idea of Penstock's formats is its

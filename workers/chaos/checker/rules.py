@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.chaos.checker.history import History, Seen
+from workers.chaos.checker.rest import held_by
 from workers.chaos.checker.store import FINAL, Stores, Stream
 from workers.chaos.checker.streams import NOTHING, Outputs, outputs_of, tokens_of
 
@@ -306,7 +307,7 @@ def nothing_is_left(case: Case) -> Iterator[Violation]:
 def memory_is_whole(case: Case) -> Iterator[Violation]:
     """5: a worker with nothing to do holds no task, and no block of its KV cache."""
     for about in case.stores.workers:
-        held = {name: about[name] for name in ("tasks", "running", "waiting", "kv_blocks_used") if about.get(name)}
+        held = held_by(about)
         if held and not case.shared:
             yield Violation("memory_is_whole", about["worker"], f"has nothing to do, and holds {held}")
 

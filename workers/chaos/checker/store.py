@@ -20,6 +20,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from workers.chaos.checker.history import lines_of
+from workers.chaos.checker.rest import at_rest
 
 FINAL = frozenset({"completed", "failed", "cancelled", "incomplete"})
 #: Entries of a stream: id, entry.
@@ -40,14 +41,14 @@ class Stores:
     left: list[str] = field(default_factory=list)
     dead: list[dict[str, Any]] = field(default_factory=list)
     workers: list[dict[str, Any]] = field(default_factory=list)
-    """What live workers say of themselves."""
+    """What live workers say of themselves, at rest."""
     readers: dict[str, float] = field(default_factory=dict)
     """Of each reader lease, by task: for how long it has been over (s), by the store's own clock."""
 
     @classmethod
     def read(cls, broker: Redis, store: Redis, *, links: str, only: Iterable[str] | None = None) -> Stores:
         """From clients that decode replies. `links`: the list that links are sent to. `only`: these tasks, on a system
-        that others use too."""
+        that others use too, whose workers may have other work: else it waits for what they say at rest."""
         found = cls()
         ids = list(only) if only is not None else _ids(store)
         for part in _parts(ids):
@@ -65,7 +66,7 @@ class Stores:
         sent = [_linked(str(raw)) for raw in broker.lrange(links, 0, -1)]
         found.links = [task_id for task_id in sent if task_id is not None]
         found.dead = letters_of(broker)
-        found.workers = workers_of(broker)
+        found.workers = at_rest(broker) if only is None else []
         found.left = _left(broker, store, None if only is None else set(ids))
         found.readers = _readers(store, None if only is None else set(ids))
         return found
@@ -145,15 +146,6 @@ def unfinished(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
         for task_id, (status, settled) in zip(part, pipe.execute(), strict=True):
             if status is not None and (status not in FINAL or settled is None):
                 found.append(task_id)
-    return found
-
-
-def workers_of(broker: Redis) -> list[dict[str, Any]]:
-    """What the workers with a lease say of themselves."""
-    found = []
-    for name in broker.scan_iter("penstock:lease:*", count=1000):
-        if about := broker.get(name):
-            found.append({**json.loads(about), "incarnation": name.removeprefix("penstock:lease:")})
     return found
 
 
@@ -240,5 +232,4 @@ __all__ = [
     "pending",
     "unfinished",
     "wait_until_over",
-    "workers_of",
 ]
