@@ -109,6 +109,8 @@ class Append:
     """The prompt's entries were published before: without them nothing is appended."""
     discarded: int = 0
     """Tokens of candidates of best_of that are not published."""
+    prompt_tokens: int = 0
+    """The prompt's length, of a text that the record does not count yet; 0 where there is nothing to say."""
 
 
 def append(batch: Sequence[Append]) -> Call:
@@ -117,7 +119,7 @@ def append(batch: Sequence[Append]) -> Call:
     args: list[str | int] = []
     for a in batch:
         names += (keys.task(a.task_id), keys.stream(a.task_id))
-        args += (a.task_id, a.claim_id, a.choice, a.index, int(a.scored), a.discarded, len(a.entries))
+        args += (a.task_id, a.claim_id, a.choice, a.index, int(a.scored), a.discarded, a.prompt_tokens, len(a.entries))
         args += a.entries
     return Call(script(PACKAGE, "append"), names, args)
 
@@ -129,11 +131,6 @@ def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
 def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
     """`entries`: see `producers.events.encode_prompt`. Answers `ok`, `other` or `cancel`."""
     return Call(script(PACKAGE, "prompt"), (keys.task(task_id), keys.stream(task_id)), (task_id, claim_id, *entries))
-
-
-def counted(task_id: str, claim_id: str, prompt_tokens: int) -> Call:
-    """Of a prompt that came as text. Answers 1 where that was not known before."""
-    return Call(script(PACKAGE, "counted"), (keys.task(task_id),), (claim_id, prompt_tokens))
 
 
 def finish(

@@ -60,7 +60,7 @@ class Publisher(threading.Thread):
         super().__init__(name="penstock-publisher", daemon=True)
         self._runtime = runtime
         self._redis = connect(runtime.settings.store)
-        self._news: deque[Event | Conclusion] = deque()
+        self._news: deque[Event | Conclusion | Delivery] = deque()
         self._wake = threading.Event()
         self._stopping = False
         #: Ends in NaN, by delivery: those that the question under way is about, and those that came since.
@@ -78,6 +78,13 @@ class Publisher(threading.Thread):
 
     def on_step(self) -> None:
         self._wake.set()
+
+    def count(self, delivery: Delivery, *, soon: bool) -> None:
+        """Tell the record how long its prompt is, which came as text: with the engine's next step, or `soon`. Any
+        thread, before the engine has it."""
+        self._news.append(delivery)
+        if soon:
+            self._wake.set()
 
     def conclude(self, delivery: Delivery, status: str, error: str = "null") -> None:
         """End it so, after what it has published. Any thread."""
@@ -134,6 +141,10 @@ class Publisher(threading.Thread):
                 if not (item.delivery.ended or (item.status == "incomplete" and item.delivery.complete)):
                     ends.setdefault(item.delivery.uuid, item)
                 continue
+            if isinstance(item, Delivery):
+                if item.uuid in self._runtime.running:
+                    self._said(item, 0, item.next_index(0), batch).prompt_tokens = item.prompt_tokens
+                continue
             delivery = self._runtime.running.get(item.request_id)
             if delivery is not None:
                 if item.prompt_logprobs is not None:
@@ -172,11 +183,7 @@ class Publisher(threading.Thread):
         choice = event.choice
         if event.token_ids:
             entries = _encode(event)
-            append = batch.get((delivery.uuid, choice))
-            if append is None:
-                append = batch[delivery.uuid, choice] = Append(
-                    delivery.task_id, delivery.uuid, choice, event.index, scored=delivery.scored
-                )
+            append = self._said(delivery, choice, event.index, batch)
             append.entries += entries
             append.discarded = delivery.discarded = event.discarded
             delivery.entries[choice] += entries
@@ -193,6 +200,15 @@ class Publisher(threading.Thread):
             end = ends.get(delivery.uuid)
             if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
                 ends[delivery.uuid] = Conclusion(delivery, "completed")
+
+    @staticmethod
+    def _said(delivery: Delivery, choice: int, index: int, batch: dict[tuple[str, int], Append]) -> Append:
+        """What the batch says of a choice, from token `index` on."""
+        append = batch.get((delivery.uuid, choice))
+        if append is None:
+            append = batch[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, index)
+        append.scored = delivery.scored
+        return append
 
     def _ask(self) -> None:
         """Who is to blame for NaN: see `workers.probe`. Where the engine is closed, a drain hands them back."""

@@ -1,20 +1,25 @@
 #!lua
 -- APPEND(c, i, tokens) | per sequence, never raising. Other claim or final: `other`. Cancel: `cancel`. i < next: `ok`,
 -- not published again. i > next, or the prompt's entries are not there (failover lost a tail): `resend(next)`.
--- Else append + publish.
--- One call carries a whole engine step.
+-- Else append + publish. The record learns how long a prompt is that came as text: whatever ends the task without its
+-- worker tells what was used.
+-- One call carries a whole engine step, and the prompts' lengths of tasks that were started meanwhile.
 -- KEYS: task, stream for each sequence
 -- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens that best_of made for
---       others than its choices), count, entry * count (JSON arrays, as they go into the stream)
+--       others than its choices), prompt (its tokens, 0: nothing to say), count, entry * count (JSON arrays, as they
+--       go into the stream)
 -- Answers: for each sequence: ok | other | cancel | resend | error, and a number: the choice's next index
 local out, a = {}, 1
 local now
 
-local function append(task, stream, id, claim, choice, i, scored, discarded, first, last)
+local function append(task, stream, id, claim, choice, i, scored, discarded, prompt, first, last)
   local field = 'next:' .. choice
   local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field, 'first', 'prompt')
   if r[1] ~= claim or r[2] then
     return 'other', 0
+  end
+  if prompt ~= '0' then
+    redis.call('HSETNX', task, 'prompt_tokens', prompt)
   end
   local next = tonumber(r[4] or '0')
   if r[3] then
@@ -49,11 +54,11 @@ local function append(task, stream, id, claim, choice, i, scored, discarded, fir
 end
 
 for s = 1, #KEYS / 2 do
-  local count = tonumber(ARGV[a + 6])
+  local count = tonumber(ARGV[a + 7])
   local fine, answer, next = pcall(append, KEYS[2 * s - 1], KEYS[2 * s], ARGV[a], ARGV[a + 1], ARGV[a + 2],
-    tonumber(ARGV[a + 3]), ARGV[a + 4], ARGV[a + 5], a + 7, a + 6 + count)
+    tonumber(ARGV[a + 3]), ARGV[a + 4], ARGV[a + 5], ARGV[a + 6], a + 8, a + 7 + count)
   out[#out + 1] = fine and answer or 'error'
   out[#out + 1] = fine and next or 0
-  a = a + 7 + count
+  a = a + 8 + count
 end
 return out

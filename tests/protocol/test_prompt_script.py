@@ -1,4 +1,4 @@
-"""PROMPT, COUNTED, and what APPEND and FINISH do about it: of one task, as the model says."""
+"""PROMPT, and what APPEND and FINISH do about it: of one task, as the model says."""
 
 from __future__ import annotations
 
@@ -67,28 +67,24 @@ class PromptMachine(Pair):
 
         self.do(step)
 
-    @rule(valid=mostly, tokens=st.integers(1, 3))
-    def counted(self, valid: bool, tokens: int) -> None:
-        c = self.held(TASK, valid)
-
-        def step() -> None:
-            answer = self.server.run(protocol.counted(TASK, c, tokens))
-            expected, self.model[TASK] = scripts.counted(self.model[TASK], c, tokens)
-            assert answer == expected
-
-        self.do(step)
-
-    @rule(valid=mostly, choice=st.integers(0, CHOICES - 1), scored=mostly, discarded=st.sampled_from([5, 0]))
-    def append(self, valid: bool, choice: int, scored: bool, discarded: int) -> None:
+    @rule(
+        valid=mostly,
+        choice=st.integers(0, CHOICES - 1),
+        scored=mostly,
+        discarded=st.sampled_from([5, 0]),
+        says=st.sampled_from([(1, 0), (1, 2), (0, 3)]),
+    )
+    def append(self, valid: bool, choice: int, scored: bool, discarded: int, says: tuple[int, int]) -> None:
+        """`says`: how many tokens, and how long the prompt is, 0 where nothing is said of that."""
         r, c = self.model[TASK], self.held(TASK, valid)
-        i = r.next[choice] if r else 0
-        entries = [encode_token(choice, i, 40 + i, "a")]
-        call = protocol.append([protocol.Append(TASK, c, choice, i, entries, scored=scored, discarded=discarded)])
+        i, (count, counted) = r.next[choice] if r else 0, says
+        entries = [encode_token(choice, i, 40 + i, "a")] * count
+        one = protocol.Append(TASK, c, choice, i, entries, scored, discarded, counted)
 
         def step() -> None:
-            ((answer, at),) = protocol.read_append(self.server.run(call))
+            ((answer, at),) = protocol.read_append(self.server.run(protocol.append([one])))
             said, expected, self.model[TASK] = scripts.append(
-                self.model[TASK], c, choice, i, tuple(entries), ALL, scored=scored, discarded=discarded
+                self.model[TASK], c, choice, i, tuple(entries), ALL, scored=scored, discarded=discarded, counted=counted
             )
             assert (answer, at) == (said, expected)
 
@@ -151,9 +147,10 @@ MUTANTS = {
     "APPEND goes on without the prompt": ("append", "(scored == '1' and not r[6])", "false"),
     "APPEND forgets what was discarded": ("append", "discarded ~= '0'", "false"),
     "APPEND takes the prompt for a token": ("append", "if not r[5] then", "if at == 0 then"),
-    "COUNTED asks for no claim": ("counted", "not r[1] or r[1] ~= ARGV[1] or r[2]", "r[2]"),
-    "COUNTED counts after the end": ("counted", " or r[2]", ""),
-    "COUNTED counts again": ("counted", "'HSETNX'", "'HSET'"),
+    "APPEND asks for no claim": ("append", "r[1] ~= claim or r[2]", "r[2]"),
+    "APPEND does not count the prompt": ("append", "prompt ~= '0'", "false"),
+    "APPEND counts the prompt again": ("append", "'HSETNX'", "'HSET'"),
+    "APPEND takes no prompt for one of none": ("append", "prompt ~= '0'", "true"),
     "FINISH goes on without the prompt": ("finish", "ARGV[8] == '0' or r[4]", "true"),
     "the end forgets what was discarded": ("finish", "redis.call('HGET', task, 'discarded') or", ""),
 }

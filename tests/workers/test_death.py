@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -32,6 +33,17 @@ def test_another_worker_goes_on_where_the_stream_ends(rig: Rig) -> None:
     rig.check_nothing_left()
     assert rig.redis.hgetall(keys.REAPED) == {}
     assert rig.redis.hlen(keys.INCARNATIONS) == 1
+
+
+def test_a_text_is_counted_though_its_worker_dies_before_the_first_token(rig: Rig) -> None:
+    worker = rig.worker(STUB_HANG_AFTER=0)
+    (task_id,) = rig.fill(1, prompt="three words long")
+    rig.until(lambda: "prompt_tokens" in rig.record(task_id))
+    assert rig.tokens(task_id) == 0
+    rig.kill(worker)
+    assert rig.cancel(task_id) == [1, "cancelled"]
+    record = rig.record(task_id)
+    assert json.loads(record["usage"])["prompt_tokens"] == int(record["prompt_tokens"]) > 0
 
 
 @pytest.mark.slow

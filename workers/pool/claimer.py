@@ -23,8 +23,8 @@ from engine.request import Request
 from producers import keys
 from producers.complaints import complain
 from producers.errors import InvalidTask
-from producers.protocol import Claimed, claim, counted, is_last_chance, read_claim, release
-from producers.script import Call, run, run_many
+from producers.protocol import Claimed, claim, is_last_chance, read_claim, release
+from producers.script import Call, run_many
 from producers.task import DEFAULTS, Task
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
@@ -41,6 +41,7 @@ BATCH = 64
 #: Streams that are read in one go: the first should not wait long for the last.
 STREAMS = 16
 RETRY_S = 0.2
+SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
 
 class Claimer(threading.Thread):
@@ -205,10 +206,11 @@ class Claimer(threading.Thread):
             request = self._request(delivery)
             delivery.prompt_ids = request.prompt_ids
             delivery.prompt_tokens = len(request.prompt_ids)
-            if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
-                run(self._redis, counted(delivery.task_id, delivery.uuid, delivery.prompt_tokens))
             delivery.selects = request.params.selects
             runtime.running[delivery.uuid] = delivery
+            if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
+                # Who runs alone may be a suspect, whose worker dies before it has made a step.
+                runtime.publisher.count(delivery, soon=len(runtime.running) == 1)
             runtime.engine.submit(request, runtime.publisher.on_event)
         except (RequestError, InvalidTask) as exc:
             runtime.publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
@@ -252,7 +254,7 @@ class Claimer(threading.Thread):
     def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
         """The task's own, else the card's, else everybody's; without what earlier workers have published as a whole."""
         usual = {**DEFAULTS, **self._runtime.card.get("defaults", {})}
-        asked = {field.name: getattr(task, field.name) for field in fields(SamplingParams)}
+        asked = {name: getattr(task, name) for name in SAMPLING}
         filled = {name: usual[name] for name in DEFAULTS if asked[name] is None}
         if delivery.scored:
             filled["prompt_logprobs"] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ RETRY_S = 0.2
 class _Errand:
     incarnation: Incarnation
     call: Call
-    instead: tuple[Call, ...] = ()
+    instead: Callable[[], Sequence[Call]] = tuple
     """What to say where the broker holds the task's record, and it is not settled: a failover lost that."""
 
 
@@ -47,8 +48,10 @@ class Courier(threading.Thread):
 
         `settled`: its task, if that is; where it turns out not to be, the message goes back, for whoever is next.
         """
-        instead = (release(settled, uuid), broker.back(incarnation.id, self._queue, uuid)) if settled else ()
-        self._add(_Errand(incarnation, broker.ack(incarnation.id, uuid, reason, used, settled), instead))
+        errand = _Errand(incarnation, broker.ack(incarnation.id, uuid, reason, used, settled))
+        if settled:
+            errand.instead = lambda: (release(settled, uuid), broker.back(incarnation.id, self._queue, uuid))
+        self._add(errand)
 
     def back(self, incarnation: Incarnation, uuid: str, delay: float = 0.0) -> None:
         """The message goes back to the front of its list, after `delay` seconds."""
@@ -102,7 +105,7 @@ class Courier(threading.Thread):
         try:
             answers = run_many(self.redis, [errand.call for errand in live])
             unsettled = [errand for errand, answer in zip(live, answers, strict=True) if answer == -1]
-            run_many(self.redis, [call for errand in unsettled for call in errand.instead])
+            run_many(self.redis, [call for errand in unsettled for call in errand.instead()])
         except LOST as exc:
             complain(logger, "The broker did not take %d answers, trying again: %s", len(live), exc)
             return done

@@ -135,12 +135,6 @@ def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec 
     return "ok", r._replace(prompt=r.prompt + (len(r.stream),) * entries)
 
 
-def counted(r: Rec | None, c: Any, tokens: int) -> tuple[int, Rec | None]:
-    if r is None or r.claim is None or r.claim != c or r.status in FINAL or r.counted is not None:
-        return 0, r
-    return 1, r._replace(counted=tokens)
-
-
 def append(
     r: Rec | None,
     c: Any,
@@ -151,11 +145,14 @@ def append(
     *,
     scored: bool = False,
     discarded: int = 0,
+    counted: int = 0,
 ) -> tuple[str, int, Rec | None]:
     """Answers and the choice's next index. `entries` are the choice's tokens from index `i` on; `scored`: PROMPT came
-    before."""
+    before; `counted`: the prompt's tokens, 0 where there is nothing to say."""
     if r is None or (r.claim != c and "append_claim" in rules) or (r.status in FINAL and "append_final" in rules):
         return "other", 0, r
+    if counted and r.counted is None:
+        r = r._replace(counted=counted)
     at = r.next[choice]
     if r.cancel:
         return "cancel", at, r
