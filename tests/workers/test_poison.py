@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +108,37 @@ def test_what_cannot_be_read_is_dead_lettered(poisoned: Rig, name: str) -> None:
     assert letter["list"] == POOL
     assert letter["at"] > 0
     check_idle(poisoned)
+
+
+SECRET = b"what-nobody-may-read"
+PICKLED = base64.b64encode(pickle.dumps((SECRET.decode(), {}, {}))).decode()
+CONFIDENTIAL = {
+    "a pickle": envelope(body=PICKLED, **{"content-type": "application/x-python-serialize"}),
+    "a pickle that is said to be JSON": envelope(body=PICKLED),
+    "a plain pickle": envelope(headers__penstock=None, body=PICKLED),
+    "an unknown content type": envelope(body=PICKLED, **{"content-type": "application/x-what"}),
+    "an unknown task": envelope(headers__task="no.such.task", body=body([SECRET.decode()], {}, {})),
+    "its arguments in a header": envelope(headers__task="no.such.task", headers__argsrepr=SECRET.decode()),
+    "no arguments": envelope(body=body(SECRET.decode())),
+    "kwargs that are none": envelope(headers__penstock=None, body=body([], [SECRET.decode()], {})),
+}
+
+
+@pytest.mark.parametrize("name", CONFIDENTIAL)
+def test_a_body_is_never_in_the_log(poisoned: Rig, name: str) -> None:
+    message = json.dumps(CONFIDENTIAL[name])
+    log = poisoned.workers[0].log
+    before = len(log.read_text())
+    poisoned.redis.delete(keys.DEAD)
+    poisoned.redis.lpush(POOL, message)
+    poisoned.until(poisoned.dead)
+    check_idle(poisoned)
+    assert (said := log.read_text()[before:]), "it is told of"
+    assert SECRET.decode() not in said
+    assert CONFIDENTIAL[name]["body"] not in said
+    (letter,) = poisoned.dead()
+    assert letter["message"] == message, "it is kept for `penstock dlq show`"
+    assert SECRET.decode() not in letter["reason"]
 
 
 TIMELIMIT = {"headers__penstock": None, "headers__timelimit": 7, "body": body([], {"prompt": "x"}, {})}
