@@ -1,6 +1,7 @@
 """Pools that no worker serves: an old version's, or all of them at zero workers. What to do with what waits there.
 
-    told:     how many tasks wait, in the log whenever that changed (and in /metrics, always)
+    told:     how many tasks wait, in the log whenever that changed (and in /metrics, always), once nobody has served
+              them for a while: after a restart, workers load their model first
     removed:  messages whose tasks are settled, or past their time to live: a worker would only put them down
     retired:  a pool with nothing left, that no model's tasks are sent to, after an hour
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Messages looked at in one go.
 PAGE: Final = 500
+#: Seconds that a queue is to have been without a worker before the log says so: more than most models take to load.
+PATIENCE_S: Final = 60.0
 #: Seconds that a pool is to have been without worker and messages before it is forgotten.
 RETIRE_AFTER_S: Final = 3600.0
 
@@ -56,10 +59,14 @@ class RetiredPools:
         client: AsyncClient,
         recall: Callable[[str, Sequence[str], int], Call] | None = None,
         retire_after_s: float = RETIRE_AFTER_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._store, self._broker = client.store, client.broker
         self._recall = recall
         self._retire_after_s = retire_after_s
+        self._patience_s = patience_s
+        self._unserved_since: dict[str, float] = {}
+        self._told: dict[str, int] = {}
         self._waiting: dict[str, int] = {}
         self._empty_since: dict[str, float] = {}
 
@@ -72,16 +79,26 @@ class RetiredPools:
         models = {text(model) for model in await self._store.hkeys(keys.MODELS)}
         unserved = [queue for queue in pools if queue not in serving]
         takers = takers_of(pools)
-        for queue in [*unserved, *map(keys.model_queue, models - served)]:
-            waiting = await self._prune(queue, takers.get(queue, []), pruned)
-            if waiting and waiting != self._waiting.get(queue):
-                log.warning("%d tasks wait in %s, which no worker serves", waiting, queue)
-            self._waiting[queue] = waiting
+        queues = [*unserved, *map(keys.model_queue, models - served)]
+        for known in (self._unserved_since, self._told):
+            for queue in known.keys() - set(queues):
+                del known[queue]
+        for queue in queues:
+            self._waiting[queue] = await self._prune(queue, takers.get(queue, []), pruned)
+            self._tell(queue, self._waiting[queue])
         for queue in unserved:
             await self._retire(queue, pools[queue], pruned)
         for queue in set(self._empty_since) - set(unserved):
             del self._empty_since[queue]
         return pruned
+
+    def _tell(self, queue: str, waiting: int) -> None:
+        """Once for each number of tasks."""
+        now = time.monotonic()
+        late = now - self._unserved_since.setdefault(queue, now) >= self._patience_s
+        if late and waiting and waiting != self._told.get(queue):
+            log.warning("%d tasks wait in %s, which no worker serves: start one for it, or cancel them", waiting, queue)
+            self._told[queue] = waiting
 
     async def _prune(self, queue: str, pools: Sequence[str], pruned: Pruned) -> int:
         """How many messages are left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 from redis import Redis
@@ -56,7 +57,7 @@ async def test_only_what_is_over_is_removed_and_the_rest_told_of(
     impossible = Message("half", OLD, "default", 1, 9).envelope().replace('"half"', '"\\ud800"')  # in no key
     valkey.lpush(OLD, plain, "junk", impossible)
     valkey.hset(keys.REAPED, ids[1], 1)
-    pools = RetiredPools(aclient, broker.recall)
+    pools = RetiredPools(aclient, broker.recall, patience_s=0)
     assert await pools.sweep() == Pruned(messages=5)
     left = valkey.lrange(OLD, 0, -1)
     assert left[:3] == [impossible.encode(), b"junk", plain.encode()]
@@ -66,6 +67,29 @@ async def test_only_what_is_over_is_removed_and_the_rest_told_of(
     caplog.clear()
     await pools.sweep()
     assert "wait in" not in caplog.text, "once for each number"
+
+
+async def test_a_worker_that_is_loading_its_model_is_waited_for(
+    aclient: AsyncClient, valkey: Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweeper is there before it; and each time that the pool's last worker has gone it may come back."""
+    now = 0.0
+    monkeypatch.setattr(retired, "time", SimpleNamespace(monotonic=lambda: now))
+    await task(aclient, valkey)
+    pools = RetiredPools(aclient)
+
+    async def told(at: float) -> bool:
+        nonlocal now
+        now = at
+        caplog.clear()
+        await pools.sweep()
+        return f"1 tasks wait in {OLD}, which no worker serves" in caplog.text
+
+    assert [await told(at) for at in (0, 59)] == [False, False]
+    valkey.hset(keys.INCARNATIONS, "w2", OLD)
+    assert not await told(61)
+    valkey.hdel(keys.INCARNATIONS, "w2")
+    assert [await told(at) for at in (70, 129, 130, 140)] == [False, False, True, False]
 
 
 async def test_a_served_queue_is_left_to_its_workers(aclient: AsyncClient, valkey: Redis) -> None:
