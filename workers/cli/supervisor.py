@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from workers.cli.exits import Exit
+
 GUARD: Final = Path(__file__).with_name("guard.py")
 #: Pause (s) before a child is started again: doubled for each death that follows soon on a start.
 FIRST_PAUSE_S: Final = 0.5
@@ -116,7 +118,9 @@ class Child:
             if self._stopping.is_set() or not self.restart:
                 return status
             since = self._serves_since
-            deaths = 1 if since is not None and time.monotonic() - since >= WELL_S else deaths + 1
+            # Who is refused never served, however long it took to find out: a model of many GB, say.
+            well = since is not None and time.monotonic() - since >= WELL_S and status != Exit.REFUSED
+            deaths = 1 if well else deaths + 1
             said = ended(status)
             reason = self.give_up(status, deaths)
             if reason is not None:

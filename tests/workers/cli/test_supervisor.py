@@ -191,6 +191,22 @@ class TestRestart:
             "exited with status 3; starting it again in 0.004 s",
         ]
 
+    async def test_of_a_child_that_is_refused_late_does_not_begin_anew(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was long in finding out, and is no healthier for it; of any other status it would be."""
+        monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.002)
+        monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.005)
+        monkeypatch.setattr(supervisor, "WELL_S", 0.0)
+        refused, failed = make("raise SystemExit(2)"), make("raise SystemExit(70)")
+        for child in (refused, failed):
+            child.restart = True
+            await child.start()
+        await said(refused, "exited with status 2; starting it again in 0.005 s", 2)
+        await said(failed, "exited with status 70; starting it again in 0.002 s", 3)
+        for child in (refused, failed):
+            await child.stop(60)
+
     async def test_goes_on_where_a_child_cannot_be_started_just_now(
         self, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
