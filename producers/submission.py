@@ -177,7 +177,7 @@ def _unknown(model: str, names: list[str]) -> str:
     if not names:
         return f"There is no model {model!r}: none is published in this store; start a worker, which publishes its own"
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"There is no model {model!r}; there are {', '.join(names[:20])}{more}"
+    return f"There is no model {model!r}; models here: {', '.join(names[:20])}{more}"
 
 
 def _monotonic_ms() -> int:

@@ -34,7 +34,7 @@ app = typer.Typer(
     add_completion=False,  # `penstock completion` prints the scripts
     pretty_exceptions_show_locals=False,
     help="Event-driven, serverless LLM inference on a queue.",
-    epilog="Begin with: penstock up -- then, elsewhere: penstock submit tiny 'def fibonacci(n):' --stream",
+    epilog="Begin with: penstock up -- then, in another terminal: penstock submit tiny 'def fibonacci(n):' --stream",
 )
 for group in (
     up,

@@ -271,7 +271,7 @@ def sweeper(
     ] = 15.0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Finish what others left: unsent and unsettled tasks, lost readers; compact streams. Of several, one leads."""
+    """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Compact streams. One leads."""
     import asyncio
 
     from producers.sweeper import SweeperSettings

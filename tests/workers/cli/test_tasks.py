@@ -119,7 +119,7 @@ class TestSubmit:
     @pytest.mark.parametrize(
         ("args", "says"),
         [
-            (("huge", "x"), "There is no model 'huge'; there are tiny"),
+            (("huge", "x"), "There is no model 'huge'; models here: tiny"),
             (("tiny", ""), "prompt is empty"),
             (("tiny", "x", "--temperature", "-1"), "temperature is -1"),
             (("tiny", "x", "--tier", "gold"), "tier is 'gold'"),
