@@ -65,7 +65,7 @@ class EngineConfig:
     of our own), or "cpu" (oneDNN, torch) where that was not built at install; or what they are tested by: "reference"
     (plain torch) and "ragged" (the same under the runner that CUDA has)."""
     graphs: bool = True
-    """Whether steps in which every sequence decodes are recorded as CUDA graphs, at the first of each size, and
+    """Whether steps in which every sequence decodes are recorded as CUDA graphs, before they are needed, and
     replayed. Without, the host launches each kernel, which at small batches takes longer than the kernels."""
     block_size: int = 16
     """Tokens in one KV block."""

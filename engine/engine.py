@@ -21,7 +21,7 @@ from engine.loop import StepLoop
 from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
-from engine.placement import place, runner_for, speculation_for
+from engine.placement import place, runner_for, speculation_for, while_idle
 from engine.policy import Hurry
 from engine.request import Choice, Event, Output, Request, TokenLogprobs
 from engine.scheduler import Scheduler
@@ -124,6 +124,7 @@ class Engine:
             release=release,
             check=lambda: check_alive(model.device),
             speculation=speculation,
+            on_idle=while_idle(runner),
         )
 
     @classmethod

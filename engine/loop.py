@@ -45,11 +45,15 @@ class StepLoop:
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
         speculation: Speculation | None = None,
+        on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1.
-        `release`: see Shrink. `check`: see Pipeline. `speculation`: the scheduler's."""
+        `release`: see Shrink. `check`: see Pipeline. `speculation`: the scheduler's. `on_idle` is called on the loop's
+        thread while there is nothing to do, until it says that it has nothing to do either; a request that comes
+        waits for one call."""
         self._scheduler = scheduler
         self._on_start = on_start
+        self._on_idle = on_idle
         #: Called on the loop's thread when all events of a step have been delivered.
         self.on_step: Callable[[], None] | None = None
         #: Called on the loop's thread when the device is lost, with why and the ids of those who may be to blame; then
@@ -172,14 +176,29 @@ class StepLoop:
         self._end_all("the engine was closed", closing=True)
 
     def _wait_for_work(self) -> bool:
+        """False where the loop is to end."""
+        while not self._called():
+            if self._use_idleness():
+                continue
+            try:
+                self._scheduler.check_idle()
+            except EngineError:
+                logger.exception("the KV cache is not whole although nothing runs")
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self._notes)
+        return not self._closing
+
+    def _called(self) -> bool:
         with self._wake:
-            while not (self._closing or self._notes or self._scheduler.has_work or self._pipeline.in_flight):
-                try:
-                    self._scheduler.check_idle()
-                except EngineError:
-                    logger.exception("the KV cache is not whole although nothing runs")
-                self._wake.wait()
-            return not self._closing
+            return self._closing or bool(self._notes) or self._scheduler.has_work or self._pipeline.in_flight
+
+    def _use_idleness(self) -> bool:
+        try:
+            return self._on_idle()
+        except Exception:
+            logger.exception("what is done while nothing runs failed, and is left")
+            self._on_idle = lambda: False
+            return False
 
     def _end_step(self, events: list[Event]) -> None:
         self._deliver(events)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.device import DeviceRunner, step_bytes
+from engine.device import DeviceRunner, rehearse, step_bytes
 from engine.errors import EngineError
 from engine.kv import KvSpace
 from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release
@@ -17,6 +17,8 @@ from engine.speculate.draft import DraftModel
 
 #: What a step may take on a GPU where nobody measures it.
 _UNMEASURED = 1 * GIB
+#: Devices on which kernels are compiled and steps recorded, which is then done before anything is served.
+_REHEARSED = frozenset({"cuda"})
 #: Blocks that a CPU finds side by side, and of how many bytes, for one layer, they are long enough by themselves.
 _RUN = 8
 _LONG = 64 << 10
@@ -118,6 +120,13 @@ def speculation_for(
     )
 
 
+def while_idle(runner: Runner | DeviceRunner) -> Callable[[], bool]:
+    """What a runner does while nothing runs: each call records a decode step that is not yet, False where none is."""
+    if isinstance(runner, DeviceRunner) and runner.device.type in _REHEARSED:
+        return runner.record_next
+    return lambda: False
+
+
 def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int) -> int:
     return step_bytes(
         model,
@@ -140,7 +149,7 @@ def runner_for(
     try:
         if not model.kernels.ragged:
             return Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-        return DeviceRunner(
+        runner = DeviceRunner(
             model,
             spaces=spaces,
             block_size=config.block_size,
@@ -149,6 +158,9 @@ def runner_for(
             max_model_len=length,
             graphs=config.graphs,
         )
+        if model.device.type in _REHEARSED:
+            rehearse(runner)
+        return runner
     except Exception as error:
         if not release(error):
             raise

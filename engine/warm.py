@@ -1,47 +1,30 @@
 """Kernels of a model compiled before it is first served, also where there is no GPU.
 
-    shape_of (registry) -> DeviceRunner on the device "meta" -> its own steps, launched below `compiling_for`
+    shape_of (registry) -> DeviceRunner on the device "meta" -> `rehearse` as at load, below `compiling_for`
 
 What is compiled is what these steps launch: prompts, decodes of every recorded size, all ways to choose tokens. No
 weights are read. Kernels depend on a model's shape and dtype, on the GPU's architecture, and on nothing of a step but
-what is run through here.
+what is run through there.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.device import DeviceRunner
-from engine.device.footprint import nobodys
-from engine.device.graphs import batch_sizes
+from engine.device import DeviceRunner, rehearse
+from engine.device.rehearsal import CONTEXTS, PROMPTS
 from engine.errors import EngineError
 from engine.kv import KvSpace
 from engine.models import Model, shape_of
-from engine.params import SamplingParams
-from engine.plan import ScheduledSeq, StepPlan
 
 if TYPE_CHECKING:
     from engine.kernels.triton.ahead import Build
-
-#: Of each combination of what sampling asks of a step: nothing, filters, edits, both; then edits by biases.
-_WAYS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, top_p=0.9),
-    SamplingParams(temperature=1.0, repetition_penalty=1.1),
-    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
-    SamplingParams(temperature=1.0, logit_bias=((1, 1.0),)),
-)
-#: Tokens of a step of prompts.
-_PROMPTS = (7, 100, 512)
-#: Contexts that are as long as any that matters: decodes are recorded for each fourfold, from 1024 on.
-_CONTEXTS = (64, 1024, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,50 +84,18 @@ def warm(
     return Warmed(arch, cache.resolve(), str(model.dtype).removeprefix("torch."), builds, seconds, verified)
 
 
-@torch.inference_mode()
 def _launch_all(model: Model, slots: int, block_size: int) -> None:
-    length = min(model.context_length, _CONTEXTS[-1] + 1)
-    blocks = -(-length // block_size) + slots * -(-max(_PROMPTS) // block_size)
+    length = min(model.context_length, CONTEXTS[-1] + 1)
+    blocks = -(-length // block_size)
     runner = DeviceRunner(
         model,
         spaces=[KvSpace(blocks, group.window) for group in model.kv_groups],
         block_size=block_size,
         max_num_seqs=slots,
-        max_num_batched_tokens=max(slots, max(_PROMPTS)),
+        max_num_batched_tokens=max(slots, *PROMPTS),
         max_model_len=model.context_length,
     )
-    for rows in _steps(slots, length):
-        sequences = [
-            nobodys(slot, tokens, params, len(model.kv_groups), block_size)
-            for slot, (tokens, _, params) in enumerate(rows)
-        ]
-        plan = StepPlan(num_tokens=sum(count for _, count, _ in rows))
-        plan.rows += [
-            ScheduledSeq(sequence, tokens - count, count, samples=True)
-            for sequence, (tokens, count, _) in zip(sequences, rows, strict=True)
-        ]
-        runner.launch(plan)
-
-
-def _steps(slots: int, length: int) -> Iterator[list[tuple[int, int, SamplingParams]]]:
-    """Of each sequence of each step: its tokens, how many of them are computed, and how the next is chosen."""
-    greedy = _WAYS[0]
-    for tokens in {min(tokens, length) for tokens in _PROMPTS}:
-        yield [(tokens, tokens, greedy)]
-    # Beside decodes.
-    yield [(min(40, length), 1, greedy), (min(40, length), min(20, length), greedy)][:slots]
-    # Behind what is cached, of which attention divides a long walk.
-    for context in _CONTEXTS:
-        for tokens in _PROMPTS:
-            whole = min(context, length)
-            yield [(whole, min(tokens, whole), greedy)]
-    for params in _WAYS:
-        yield [(min(20, length), min(20, length), params)]
-        yield [(min(20, length), 1, params)]
-    for size in batch_sizes(slots):
-        yield [(min(20, length), 1, greedy)] * size
-    for context in _CONTEXTS:
-        yield [(min(context, length), 1, greedy)]
+    rehearse(runner, length)
 
 
 def default_cache() -> Path:

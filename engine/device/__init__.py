@@ -6,10 +6,11 @@ places of them there. DeviceRunner (runner) runs the model on these, a step of d
 samples; results come back by a copy that only `collect` waits for. DeviceSampler (sampler) keeps how each sequence
 wants its tokens chosen in permanent rows, too (sampling_rows, edit_state), and chooses them there, by kernels or by
 what plain_sampling has in plain torch. How much memory is left for the KV cache is what `step_bytes` (footprint) finds
-out by running the largest steps.
+out by running the largest steps. `rehearse` (rehearsal) compiles and records what serving needs before it begins.
 """
 
 from engine.device.footprint import step_bytes
+from engine.device.rehearsal import rehearse
 from engine.device.runner import DeviceRunner
 
-__all__ = ["DeviceRunner", "step_bytes"]
+__all__ = ["DeviceRunner", "rehearse", "step_bytes"]

@@ -1,11 +1,12 @@
-"""Steps in which every sequence decodes: recorded at their first use, replayed from then on."""
+"""Steps in which every sequence decodes: recorded ahead or at their first use, replayed from then on."""
 
 from __future__ import annotations
 
 import bisect
+import gc
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ logger = logging.getLogger("penstock.engine")
 
 #: Contexts share a recording up to so many places, then up to four times as many, and so on: a bound on lengths is a
 #: bound on the work that a recorded kernel may split off, and not on what it reads.
-_FEWEST_PLACES = 1024
+FEWEST_PLACES = 1024
 
 
 class Recording(Protocol):
@@ -113,10 +114,33 @@ class DecodeGraphs:
         return None if left and padded not in self._recordings else padded
 
     def _places(self, most: int) -> int:
-        bound = _FEWEST_PLACES
+        bound = FEWEST_PLACES
         while bound < most:
             bound *= 4
         return min(bound, max(self._most_places, most))
+
+    def unrecorded(self, windows: Sequence[int | None], block_size: int, longest: int, version: int) -> Shape | None:
+        """The first of all steps with contexts of up to `longest` tokens that has no recording and may have one.
+
+        Short contexts come first, and of each the most sequences, since later recordings fit into the memory that
+        earlier ones have taken. `windows` are those of the KV groups.
+        """
+        if self._fails:
+            return None
+        recorded = self._recordings if version == self._version else {}
+        every = self._shapes(windows, block_size, longest)
+        return next((shape for shape in every if shape not in recorded and shape not in self._too_large), None)
+
+    def _shapes(self, windows: Sequence[int | None], block_size: int, longest: int) -> Iterator[Shape]:
+        bound = FEWEST_PLACES
+        while True:
+            most = min(bound, longest)
+            held = [most if window is None else min(most, window + block_size) for window in windows]
+            for rows in reversed(self._sizes):
+                yield Shape(rows, rows, 1, tuple(map(self._places, held)))
+            if bound >= longest:
+                return
+            bound *= 4
 
     def run(self, shape: Shape, version: int, step: Callable[[Shape], None]) -> None:
         """Do `step(shape)`, from a recording if there is one. It must do all its work on the device, and in memory of
@@ -135,7 +159,8 @@ class DecodeGraphs:
     def _recorded(self, shape: Shape, step: Callable[[Shape], None]) -> Recording | None:
         before = _reserved(self._device)
         try:
-            recording = self._record(lambda: step(shape))
+            with _collector_held():
+                recording = self._record(lambda: step(shape))
         except torch.OutOfMemoryError:
             self._too_large.add(shape)
             logger.warning("there is no memory to record decode steps of %d sequences; they run without", shape.rows)
@@ -158,6 +183,23 @@ class DecodeGraphs:
             len(self._recordings),
         )
         return recording
+
+
+@contextmanager
+def _collector_held() -> Iterator[None]:
+    """Python's garbage collector neither frees what is the device's while it records, nor walks all that is loaded
+    when torch calls it before."""
+    enabled, freezes = gc.isenabled(), gc.get_freeze_count() == 0
+    gc.disable()
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _reserved(device: torch.device) -> int:

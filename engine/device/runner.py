@@ -76,8 +76,13 @@ class DeviceRunner:
         """`graphs`: whether decode steps are recorded and replayed. `record` and `ring` are the device's own, unless a
         test has others."""
         self._model = model
-        self._block_size = block_size
-        device = model.device
+        self.spaces = tuple(spaces)
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.longest = min(max_model_len, *(space.tokens_of_one(block_size) for space in spaces))
+        """Tokens of the longest sequence."""
+        self.device = device = model.device
         self._caches = [
             model.kernels.kv_cache(group, space.num_blocks, block_size, device)
             for group, space in zip(model.kv_groups, spaces, strict=True)
@@ -135,7 +140,7 @@ class DeviceRunner:
         self.copy_blocks(plan.copies)
         sampling = [row for row in plan.rows if row.samples]
         scored = [(row, span) for row in plan.rows if (span := row.wanted())]
-        shape = shape_of(plan, self._rows.windows, self._block_size)
+        shape = shape_of(plan, self._rows.windows, self.block_size)
         padded = None if self.graphs is None or scored else self.graphs.padded(shape)
         features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
         ended = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
@@ -211,6 +216,22 @@ class DeviceRunner:
             return found
         # A chunk of a prompt may be of one token, too.
         return _Ended(found.hidden[sent], found.slots[sent], found.positions[sent])
+
+    @torch.inference_mode()
+    def record_next(self, longest: int | None = None) -> bool:
+        """Record one more decode step, while no other is under way; False where there is none left.
+
+        `longest`: tokens of contexts; None is any there can be. Nobody is in the step: it writes into no block.
+        """
+        if self.graphs is None:
+            return False
+        most = self.longest if longest is None else min(longest, self.longest)
+        shape = self.graphs.unrecorded(self._rows.windows, self.block_size, most, self._rows.version)
+        if shape is None:
+            return False
+        self._inputs.send((), shape)
+        self.graphs.run(shape, self._rows.version, self._decode)
+        return True
 
     def _decode(self, shape: Shape) -> None:
         """A decode step from what was sent to its hidden states, in memory that is always the same."""

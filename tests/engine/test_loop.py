@@ -14,7 +14,7 @@ from engine.loop import StepLoop
 from engine.plan import StepPlan
 from engine.request import Event
 from engine.scheduler import Scheduler
-from tests.engine.looping import PATIENCE, Gate, Listener, Steps, request, until
+from tests.engine.looping import PATIENCE, Gate, Listener, Steps, request, until, waited
 
 
 @pytest.fixture(params=[0, 1], ids=["synchronous", "overlapping"])
@@ -333,3 +333,38 @@ def test_an_idle_loop_notices_a_pool_that_is_not_whole(
     loop.submit(request("b"), heard := Listener())
     heard.wait()
     assert "not whole" in caplog.text
+
+
+def test_what_is_done_while_nothing_runs_ends_by_itself_and_holds_nobody_up(steps: Steps, scheduler: Scheduler) -> None:
+    left, begun, go_on = [3], threading.Event(), threading.Event()
+
+    def idle() -> bool:
+        begun.set()
+        waited(go_on)
+        left[0] -= 1
+        return left[0] > 0
+
+    loop, heard = StepLoop(scheduler, steps, lambda: None, on_idle=idle), Listener()
+    waited(begun)
+    loop.submit(request("a"), heard)
+    assert steps.plans == []
+    go_on.set()
+    heard.wait()
+    until(lambda: left[0] == 0)
+    loop.close()
+    assert left == [0]
+
+
+def test_a_fault_of_what_is_done_while_nothing_runs_ends_that_alone(steps: Steps, scheduler: Scheduler) -> None:
+    calls: list[int] = []
+
+    def idle() -> bool:
+        calls.append(1)
+        raise RuntimeError("no capture today")
+
+    loop, heard = StepLoop(scheduler, steps, lambda: None, on_idle=idle), Listener()
+    until(lambda: calls != [])
+    loop.submit(request("a"), heard)
+    assert heard.wait().tokens == [11, 12, 13, 14]
+    loop.close()
+    assert calls == [1]
