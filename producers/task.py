@@ -23,6 +23,7 @@ MAX_INT32: Final = (1 << 31) - 1
 MAX_SEED: Final = (1 << 63) - 1
 MAX_TTL_S: Final = 30 * 24 * 3600
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+MAX_TENANT: Final = 200
 #: Log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
 #: Log probabilities of a task's output, alternatives included: some fifty megabytes as text.
@@ -154,7 +155,9 @@ class Task(BaseModel):
     timeout: float | None = Field(
         None, gt=0, le=MAX_TIMEOUT_S, description=f"seconds, above 0 and up to {MAX_TIMEOUT_S} (7 days)"
     )
-    tenant: str | None = Field(None, min_length=1, max_length=200, description="a name of 1 to 200 characters")
+    tenant: str | None = Field(
+        None, min_length=1, max_length=MAX_TENANT, description=f"a name of 1 to {MAX_TENANT} characters"
+    )
     metadata: dict[
         Annotated[str, StringConstraints(min_length=1, max_length=64)],
         Annotated[str, StringConstraints(max_length=512)],

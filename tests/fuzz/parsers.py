@@ -129,7 +129,7 @@ def _openai(data: bytes) -> None:
         try:
             body = read_json(data)
             if isinstance(body, dict):
-                parameters.read(body, own=endpoint.OWN, renamed=endpoint.RENAMED, required=required)
+                parameters.read(body, {}, own=endpoint.OWN, renamed=endpoint.RENAMED, required=required)
         except (InvalidTask, Problem) as error:
             json.dumps(body_of(problem_of(error))).encode()
 

@@ -73,7 +73,7 @@ class _Chat:
 async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
-    chat = _read(await read_object(request, gateway.settings.max_body))
+    chat = _read(await read_object(request, gateway.settings.max_body), request.headers)
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier
     known = await gateway.client.known(task.model)
@@ -94,8 +94,8 @@ async def create(request: Request) -> Response:
     return await respond(asked, foreground, answer)
 
 
-def _read(body: Mapping[str, Any]) -> _Chat:
-    asked = read(body, own=OWN, renamed=RENAMED, required="messages")
+def _read(body: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
+    asked = read(body, headers, own=OWN, renamed=RENAMED, required="messages")
     own = asked.own
     wanted, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not wanted:

@@ -40,7 +40,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 async def create(request: Request) -> Response:
     """OpenAI's completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
-    wanted = read_completion(await read_object(request, gateway.settings.max_body))
+    wanted = read_completion(await read_object(request, gateway.settings.max_body), request.headers)
     asked, tasks = wanted.asked, wanted.tasks()
     request.state.tier = tasks[0].tier
     known = await gateway.client.known(asked.model)

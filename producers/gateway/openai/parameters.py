@@ -14,10 +14,12 @@ from typing import Any, Final
 
 from producers.errors import InvalidTask, UnknownModel
 from producers.gateway.errors import Problem
-from producers.task import MAX_SEED, Task, likely, shown
+from producers.task import MAX_SEED, MAX_TENANT, Task, likely, shown
 
 #: The result of a foreground request is kept this long (s), for who looks into what happened.
 KEPT_S: Final = 300
+#: The header that names a request's tenant.
+TENANT: Final = "Penstock-Tenant"
 #: Called the same, and meaning the same, as in a task: OpenAI's, then ours and other servers' (`extra_body`).
 SAME: Final[tuple[str, ...]] = (
     *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "metadata"),
@@ -134,10 +136,16 @@ def request_body(own: Mapping[str, Any], renamed: dict[str, str], *, required: s
         },
     }
     schema = {"type": "object", "required": ["model", required], "properties": properties}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    tenant = {"name": TENANT, "in": "header", "description": "the tenant whose turn it is", "schema": task["tenant"]}
+    return {
+        "parameters": [tenant],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+    }
 
 
-def read(body: Mapping[str, Any], *, own: Collection[str], renamed: dict[str, str], required: str) -> Asked:
+def read(
+    body: Mapping[str, Any], headers: Mapping[str, str], *, own: Collection[str], renamed: dict[str, str], required: str
+) -> Asked:
     """The request in a body. `own`: the endpoint's own parameters; `renamed`: theirs -> a task's field.
 
     `required`: the one of its own that must be there. A parameter that is null was left out. Raises Problem.
@@ -170,7 +178,7 @@ def read(body: Mapping[str, Any], *, own: Collection[str], renamed: dict[str, st
             raise Problem(400, f"{other} and {name} mean the same; give one of them", code="invalid_value", param=name)
     fields = {name: given[name] for name in SAME if name in given}
     fields |= {renamed[name]: given[name] for name in renamed if name in given}
-    fields |= _seed(given) | _top_k(given)
+    fields |= _seed(given) | _top_k(given) | _tenant(headers)
     options = _stream_options(given, stream)
     include_usage = options.get("include_usage", False)
     return Asked(
@@ -209,6 +217,20 @@ def count(given: Mapping[str, Any], name: str, least: int, most: int) -> int | N
 
 def refusal(name: str, value: Any, wanted: str, code: str = "invalid_value") -> Problem:
     return Problem(400, f"{name} is {shown(value)}; {name} must be {wanted}", code=code, param=name)
+
+
+def _tenant(headers: Mapping[str, str]) -> dict[str, str]:
+    """A task's tenant, which the header names in UTF-8; its parameters are OpenAI's, and none of them means this."""
+    value = headers.get(TENANT)
+    if value is None:
+        return {}
+    try:
+        name = value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise refusal(TENANT, value, "valid UTF-8") from None
+    if not 1 <= len(name) <= MAX_TENANT:
+        raise refusal(TENANT, name, f"a name of 1 to {MAX_TENANT} characters")
+    return {"tenant": name}
 
 
 def _seed(given: Mapping[str, Any]) -> dict[str, int]:
