@@ -6,6 +6,7 @@
 -- ever lived to claim): finalise with the terminal entry, take the claim, `settle`. Past its deadline a task that was
 -- taken up before is `incomplete`.
 -- 9 take the claim, `in_progress`, `go(next)`. Whoever was lost with the task is noted, 32 of them at most.
+-- From 7 on: a task whose sender has not said so yet is known to be queued, since now.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, then for a plain message field, value, ...
 -- Answers: {lost} {done} {busy}; {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
@@ -66,6 +67,7 @@ if length > tonumber(r[10] or '0') then
   stuck = 0
 end
 redis.call('HSET', task, 'claim', claim, 'owner', inc, 'deaths', deaths, 'stuck', stuck)
+redis.call('HSETNX', task, 'queued', now)
 redis.call('ZREM', 'penstock:submitting', id)
 if r[5] then
   finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)

@@ -142,7 +142,10 @@ class Pair(RuleBasedStateMachine):
             discarded=int(fields.get("discarded", 0)),
             counted=int(fields["prompt_tokens"]) if "prompt_tokens" in fields else None,
             at="result" if stored.compact else "stream",
+            dated="queued" in fields,
         )
+        times = [int(fields[name]) for name in ("created", "queued", "started") if name in fields]
+        assert times == sorted(times)
         assert stored.unsettled == (r.end is not None and not r.settled)
         if r.settled:  # what was settled in an earlier life may stand there, too
             assert stored.settled == (r.at == "stream")

@@ -21,6 +21,8 @@ STORE = {
     "CLAIM has no end of patience": ("claim", "deaths >= 4 * limit", "false"),
     "CLAIM takes from the living": ("claim", "'penstock:lease:' .. owner) == 1", "'penstock:lease:' .. owner) == 2"),
     "CLAIM condemns what others lived to take": ("claim", "ARGV[6] == '1' and not r[8]", "ARGV[6] == '1'"),
+    "CLAIM does not say that it was queued": ("claim", "redis.call('HSETNX', task, 'queued', now)", ""),
+    "CLAIM says when it was queued anew": ("claim", "'HSETNX', task, 'queued', now", "'HSET', task, 'queued', now + 1"),
     "CLAIM leaves the task to the sweeper": ("claim", "redis.call('ZREM', 'penstock:submitting', id)\nif", "if"),
     "APPEND asks for no claim": ("append", "r[1] ~= claim or r[2]", "r[2]"),
     "APPEND writes after the end": ("append", "r[1] ~= claim or r[2]", "r[1] ~= claim"),

@@ -13,9 +13,10 @@ import pytest
 from redis import Redis
 
 from engine.text import Tokenizer
-from producers import keys
+from producers import keys, protocol
 from producers.gateway import tasks
 from producers.record import Record
+from producers.script import run
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, TINY
 
@@ -78,6 +79,17 @@ class TestLook:
         assert (task["status"], task["tier"], task["metadata"]) == ("queued", "flex", {"a": "b"})
         assert task["queued_at"] >= task["created_at"]
         assert task["choices"] is task["usage"] is task["error"] is task["finished_at"] is None
+
+    def test_a_task_that_is_claimed_before_it_is_called_queued_has_all_its_times(
+        self, http: httpx.Client, submit: Submit, worker: FakeWorker, valkey: Redis
+    ) -> None:
+        task_id = submit()
+        valkey.hset(keys.task(task_id), "status", "submitting")
+        valkey.hdel(keys.task(task_id), "queued")
+        worker.claim(task_id)
+        assert run(valkey, protocol.queued(task_id)) == b"in_progress"
+        task = http.get(f"/v1/tasks/{task_id}").json()
+        assert task["created_at"] <= task["queued_at"] <= task["started_at"]
 
     def test_a_completed_task_has_its_text_tokens_times_and_usage(
         self, http: httpx.Client, submit: Submit, worker: FakeWorker

@@ -52,6 +52,8 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
         return "S1 stream not contiguous"
     if r.status in FINAL and r.end != r.status:
         return "S6 the terminal entry contradicts the final status"
+    if r.status == "in_progress" and not r.dated:
+        return "S15 a task runs that was never queued, by its times"
     if r.deaths > deaths:
         return "S7 a death was counted that did not happen"
     if r.why == "dead" and r.claims and cfg.counting and g.idle < cfg.limit:

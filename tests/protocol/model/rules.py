@@ -28,6 +28,7 @@ RULES: dict[str, Rule] = {
     "claim_live": Rule("split", "CLAIM answers busy while the owner's incarnation is live"),
     "claim_idem": Rule("lost", "CLAIM called again with the stored claim repeats its answer"),
     "gone_drop": Rule("producer", "CLAIM makes a record only for plain messages; a client's without record is acked"),
+    "claim_dates": Rule("producer", "CLAIM of what its sender has not yet called queued says that it is, now"),
     "owner_first": Rule("cancel", "CLAIM looks for a live owner before it finalises a cancelled or expired task"),
     "progress_absolves": Rule("slow", "CLAIM counts against a task only the deaths since its last new token"),
     "append_claim": Rule("crash", "APPEND compares the claim"),

@@ -15,7 +15,7 @@ Rules = frozenset[str]
 class Rec(NamedTuple):
     """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up.
     `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
-    prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result."""
+    prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result; `dated`: it says when it was queued."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -37,6 +37,7 @@ class Rec(NamedTuple):
     discarded: int = 0
     counted: int | None = None
     at: str = "stream"
+    dated: bool = False
 
     @property
     def length(self) -> int:
@@ -78,7 +79,7 @@ def queued(r: Rec | None, rules: Rules) -> tuple[str, Rec | None]:
     if r is None:
         return "gone", r
     if r.status == "submitting" or "mark_cas" not in rules:
-        return "queued", r._replace(status="queued", listed=False)
+        return "queued", r._replace(status="queued", listed=False, dated=True)
     return r.status, r._replace(listed=False)
 
 
@@ -114,6 +115,8 @@ def claim(
     died = r.claim is not None
     got_on = r.length > r.mark and "progress_absolves" in rules
     r = _left(r, rules)._replace(claim=c, owner=inc, deaths=r.deaths + died, stuck=0 if got_on else r.stuck + died)
+    if "claim_dates" in rules:
+        r = r._replace(dated=True)
     if r.cancel:
         return "settle", _final(r, "cancelled", rules)
     if r.expired:
