@@ -17,6 +17,11 @@ if find_spec("triton") is not None and not torch.cuda.is_available():
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
     """Whatever the tests of another file, or folder, have left."""
@@ -25,6 +30,12 @@ def _one_thread() -> None:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session", params=DEVICES[-1:])
+def where(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run: on the GPU, or, without one, in Triton's interpreter."""
     return torch.device(request.param)
 
 

@@ -116,7 +116,7 @@ def test_a_step_is_of_the_kind_of_what_it_computes() -> None:
     ]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_the_devices_own_times_are_found(model_folder: Path) -> None:
     device = torch.device("cuda")
     meter = Meter(device)

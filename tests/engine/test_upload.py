@@ -22,7 +22,7 @@ def test_arrays_arrive_with_their_shapes_and_dtypes(device: torch.device) -> Non
         assert tensor.tolist() == array.tolist()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_uploads_that_follow_each_other_do_not_overwrite_what_is_on_its_way() -> None:
     cuda = torch.device("cuda")
     torch.cuda._sleep(50_000_000)

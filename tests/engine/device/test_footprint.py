@@ -17,8 +17,6 @@ from engine.kv import KvSpace
 from engine.models import load_model
 from tests.engine.random_models import write_model
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 
 @pytest.mark.parametrize(
     ("slots", "step_tokens", "length", "rows", "tokens"),
@@ -58,7 +56,7 @@ def test_they_run(model_folder: Path, device: torch.device) -> None:
         assert all(one.logprobs is not None and len(one.logprobs.top) == 20 for one in found)
 
 
-@cuda
+@pytest.mark.cuda
 def test_a_step_takes_more_the_larger_it_is_and_leaves_nothing_behind(model_folder: Path) -> None:
     model = load_model(model_folder, "auto", torch.device("cuda"), Ragged)
     settings = {"block_size": 16, "max_num_seqs": 8, "length": 512}
@@ -69,7 +67,7 @@ def test_a_step_takes_more_the_larger_it_is_and_leaves_nothing_behind(model_fold
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
 
 
-@cuda
+@pytest.mark.cuda
 def test_a_device_without_memory_for_a_step_says_what_to_do(model_folder: Path) -> None:
     model = load_model(model_folder, "auto", torch.device("cuda"), Ragged)
     torch.cuda.empty_cache()
@@ -82,7 +80,7 @@ def test_a_device_without_memory_for_a_step_says_what_to_do(model_folder: Path) 
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@cuda
+@pytest.mark.cuda
 def test_an_engine_with_less_memory_than_its_steps_want_makes_smaller_ones(tmp_path: Path) -> None:
     folder = write_model(tmp_path, hidden_size=512, intermediate_size=16384, vocab_size=320)
     config = EngineConfig(device="cuda", kernels="ragged", max_num_seqs=4, max_num_batched_tokens=8192)

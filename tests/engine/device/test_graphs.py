@@ -93,7 +93,7 @@ def test_sizes_for_which_there_is_no_memory_run_without_and_others_are_still_rec
     assert [shape.rows for shape in ran] == [8, 8, 2]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_on_a_gpu_a_recording_that_fails_harms_no_memory_and_no_other() -> None:
     cuda = torch.device("cuda")
     numbers = torch.zeros(8, device=cuda)
@@ -120,7 +120,7 @@ def test_on_a_gpu_a_recording_that_fails_harms_no_memory_and_no_other() -> None:
     assert numbers.tolist() == [5.0] * 8
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu_replayed_steps_say_what_launched_ones_say(
     model_folder: Path, dtype: str, caplog: pytest.LogCaptureFixture

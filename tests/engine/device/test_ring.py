@@ -53,7 +53,7 @@ def test_only_what_was_lent_is_sent() -> None:
     assert target.tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_a_device_that_is_behind_gets_every_step_as_it_was_sent() -> None:
     cuda = torch.device("cuda")
     ring = PinnedRing(cuda)

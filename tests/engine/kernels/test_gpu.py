@@ -21,6 +21,8 @@ from engine.kernels.fp8 import fp8_linear
 from engine.kernels.gpu import Fp8Gpu, Gpu
 from engine.kernels.packed import Int4Weight, Int8Weight
 
+pytestmark = pytest.mark.usefixtures("where")
+
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCK = 16

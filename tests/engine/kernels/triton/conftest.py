@@ -1,15 +1,10 @@
-"""Where kernels run: on the GPU, or, without one, in Triton's interpreter."""
+"""Products and comparisons as the kernels' tests need them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-
-
-@pytest.fixture(scope="session")
-def where() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture

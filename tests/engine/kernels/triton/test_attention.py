@@ -161,7 +161,7 @@ def test_any_small_step(where: torch.device, data: st.DataObject) -> None:
     check(case, where, data.draw(st.sampled_from([None, 0.5])), data.draw(st.sampled_from([1, 8])))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
+@pytest.mark.cuda
 def test_a_graph_serves_other_lengths_tables_and_slots(where: torch.device) -> None:
     """Of up to as many sequences and places as it was recorded for."""
     shape, kernels = Shape(8, 2, 128, dtype=torch.bfloat16), PagedAttention()

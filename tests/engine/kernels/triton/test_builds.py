@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +115,20 @@ def test_a_gpu_with_less_shared_memory_has_kernels_too(built: Built) -> None:
     for kernel in kernels:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= MOST_SHARED_ADA, kernel
+
+
+def test_sampling_spills_nothing(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    env["TRITON_INTERPRET"] = "0"
+    command = [sys.executable, "-m", "tests.engine.kernels.triton.compile_sampling", str(tmp_path)]
+    ran = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    builds = json.loads(ran.stdout)
+    assert {build["kernel"] for build in builds} == {
+        "sampling_edit_kernel",
+        "sampling_filter_kernel",
+        "sampling_choose_kernel",
+        "sampling_settle_kernel",
+    }
+    for build in builds:
+        assert {"STACK:0", "LOCAL:0"} <= set(build["usage"]), build

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +20,11 @@ pytest.importorskip("triton")
 
 from engine.kernels.triton.sampling import Tiles, TritonChoose
 
-# The interpreter's numpy says so where a number becomes infinite or is none, as it is meant to.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("where"),
+    # The interpreter's numpy says so where a number becomes infinite or is none, as it is meant to.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: Several of each for the small vocabularies of these tests.
@@ -178,7 +176,7 @@ def test_draws_are_distributed_as_defined(params: dict[str, Any]) -> None:
     assert p_value(observed, [draws * chance for chance in expected]) > LEAST
 
 
-@pytest.mark.skipif(WHERE.type != "cuda", reason="records a CUDA graph")
+@pytest.mark.cuda
 def test_a_recorded_launch_is_replayed_for_other_sequences_and_positions() -> None:
     rows = len(MIXED)
     sampler, present = sampler_of(rows, 1000), mixed()
@@ -200,22 +198,3 @@ def test_a_recorded_launch_is_replayed_for_other_sequences_and_positions() -> No
         assert_agree(logits, order, found)
         for one, result in zip(order, found, strict=True):
             one.tokens.append(result.token_id)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_nothing_is_spilled_on_an_h200(tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    env["TRITON_INTERPRET"] = "0"
-    command = [sys.executable, "-m", "tests.engine.kernels.triton.compile_sampling", str(tmp_path)]
-    ran = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    builds = json.loads(ran.stdout)
-    assert {build["kernel"] for build in builds} == {
-        "sampling_edit_kernel",
-        "sampling_filter_kernel",
-        "sampling_choose_kernel",
-        "sampling_settle_kernel",
-    }
-    for build in builds:
-        assert {"STACK:0", "LOCAL:0"} <= set(build["usage"]), build
