@@ -25,12 +25,14 @@ class Speed:
     flops_per_s: float
 
 
-#: By what is in torch's name of the GPU; bf16. H200: of 4.8 TB/s and 989 TFLOP/s.
-SPEEDS = {"H200": Speed(4.3e12, 780e12)}
+#: By words of torch's name of the GPU; bf16. H200: of 4.8 TB/s and 989 TFLOP/s. H100 SXM5: of 3.35 and 989; those for
+#: PCIe and of two joined (NVL) have other memory and less power.
+SPEEDS = {"H200": Speed(4.3e12, 780e12), "H100 80GB HBM3": Speed(3.0e12, 780e12)}
 
 
 def speed_of(name: str) -> Speed | None:
-    return next((speed for part, speed in SPEEDS.items() if part in name), None)
+    """None for a GPU that is not listed, GH200 among them: only whole words of the name count."""
+    return next((speed for words, speed in SPEEDS.items() if f" {words} " in f" {name} "), None)
 
 
 class Work:

@@ -112,8 +112,11 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=3.0, help="standard deviation of the logits")
     parser.add_argument("--rounds", type=int, help="steps of each of five measurements (default: 100, on a CPU 1)")
     parser.add_argument("--plain", action="store_true", help="on a GPU, without the kernels")
+    parser.add_argument("--tiny", action="store_true", help="2 rows of 512 tokens once: to see that it works")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     args = parser.parse_args()
+    if args.tiny:
+        args.rows, args.vocab, args.rounds = [2], 512, 1
     torch.set_num_threads(1)
     gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)

@@ -34,5 +34,13 @@ def test_the_shape_is_llamas() -> None:
     assert (WORK._layers + 2 * WORK._head + 65 * config["hidden_size"]) / 1e9 == pytest.approx(8.03, abs=0.005)
 
 
-def test_nothing_is_claimed_of_other_machines() -> None:
-    assert speed_of("NVIDIA RTX 4090") is None
+@pytest.mark.parametrize(("batch", "ms"), [(1, 5.04), (64, 8.00)])
+def test_a_step_takes_longer_where_memory_is_slower(batch: int, ms: float) -> None:
+    h100 = speed_of("NVIDIA H100 80GB HBM3")
+    assert h100 is not None
+    assert WORK.step_s(h100, batch, 1024) * 1e3 == pytest.approx(ms, rel=0.003)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
+def test_nothing_is_claimed_of_other_machines(name: str) -> None:
+    assert speed_of(name) is None
