@@ -11,7 +11,8 @@
 
 On a GPU, kernels are compiled first as `penstock warm` does; what is compiled after that nonetheless is told. Each
 measure comes after a short run of its own, so that graphs are recorded. With `--tiny`, all is so small that a CPU does
-it in seconds: to see that it works, not how fast.
+it in seconds: to see that it works, not how fast. Where the KV cache does not hold 256 such requests, `offline` and
+`short` make as many as it holds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine import Engine, EngineConfig
 from engine.bench import Job, run_jobs
 from engine.breakdown import Meter
 from infra.gpu.compiled import count_compiled
@@ -40,6 +40,7 @@ from infra.gpu.limits import Speed, Work, speed_of
 from infra.gpu.random_engine import random_engine
 from infra.gpu.shapes import SHAPES
 from infra.gpu.step_parts import profiled
+from infra.gpu.steps import Steps
 
 #: Shares of the limit that are asked for.
 GOALS = {"decode:1": 0.80, "decode:16": 0.75, "decode:64": 0.72, "decode:256": 0.70, "prefill": 0.60, "offline": 0.60}
@@ -160,16 +161,17 @@ class Bench:
         return self._at_once(engine, prompt, output)
 
     def _short(self, engine: Engine) -> dict[str, Any]:
-        prompt, output = short(self._tiny)
+        prompt, output = (60, 20) if self._tiny else (1000, 250)
         return self._at_once(engine, prompt, output)
 
     def _at_once(self, engine: Engine, prompt: int, output: int) -> dict[str, Any]:
-        run_jobs(engine, self._jobs(self.sequences, prompt, 2))
-        run = run_jobs(engine, self._jobs(self.sequences, prompt, output))
-        found: dict[str, Any] = {"requests": self.sequences, "prompt": prompt, "output": output}
+        count = held(engine.stats().kv_tokens_total, self.sequences, prompt + output)
+        run_jobs(engine, self._jobs(count, prompt, 2))
+        run = run_jobs(engine, self._jobs(count, prompt, output))
+        found: dict[str, Any] = {"requests": count, "prompt": prompt, "output": output}
         found |= {name: run[name] for name in ("wall_s", "output_tokens_per_s", "ttft_p50_s", "tpot_mean_ms")}
         if self._speed is not None:
-            limit = self._work.offline_tokens_per_s(self._speed, self.sequences, prompt, output)
+            limit = self._work.offline_tokens_per_s(self._speed, count, prompt, output)
             found |= {"limit_tokens_per_s": limit, "share": run["output_tokens_per_s"] / limit}
         return found
 
@@ -184,70 +186,14 @@ class Bench:
         batch = min(64, self.sequences)
         prompt = self.context - self.outputs // 2
         steps = Steps(engine, batch, self.outputs)
-        with profiled(engine, steps, count=min(20, self.outputs // 4)) as found:
+        with profiled(steps, count=min(20, self.outputs // 4)) as found:
             steps.run(self._jobs(batch, prompt, self.outputs))
         return {"batch": batch, **found}
 
 
-def short(tiny: bool) -> tuple[int, int]:
-    """Prompt and output tokens of the measure that transformers takes part in."""
-    return (60, 20) if tiny else (1000, 250)
-
-
-class Steps:
-    """Requests at once, and when each step of the engine ended that they were all decoding in."""
-
-    def __init__(self, engine: Engine, batch: int, output: int) -> None:
-        self._engine, self._batch, self._output = engine, batch, output
-        self._made = [0] * batch
-        self._ends: list[tuple[float, int, int]] = []
-        self.on_step: Any = None
-
-    @property
-    def decoding(self) -> bool:
-        """All of them, now. On the engine's thread."""
-        return min(self._made) > 0 and max(self._made) < self._output
-
-    def run(self, jobs: list[Job]) -> None:
-        done, errors = threading.Semaphore(0), list[str]()
-
-        def listener(i: int) -> Any:
-            def on_event(event: Event) -> None:
-                self._made[i] += len(event.token_ids)
-                if event.error is not None:
-                    errors.append(event.error)
-                if event.done:
-                    done.release()
-
-            return on_event
-
-        self._engine.on_step = self._ended
-        try:
-            for i, (prompt, output) in enumerate(jobs):
-                params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-                self._engine.submit(Request(f"step-{id(self)}-{i}", prompt, params), listener(i))
-            for _ in jobs:
-                done.acquire()
-        finally:
-            self._engine.on_step = None
-        if errors:
-            raise RuntimeError(errors[0])
-
-    def _ended(self) -> None:
-        self._ends.append((time.perf_counter(), sum(self._made), self.decoding))
-        if self.on_step is not None:
-            self.on_step()
-
-    def whole(self) -> tuple[list[float], list[float]]:
-        """Seconds of each step in which every one made a token, and how many each had made by then on average."""
-        spans, made = [], []
-        for (began, before, whole), (ended, after, _) in zip(self._ends, self._ends[1:], strict=False):
-            if whole and after - before == self._batch:
-                spans.append(ended - began)
-                made.append(after / self._batch)
-        if not spans:
-            raise RuntimeError("there was no step in which all decoded")
-        return spans, made
+def held(kv_tokens: int, most: int, tokens: int) -> int:
+    """How many sequences of `tokens` tokens a KV cache of `kv_tokens` holds at once: one at least, `most` at most."""
+    return max(1, min(most, kv_tokens // (tokens + EngineConfig().block_size)))
 
 
 def main() -> int:

@@ -1,4 +1,9 @@
-"""transformers' continuous batching on what bench.py calls `short`: python infra/gpu/peer.py OUT.json --shape SHAPE"""
+"""transformers' continuous batching on requests like those of bench.py's `short`.
+
+    python infra/gpu/peer.py OUT.json --like SHORT.json
+
+SHORT.json is what bench.py wrote: it says the model's shape, and how many requests of how many tokens there were.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +21,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from engine.bench_peer import run_jobs
-from infra.gpu.bench import short
 from infra.gpu.random_engine import random_peer
 from infra.gpu.shapes import SHAPES
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", choices=list(SHAPES), required=True)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--like", type=Path, required=True)
     args = parser.parse_args()
+    ours = json.loads(args.like.read_text())
+    shape, wanted = ours["shape"], ours["measures"]["short"]
+    count, prompt, output = (wanted[name] for name in ("requests", "prompt", "output"))
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    (prompt, output), count = short(args.tiny), 8 if args.tiny else 256
-    model = random_peer(args.shape, device)
+    model = random_peer(shape, device)
     model.generation_config.eos_token_id = None
     model.generation_config.do_sample = False
     page = 256 if device.type == "cuda" else 32
-    wanted: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "page_size": page,
         # What it calls the same in other versions.
         "block_size": page,
@@ -54,7 +59,7 @@ def main() -> None:
     ids = random.Random(99)  # noqa: S311  # data, not secrets
 
     def jobs(outputs: int) -> list[tuple[list[int], int]]:
-        vocabulary = SHAPES[args.shape]["vocab_size"]
+        vocabulary = SHAPES[shape]["vocab_size"]
         return [([ids.randrange(2, vocabulary) for _ in range(prompt)], outputs) for _ in range(count)]
 
     library: Any = transformers
@@ -62,7 +67,7 @@ def main() -> None:
         generation_config=library.GenerationConfig(
             max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in wanted.items() if k in known}),
+        continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in settings.items() if k in known}),
         block=True,
         timeout=5,
     ) as manager:

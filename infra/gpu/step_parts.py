@@ -7,14 +7,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-if TYPE_CHECKING:
-    from engine import Engine
-    from infra.gpu.bench import Steps
+from infra.gpu.steps import Steps
 
 #: The first that a kernel's name (or on a CPU, an operation's) agrees with.
 PARTS = {
@@ -35,7 +33,7 @@ def part_of(name: str) -> str:
 
 
 @contextmanager
-def profiled(engine: Engine, steps: Steps, count: int) -> Iterator[dict[str, Any]]:
+def profiled(steps: Steps, count: int) -> Iterator[dict[str, Any]]:
     """Fills what it gives: milliseconds a step of each part, over `count` steps in which all decode.
 
     The profiler is started and stopped on the engine's thread, whose operations alone it sees on a CPU.

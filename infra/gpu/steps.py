@@ -1,0 +1,66 @@
+"""Requests that decode together on an engine, and when each of its steps ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from engine import Engine, Event, Request, SamplingParams
+from engine.bench import Job
+
+
+class Steps:
+    """Requests at once, and when each step of the engine ended that they were all decoding in."""
+
+    def __init__(self, engine: Engine, batch: int, output: int) -> None:
+        self._engine, self._batch, self._output = engine, batch, output
+        self._made = [0] * batch
+        self._ends: list[tuple[float, int, int]] = []
+        self.on_step: Any = None
+
+    @property
+    def decoding(self) -> bool:
+        """All of them, now. On the engine's thread."""
+        return min(self._made) > 0 and max(self._made) < self._output
+
+    def run(self, jobs: list[Job]) -> None:
+        done, errors = threading.Semaphore(0), list[str]()
+
+        def listener(i: int) -> Any:
+            def on_event(event: Event) -> None:
+                self._made[i] += len(event.token_ids)
+                if event.error is not None:
+                    errors.append(event.error)
+                if event.done:
+                    done.release()
+
+            return on_event
+
+        self._engine.on_step = self._ended
+        try:
+            for i, (prompt, output) in enumerate(jobs):
+                params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+                self._engine.submit(Request(f"step-{id(self)}-{i}", prompt, params), listener(i))
+            for _ in jobs:
+                done.acquire()
+        finally:
+            self._engine.on_step = None
+        if errors:
+            raise RuntimeError(errors[0])
+
+    def _ended(self) -> None:
+        self._ends.append((time.perf_counter(), sum(self._made), self.decoding))
+        if self.on_step is not None:
+            self.on_step()
+
+    def whole(self) -> tuple[list[float], list[float]]:
+        """Seconds of each step in which every one made a token, and how many each had made by then on average."""
+        spans, made = [], []
+        for (began, before, whole), (ended, after, _) in zip(self._ends, self._ends[1:], strict=False):
+            if whole and after - before == self._batch:
+                spans.append(ended - began)
+                made.append(after / self._batch)
+        if not spans:
+            raise RuntimeError("there was no step in which all decoded")
+        return spans, made
