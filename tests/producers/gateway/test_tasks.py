@@ -53,7 +53,7 @@ class TestSubmit:
         answer = http.post("/v1/tasks", json={"model": model, "prompt": text})
         count = len(Tokenizer.from_folder(TINY).encode(text))
         assert answer.status_code == 400
-        assert f"{count} prompt tokens" in answer.json()["error"]["message"]
+        assert f"({count} in the prompt" in answer.json()["error"]["message"]
 
     def test_token_ids_are_taken_as_they_are(self, submit: Submit, valkey: Redis) -> None:
         assert record_of(valkey, submit(prompt=[5, 6, 7])).task["prompt"] == [5, 6, 7]
