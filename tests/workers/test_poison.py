@@ -205,13 +205,12 @@ def test_a_plain_message_that_is_no_task_fails_with_a_record(poisoned: Rig, name
     check_idle(poisoned)
 
 
-def test_positional_arguments_are_refused(poisoned: Rig) -> None:
-    """A task in the midst of a chain is sent what came before it as one, unless it is immutable."""
-    result = poisoned.sender().send_task(keys.TASK_NAME, args=["a prompt"])
-    with pytest.raises(TaskFailed, match="takes keyword arguments only"):
+def test_positional_arguments_beside_the_prompt_are_refused(poisoned: Rig) -> None:
+    result = poisoned.sender().send_task(keys.TASK_NAME, args=["a prompt", 20])
+    with pytest.raises(TaskFailed, match="it takes one, the prompt"):
         result.get(timeout=60)
     poisoned.until_settled([result.id])
-    assert "keyword arguments" in poisoned.record(result.id)["error"]
+    assert "positional arguments" in poisoned.record(result.id)["error"]
     check_idle(poisoned)
 
 
