@@ -1,9 +1,9 @@
 """Prompt in, tokens out: continuous batching over a paged KV cache. Knows no queue and no HTTP.
 
-A Request (request) is checked and queued; the scheduler plans each step over all sequences, within what kv/ can
-hold, on a GPU while the step before it runs (pipeline); batch and runner, or device/, turn the plan into tensors and
-run models/, layers/ and kernels/ on one device; sampling/ picks the next tokens, output turns them into text and finds
-their end; events go back to whoever submitted.
+engine: a caller's face -> scheduling/: requests become sequences, and each step a plan, within what kv/ can hold
+execution/: the plan as tensors on one device, through models/, layers/ and kernels/; the next is planned meanwhile
+sampling/ picks the next tokens, speculate/ guesses more; output turns them into text and finds the end (text/)
+quant/ reads and makes quantised weights; bench/ measures
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.errors import EngineError, ModelError, RequestError
+    from engine.logprobs import TokenLogprobs
     from engine.params import SamplingParams
-    from engine.request import Choice, Event, Output, Request, Tier, TokenLogprobs
+    from engine.request import Choice, Event, Output, Request, Tier
 
 __all__ = [
     "Choice",
@@ -46,7 +47,7 @@ _HOMES = {
     "RequestError": "engine.errors",
     "SamplingParams": "engine.params",
     "Tier": "engine.request",
-    "TokenLogprobs": "engine.request",
+    "TokenLogprobs": "engine.logprobs",
 }
 
 

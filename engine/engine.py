@@ -14,23 +14,24 @@ from pathlib import Path
 
 import torch
 
-from engine.alive import check_alive
 from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
-from engine.loop import StepLoop
+from engine.execution.device_health import check_alive
+from engine.execution.loop import StepLoop
+from engine.execution.placement import place, runner_for, speculation_for, while_idle
+from engine.execution.threads import threads_for
+from engine.logprobs import TokenLogprobs
 from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
-from engine.placement import place, runner_for, speculation_for, while_idle
-from engine.policy import Hurry
-from engine.request import Choice, Event, Output, Request, TokenLogprobs
-from engine.scheduler import Scheduler
-from engine.stats import SchedulerStats
+from engine.request import Choice, Event, Output, Request
+from engine.scheduling.policy import Hurry
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stats import SchedulerStats
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
 from engine.text.words import Spellings
-from engine.threads import threads_for
 
 logger = logging.getLogger("penstock.engine")
 

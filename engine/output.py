@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.params import SamplingParams
-from engine.request import FinishReason
+from engine.params import FinishReason, SamplingParams
 from engine.text.detokenizer import Detokenizer
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.bounds import biases, flag, integer, number, strings, token_ids
 from engine.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 #: Limits of a request, also shown in the messages that refuse one.
 MAX_CHOICES = 64

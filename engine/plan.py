@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.prompt_scores import ScoredPart
-from engine.request import Sequence, TokenLogprobs
+from engine.logprobs import ScoredPart, TokenLogprobs
+from engine.sequence import Sequence
 
 
 @dataclass(slots=True)

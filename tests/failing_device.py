@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import engine.engine
-from engine.alive import check_alive
+from engine.execution.device_health import check_alive
 from engine.plan import StepPlan
 from workers.serving import load_engine
 

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from engine.best_of import Candidates
 from engine.errors import NOT_FINITE, RequestError
+from engine.logprobs import TokenLogprobs
 from engine.params import MAX_CHOICES
-from engine.request import Event, Request, TokenLogprobs
+from engine.request import Event, Request
+from engine.scheduling.best_of import Candidates
 from workers import probe
 
 VOCABULARY = 1000

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import NOT_FINITE, EngineError
-from engine.request import Event, TokenLogprobs
+from engine.logprobs import TokenLogprobs
+from engine.request import Event
 from producers.complaints import complain
 from producers.events import encode_prompt, encode_token, quote
 from producers.protocol import Append, append, finish, prompt, read_append

@@ -16,15 +16,15 @@ import torch
 
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import COMPRESSED
-from engine.kernels.cpu import Cpu, computes_natively
 from engine.kernels.deterministic import DeterministicCpu
+from engine.kernels.fallback.cpu import Cpu, computes_natively
+from engine.kernels.fallback.sdpa import Sdpa
 from engine.kernels.fp8 import CAPABILITY
 from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
-from engine.kernels.layer import LayerParts, PreparedLayers
+from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear
 from engine.kernels.native import Native, load_library
 from engine.kernels.ragged import Attended, RaggedBatch
-from engine.kernels.reference import PreparedLinear, Ragged, Reference
-from engine.kernels.sdpa import Sdpa
+from engine.kernels.reference import Ragged, Reference
 
 if TYPE_CHECKING:
     from engine.kernels.gpu import Gpu

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import Cpu
 from engine.kernels.deterministic import DeterministicCpu
+from engine.kernels.fallback.cpu import Cpu
 from engine.kernels.fp8 import FP8, LARGEST
 
 #: Of "int8": what lies behind each key and each value.

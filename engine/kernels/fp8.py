@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.reference import PreparedLinear
+from engine.kernels.layer import PreparedLinear
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max

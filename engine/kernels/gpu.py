@@ -9,16 +9,17 @@ from triton import knobs
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import SCALE_BYTES
 from engine.kernels.fp8 import fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
+from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch
-from engine.kernels.reference import PreparedLinear, Reference
-from engine.kernels.triton.attention import PagedAttention
-from engine.kernels.triton.compressed_kv import INT8, KINDS, PLAIN
-from engine.kernels.triton.fp8 import quantise_rows
+from engine.kernels.reference import Reference
+from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
+from engine.kernels.triton.attention.paged import PagedAttention
+from engine.kernels.triton.attention.rope_kv import rope_and_write
 from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
 from engine.kernels.triton.norm import WIDEST, add_rms_norm, norm_heads, rms_norm
-from engine.kernels.triton.quantised import int4_linear, int8_linear
-from engine.kernels.triton.rope_kv import rope_and_write
+from engine.kernels.triton.products.fp8 import quantise_rows
+from engine.kernels.triton.products.quantised import int4_linear, int8_linear
 
 
 def interpreted() -> bool:

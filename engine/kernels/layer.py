@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from engine.kernels.ragged import Attended
 
-if TYPE_CHECKING:
-    from engine.kernels.reference import PreparedLinear
+#: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
+PreparedLinear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

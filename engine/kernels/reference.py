@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.groups import AttentionBatch
-from engine.kernels.layer import LayerParts, PreparedLayers, Told
+from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear, Told
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
 from engine.kv import KvGroup
 
 #: Weights that are dequantised at a time: as many as stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
-
-
-#: A weight made ready for its device: [rows, inputs] -> [rows, outputs].
-PreparedLinear = Callable[[Tensor], Tensor]
 
 
 class Reference:

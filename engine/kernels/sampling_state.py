@@ -1,7 +1,7 @@
 """What the device keeps of how each running sequence wants its tokens chosen, and what it chose: one row a slot.
 
 Kernels read it by the slots of a step's rows, so that nothing of it travels with a step, and a recorded step can be
-replayed for other sequences. engine/device/sampling_rows.py fills it.
+replayed for other sequences. engine/execution/device/sampling_rows.py fills it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.kv.groups import KvSpace
 from engine.kv.prefix import extend_hashes
 from engine.kv.table import GroupTables, Part, Table, WindowTables
-from engine.request import Sequence
+from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

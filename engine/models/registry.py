@@ -23,15 +23,15 @@ from engine.text.config import Config, architectures, read_config
 
 #: Architecture as config.json names it -> module and class.
 FAMILIES = {
-    "LlamaForCausalLM": "engine.models.llama:Llama",
-    "MistralForCausalLM": "engine.models.mistral:Mistral",
-    "Qwen2ForCausalLM": "engine.models.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "engine.models.qwen3:Qwen3",
-    "Phi3ForCausalLM": "engine.models.phi3:Phi3",
-    "Gemma2ForCausalLM": "engine.models.gemma2:Gemma2",
-    "Gemma3ForCausalLM": "engine.models.gemma3:Gemma3",
+    "LlamaForCausalLM": "engine.models.families.llama:Llama",
+    "MistralForCausalLM": "engine.models.families.mistral:Mistral",
+    "Qwen2ForCausalLM": "engine.models.families.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "engine.models.families.qwen3:Qwen3",
+    "Phi3ForCausalLM": "engine.models.families.phi3:Phi3",
+    "Gemma2ForCausalLM": "engine.models.families.gemma2:Gemma2",
+    "Gemma3ForCausalLM": "engine.models.families.gemma3:Gemma3",
     # Its text half; images are not taken.
-    "Gemma3ForConditionalGeneration": "engine.models.gemma3:Gemma3",
+    "Gemma3ForConditionalGeneration": "engine.models.families.gemma3:Gemma3",
 }
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

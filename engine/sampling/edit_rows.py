@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.request import Sequence
+from engine.kernels.upload import upload
 from engine.sampling.counts import Ids, TokenCounts
 from engine.sampling.edits import Allowed, Edits, Penalties
-from engine.upload import upload
+from engine.sequence import Sequence
 
 # What a slot asks for. A step looks at nothing that none of its rows asks for.
 _PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _WORDS = (1 << bit for bit in range(6))

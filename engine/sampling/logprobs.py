@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import NOT_FINITE
+from engine.kernels.upload import upload
+from engine.logprobs import ScoredPart, TokenLogprobs
 from engine.params import MAX_LOGPROBS
 from engine.plan import ScheduledSeq
-from engine.prompt_scores import ScoredPart
-from engine.request import TokenLogprobs
-from engine.upload import upload
 
 #: Logits of a prompt that are computed at a time, in numbers: 32 MiB in fp32, whatever the prompt's length.
 _SLICE = 1 << 23

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.request import Sequence
+from engine.kernels.upload import upload
 from engine.sampling.edit_rows import Drafts, EditRows
 from engine.sampling.edits import Edits
 from engine.sampling.filters import Filters, Ranked
 from engine.sampling.noise import row_keys
-from engine.upload import upload
+from engine.sequence import Sequence
 
 #: Below this a temperature is taken as 0: dividing by it would only overflow.
 COLDEST = 1e-5

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import NOT_FINITE
+from engine.logprobs import TokenLogprobs
 from engine.plan import Sampled
-from engine.request import TokenLogprobs
 from engine.sampling.edits import NONE_LEFT, edit
 from engine.sampling.filters import narrow
 from engine.sampling.logprobs import token_logprobs

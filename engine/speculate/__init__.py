@@ -4,12 +4,11 @@ plan: how long a draft each decoding sequence may have (pace.py, within what bal
 propose: lookup.py finds what followed the same words before; draft.py asks a smaller model; rows get a `draft`
 execute: the target computes last token and draft in one go, and its own sampler chooses after each of them
 accept: a draft token is kept if and only if it is what was chosen in its place (plan.accepted), so that the output
-is that of one token a step, whatever was guessed; right ones go back to guessed.py, times of steps to times.py
+is that of one token a step, whatever was guessed; the sequence's Guessed counts right ones, times.py times steps
 """
 
-from engine.speculate.guessed import Guessed
 from engine.speculate.lookup import Lookup
 from engine.speculate.pace import Pace
 from engine.speculate.speculation import Proposer, Speculation
 
-__all__ = ["Guessed", "Lookup", "Pace", "Proposer", "Speculation"]
+__all__ = ["Lookup", "Pace", "Proposer", "Speculation"]

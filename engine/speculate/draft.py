@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.plan import Sampled, ScheduledSeq, StepPlan
-from engine.request import Sequence
+from engine.sequence import Sequence
 
 
 class Executor(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Each
 
 from engine.errors import EngineError
 from engine.plan import ScheduledSeq
-from engine.request import Sequence
+from engine.sequence import Sequence
 
 #: Tokens at the end that must have stood together before: the most are looked for first.
 _LONGEST, _SHORTEST = 4, 2

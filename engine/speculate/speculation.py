@@ -9,9 +9,8 @@ from collections.abc import Sequence as Each
 from typing import Protocol
 
 from engine.plan import ScheduledSeq, StepPlan
-from engine.request import Sequence
+from engine.sequence import FADE_OF_ALL, Guessed, Sequence
 from engine.speculate.balance import Balance
-from engine.speculate.guessed import FADE_OF_ALL, Guessed
 from engine.speculate.pace import Pace
 
 logger = logging.getLogger("penstock.engine")

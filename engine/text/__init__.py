@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.errors import ModelError, RequestError
     from engine.text.card import ModelCard
-    from engine.text.confined import ConfinedTemplate
+    from engine.text.chat.confined import ConfinedTemplate
+    from engine.text.chat.template import ChatTemplate, TemplateSource
     from engine.text.detokenizer import Detokenizer
-    from engine.text.template import ChatTemplate, TemplateSource
     from engine.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -30,13 +30,13 @@ __all__ = [
 
 # Lazy, so that the process of a confined template loads no tokenizer, and starts sooner.
 _HOMES = {
-    "ChatTemplate": "engine.text.template",
-    "ConfinedTemplate": "engine.text.confined",
+    "ChatTemplate": "engine.text.chat.template",
+    "ConfinedTemplate": "engine.text.chat.confined",
     "Detokenizer": "engine.text.detokenizer",
     "ModelCard": "engine.text.card",
     "ModelError": "engine.errors",
     "RequestError": "engine.errors",
-    "TemplateSource": "engine.text.template",
+    "TemplateSource": "engine.text.chat.template",
     "Tokenizer": "engine.text.tokenizer",
 }
 

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from engine import Engine, EngineConfig
-from engine.bench import Job, run_jobs
-from engine.breakdown import Meter
+from engine.bench.breakdown import Meter
+from engine.bench.offline import Job, run_jobs
 from infra.gpu.compiled import count_compiled
 from infra.gpu.limits import Speed, Work, speed_of
 from infra.gpu.random_engine import random_engine
@@ -66,7 +66,7 @@ class Bench:
         """Compile the shape's kernels into Triton's cache."""
         if self._device.type != "cuda" or find_spec("triton") is None:
             return
-        from engine.warm import architecture_here, default_cache, warm
+        from engine.execution.warm import architecture_here, default_cache, warm
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self._config))

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from engine.bench_peer import run_jobs
+from engine.bench.peer import run_jobs
 from infra.gpu.random_engine import random_peer
 from infra.gpu.shapes import SHAPES
 

@@ -11,7 +11,7 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.kernels import select
-from engine.models.llama import Llama
+from engine.models.families.llama import Llama
 from engine.text.config import Config
 from infra.gpu.shapes import SHAPES
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from engine import Engine, Event, Request, SamplingParams
-from engine.bench import Job
+from engine.bench.offline import Job
 
 
 class Steps:

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 import torch
 
 from engine import Engine, EngineConfig
-from engine.bench import run_jobs, warm_up, workload
-from engine.bench_options import WORKLOADS
+from engine.bench.offline import run_jobs, warm_up, workload
+from engine.bench.options import WORKLOADS
 from engine.text.config import Config, read_config
 
 

@@ -61,7 +61,7 @@ def batch_of(lengths: Lengths) -> RaggedBatch:
 
 def measure(lengths: Lengths, shape: Shape) -> dict[str, float]:
     """Milliseconds, bytes of keys, values, queries and results, and operations of one layer."""
-    from engine.kernels.triton.attention import PagedAttention  # needs triton
+    from engine.kernels.triton.attention.paged import PagedAttention  # needs triton
 
     batch, attention = batch_of(lengths), PagedAttention()
     tokens, blocks = sum(count for count, _ in lengths), sum(-(-places // BLOCK) for _, places in lengths)

@@ -56,10 +56,10 @@ def noise(*shape: int) -> Tensor:
 
 def parts(shape: Shape, tokens: int) -> dict[str, tuple[float, int]]:
     """Milliseconds of one launch, and bytes that it has to move."""
-    from engine.kernels.triton.fp8 import quantise_rows
+    from engine.kernels.triton.attention.rope_kv import rope_and_write
     from engine.kernels.triton.gated import silu_mul
     from engine.kernels.triton.norm import add_rms_norm, rms_norm
-    from engine.kernels.triton.rope_kv import rope_and_write
+    from engine.kernels.triton.products.fp8 import quantise_rows
 
     width, hidden, head_dim = shape.width, shape.hidden, shape.head_dim
     weight, eps = noise(width), 1e-5
@@ -101,7 +101,7 @@ def products(outputs: int, inputs: int, kind: str, steps: tuple[int, ...]) -> di
     """By tokens of `steps`: milliseconds, bytes of weights and activations, operations."""
     from engine.kernels.fp8 import fp8_linear
     from engine.kernels.gpu import Gpu
-    from engine.kernels.triton.fp8 import quantise_rows
+    from engine.kernels.triton.products.fp8 import quantise_rows
 
     gpu = Gpu(torch.bfloat16)
     weight = noise(outputs, inputs)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled
-from engine.policy import NO_HURRY, Hurry
 from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.scheduling.policy import NO_HURRY, Hurry
+from engine.scheduling.scheduler import Scheduler
 
 #: Name, share of the requests, and the deadline in times of what a task takes at the capacity, as in `overload`.
 TIERS = (("priority", 0.15, 5.0), ("default", 0.45, 15.0), ("flex", 0.2, 37.5), ("batch", 0.2, 75.0))

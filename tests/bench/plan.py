@@ -17,7 +17,7 @@ from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.text import Tokenizer
 from tests.processes import ROOT
 

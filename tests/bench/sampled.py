@@ -1,6 +1,6 @@
 """What decoding attention takes without native kernels: `python -m tests.bench.sampled [--threads 2]`.
 
-By reading keys and values where they lie (engine/kernels/sampled.py), and by gathering them for torch's attention, in
+By reading keys and values where they lie (kernels/torch/sampled.py), and by gathering them for torch's attention, in
 turns over the caches of so many layers that none is left in the processor's cache. Each figure is the least of all
 calls: milliseconds of the processor, of the thread that steps and of all; on a busy machine set GOMP_SPINCOUNT=0, so
 that none waits at work.
@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 from engine.kernels import AttentionBatch, AttentionGroup, visibility
-from engine.kernels.cpu import Cpu
-from engine.kernels.sdpa import Sdpa
+from engine.kernels.fallback.cpu import Cpu
+from engine.kernels.fallback.sdpa import Sdpa
 
 BLOCK = 16
 #: Sequences, query heads, KV heads, head size, places.

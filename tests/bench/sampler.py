@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from engine.device.plain_sampling import choose_plainly
-from engine.device.sampler import DeviceSampler, chooser
+from engine.execution.device.plain_sampling import choose_plainly
+from engine.execution.device.sampler import DeviceSampler, chooser
 from engine.output import OutputState
 from engine.params import SamplingParams
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.sampling import SamplingRows, sample
+from engine.sequence import Sequence
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
+from engine.execution.runner import Runner
 from engine.kv import KvSpace
 from engine.models import load_model
 from engine.params import SamplingParams
 from engine.request import Request
-from engine.runner import Runner
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.random_models import FAMILIES, write_model
 
 CONTEXT = 8192

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from engine.plan import ScheduledSeq
-from engine.request import Sequence as Running
+from engine.sequence import Sequence as Running
 
 #: (sequence, its tokens and those guessed so far) -> the token that the target would choose next.
 Right = Callable[[Running, list[int]], int]

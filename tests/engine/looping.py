@@ -10,7 +10,8 @@ from typing import Any
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
-from engine.request import Event, Request, Sequence
+from engine.request import Event, Request
+from engine.sequence import Sequence
 
 #: Seconds after which a wait is for ever: a machine with much else to do may stop a thread for many.
 PATIENCE = 60.0

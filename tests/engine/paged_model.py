@@ -8,7 +8,8 @@ from hashlib import blake2b
 from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
-from engine.request import Request, Sequence
+from engine.request import Request
+from engine.sequence import Sequence
 
 EOS = 0
 VOCAB = 7

@@ -6,7 +6,7 @@ from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request, Tier
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 EOS = 9
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import engine.engine as engine_module
-import engine.runner as runner_module
+import engine.execution.runner as runner_module
 from engine import Engine, EngineConfig, EngineError, Event, ModelError, Output, Request, RequestError, SamplingParams
 from engine.sampling import SamplingBatch, sample
 from tests.engine.looping import PATIENCE, Listener, until, waited
@@ -395,6 +395,6 @@ def test_a_cache_that_the_device_cannot_hold_is_refused(load: Load, monkeypatch:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90.00 GiB")
 
-    monkeypatch.setattr("engine.placement.DeviceRunner", full)
+    monkeypatch.setattr("engine.execution.placement.DeviceRunner", full)
     with pytest.raises(EngineError, match=r"no memory for a KV cache of \d+ blocks; lower kv_cache_bytes .* 90.00 GiB"):
         load(kernels="ragged")

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from engine.kv import KvSpace, window_blocks
+from engine.logprobs import ScoredPart, TokenLogprobs
 from engine.params import SamplingParams
 from engine.plan import Sampled, ScheduledSeq
-from engine.prompt_scores import ScoredPart
-from engine.request import Event, Request, Sequence, TokenLogprobs
+from engine.request import Event, Request
+from engine.sequence import Sequence
 from tests.engine.histories import histories
 from tests.engine.paged_model import VOCAB, Entry, PagedModel, Windows, computed_plainly, expected
 from tests.engine.test_overlap_histories import CLOCK, Device, Overlapping
@@ -201,5 +202,5 @@ class OverlappingOfAllKindsWithAWindow(OverlappingOfAllKinds):
     ],
 )
 def test_requests_of_every_kind_end_once_and_as_undisturbed(machine, monkeypatch):
-    monkeypatch.setattr("engine.pipeline.time", CLOCK)
+    monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)
     run_state_machine_as_test(machine, settings=histories(5))

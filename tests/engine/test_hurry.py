@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from engine.policy import NO_HURRY, Hurry
+from engine.scheduling.policy import NO_HURRY, Hurry
 from tests.bench.overload_by_arithmetic import Run, World, p95
 
 

@@ -11,7 +11,8 @@ import engine
 
 
 @pytest.mark.parametrize(
-    "module", ["engine", "engine.text", "engine.scheduler", "engine.params", "engine.kv", "engine.threads"]
+    "module",
+    ["engine", "engine.text", "engine.scheduling.scheduler", "engine.params", "engine.kv", "engine.execution.threads"],
 )
 def test_importing_what_needs_no_weights_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
+from engine.execution.loop import StepLoop
 from engine.kv import KvSpace
-from engine.loop import StepLoop
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.execution.test_loop import loop, overlap, scheduler, steps
 from tests.engine.looping import Gate, Listener, Steps, request, waited
-from tests.engine.test_loop import loop, overlap, scheduler, steps
 
 __all__ = ["loop", "overlap", "scheduler", "steps"]  # fixtures
 

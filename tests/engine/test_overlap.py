@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine import Choice, Engine, EngineConfig, Output, SamplingParams
-from engine.device import DeviceRunner
+from engine.execution.device import DeviceRunner
+from engine.execution.runner import Runner
 from engine.plan import StepPlan
-from engine.runner import Runner
 from tests.engine.looping import together
 
 Load = Callable[..., Engine]

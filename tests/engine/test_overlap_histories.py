@@ -12,11 +12,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
+from engine.execution.pipeline import Pipeline
 from engine.kv import KvSpace, window_blocks
-from engine.pipeline import Pipeline
 from engine.plan import Sampled, StepPlan
-from engine.request import UNKNOWN, Sequence
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.sequence import UNKNOWN, Sequence
 from tests.engine.histories import histories
 from tests.engine.paged_model import PagedModel
 from tests.engine.test_scheduler_histories import Histories
@@ -252,5 +252,5 @@ class OverlappingBeyondASwitch(Overlapping):
     ],
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, monkeypatch):
-    monkeypatch.setattr("engine.pipeline.time", CLOCK)
+    monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)
     run_state_machine_as_test(machine, settings=histories(30))

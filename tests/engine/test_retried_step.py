@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.execution.loop import StepLoop
 from engine.kv import KvSpace
-from engine.loop import StepLoop
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
-from engine.request import Event, Request, Sequence, Tier
-from engine.scheduler import Scheduler
+from engine.request import Event, Request, Tier
+from engine.scheduling.scheduler import Scheduler
+from engine.sequence import Sequence
 from tests.engine.looping import PATIENCE
 
 BLOCK = 4
@@ -83,7 +84,7 @@ def test_a_block_that_was_copied_and_then_given_away_in_one_plan_is_not_copied_a
     """The second choice of `pair` ages past everybody, the first included, from which it copies the end of the prompt.
     Then a decode of the same plan wants a block: the first choice is put out, and what was copied is written over."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("engine.pipeline.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("engine.execution.pipeline.time", SimpleNamespace(monotonic=lambda: clock.now))
     prompts = {"short": [1, 2, 3, 4], "one": [5, 6, 7], "two": [8, 9, 1], "pair": [2, 3, 4, 5, 6, 7]}
     lengths = {"short": 2, "one": 9, "two": 9, "pair": 5}
     tiers = {"short": Tier.PRIORITY, "one": Tier.FLEX, "two": Tier.FLEX, "pair": Tier.BATCH}

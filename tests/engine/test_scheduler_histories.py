@@ -22,9 +22,10 @@ from hypothesis.stateful import (
 from engine.kv import KvSpace, window_blocks
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
-from engine.policy import NO_HURRY, Hurry
-from engine.request import Event, Request, Sequence
-from engine.scheduler import Scheduler
+from engine.request import Event, Request
+from engine.scheduling.policy import NO_HURRY, Hurry
+from engine.scheduling.scheduler import Scheduler
+from engine.sequence import Sequence
 from engine.speculate import Speculation
 from tests.engine.guessing import Guesser
 from tests.engine.histories import histories

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from engine.device import DeviceRunner
-from engine.device.footprint import nobodys
+from engine.execution.device import DeviceRunner
+from engine.execution.device.footprint import nobodys
 from engine.kernels.gpu import Gpu
 from engine.kernels.triton.ahead import compiling_for
 from engine.kv import KvSpace

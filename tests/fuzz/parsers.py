@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelError, RequestError
 from engine.text import Tokenizer
+from engine.text.chat.template import TemplateSource
 from engine.text.checkpoint import read_header
 from engine.text.config import Config, read_config
-from engine.text.template import TemplateSource
 from producers.dead_letters import Letter
 from producers.errors import InvalidTask
 from producers.gateway.errors import Problem, body_of, problem_of

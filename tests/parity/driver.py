@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from engine.device import DeviceRunner
+from engine.execution.device import DeviceRunner
+from engine.execution.runner import Runner
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.params import SamplingParams
 from engine.plan import StepPlan
 from engine.request import Request
-from engine.runner import Runner
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 #: Far more steps than any history here needs: a livelock fails instead of hanging.
 _MOST_STEPS = 5000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.kernels.fallback.sdpa import Sdpa
 from engine.kernels.reference import Reference
-from engine.kernels.sdpa import Sdpa
 from engine.models import Model, load_model
 from tests.parity.conftest import Truth
 from tests.parity.driver import Driver, greedy, prompts_of

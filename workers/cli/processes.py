@@ -183,7 +183,7 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     import socket
     from contextlib import suppress
 
-    from engine.threads import threads_of_each
+    from engine.execution.threads import threads_of_each
     from workers.cli.gpu_workers import programs, supervise
     from workers.cli.gpus import choose, gpus_here
 

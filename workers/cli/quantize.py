@@ -147,11 +147,11 @@ def _make(
     import torch
 
     from engine.engine import device_named
+    from engine.execution.threads import threads_for
     from engine.quant.make import compare, quantise, windows
     from engine.quant.make.model import plain
     from engine.text import ModelCard, Tokenizer
     from engine.text.config import Config, read_config
-    from engine.threads import threads_for
     from workers.library.shelf import write_manifest
 
     torch.set_num_threads(threads_for(threads))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from engine.threads import threads_of_each
+from engine.execution.threads import threads_of_each
 from producers.aio import AsyncClient
 from producers.gateway.pools import read_fleet
 from producers.local import HOST

@@ -13,7 +13,7 @@ from workers.cli.options import Deterministic, DType, Quantization
 from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
-    from engine.warm import Warmed
+    from engine.execution.warm import Warmed
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,8 +41,8 @@ def warm(
 
     with needs("worker"):
         from engine.errors import EngineError
-        from engine.warm import architecture_here, default_cache
-        from engine.warm import warm as compile_all
+        from engine.execution.warm import architecture_here, default_cache
+        from engine.execution.warm import warm as compile_all
     if quantization not in (None, "none", "fp8"):
         raise Failure(f"--quantization is {quantization!r}; it must be none or fp8")
     (found,) = find_models([model], lambda line: typer.echo(line, err=True))

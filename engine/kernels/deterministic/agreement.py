@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.kernels.reference import PreparedLinear
+from engine.kernels.layer import PreparedLinear
 
 #: Rows of calls that are tried. Dense enough that padding a batch up to one of them adds at most a quarter.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)

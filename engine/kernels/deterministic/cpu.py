@@ -8,14 +8,15 @@ import math
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import Cpu
 from engine.kernels.deterministic.agreement import FixedRows, agreeing_rows
 from engine.kernels.deterministic.attention import ChunkedAttention
 from engine.kernels.deterministic.chunks import CHUNK, ChunkedBatch, chunked
+from engine.kernels.fallback.cpu import Cpu
 from engine.kernels.groups import AttentionBatch
+from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended
-from engine.kernels.reference import PreparedLinear, Reference
+from engine.kernels.reference import Reference
 
 _GELU = math.sqrt(2 / math.pi)
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from engine.kernels.fp8 import fp8_bytes
 from engine.kernels.gpu import Gpu
+from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch
-from engine.kernels.reference import PreparedLinear
-from engine.kernels.triton.fixed_attention import FixedAttention
-from engine.kernels.triton.fp8 import quantise_rows
-from engine.kernels.triton.product import fixed_fp8_linear, fixed_linear
+from engine.kernels.triton.attention.fixed import FixedAttention
+from engine.kernels.triton.products.fp8 import quantise_rows
+from engine.kernels.triton.products.product import fixed_fp8_linear, fixed_linear
 
 
 class DeterministicGpu(Gpu):

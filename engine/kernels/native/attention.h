@@ -17,7 +17,7 @@ constexpr int kPieceRows = 48;
 // Rows that are taken to compute for as long as it takes to read what they see: an estimate, to cut tasks by.
 constexpr int kReading = 8;
 
-INLINE void join(State& all, const State& part, int64_t rows, int64_t dim) {
+INLINE void merge_states(State& all, const State& part, int64_t rows, int64_t dim) {
     for (int64_t r = 0; r < rows; r++) {
         if (part.weight[r] == 0) continue;
         float most = all.weight[r] == 0 || part.most[r] > all.most[r] ? part.most[r] : all.most[r];
@@ -79,7 +79,7 @@ template <int W> static void attend(Pool& pool, const Attention& a) {
                 for (int c = p.chunk; c < p.chunk + p.chunks; c++) {
                     bool last = c + 1 == p.chunk + p.chunks;
                     one.chunk(c, c == p.chunk ? all : part, last ? after : &p, last && after ? after->chunk : c + 1);
-                    if (c > p.chunk) join(all, part, one.rows(), a.head_dim);
+                    if (c > p.chunk) merge_states(all, part, one.rows(), a.head_dim);
                 }
                 one.finish(all);
             }
@@ -101,7 +101,7 @@ template <int W> static void attend(Pool& pool, const Attention& a) {
         Walk<W> one(a, p, pool.own[thread].take(walk));
         State all(memory + p.partial * state, one.rows());
         for (int c = 1; c < p.chunks; c++)
-            join(all, State(memory + (p.partial + c) * state, one.rows()), one.rows(), a.head_dim);
+            merge_states(all, State(memory + (p.partial + c) * state, one.rows()), one.rows(), a.head_dim);
         one.finish(all);
     });
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import SCALE_BYTES
 from engine.kernels.groups import AttentionBatch
-from engine.kernels.layer import LayerParts, PreparedLayers
+from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear
 from engine.kernels.native.batch import NativeBatch, native_batch
 from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct, fit
 from engine.kernels.native.library import VERSION, Library, Pool
@@ -20,7 +20,7 @@ from engine.kernels.native.pages import Pages
 from engine.kernels.native.quantised import kept_bytes, quantised_product
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended
-from engine.kernels.reference import PreparedLinear, Reference
+from engine.kernels.reference import Reference
 
 #: How a cache's numbers are stored, as stored.h has it.
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}

@@ -80,7 +80,7 @@ def step_inputs(
     block_size: int,
     flags: tuple[int, int, int],
 ) -> None:
-    """As engine.device.inputs.make_inputs, which says what is where. `layout` int64 [groups, 3] is DeviceRows.layout;
+    """As make_inputs of device/inputs.py, which says what is where. `layout` int64 [groups, 3] is DeviceRows.layout;
     in `sent` slots, starts, flags and query starts are `row_step` apart and the tokens at `tokens_at`; `flags` are the
     bits of a pending row, of a long one and of one that is padding."""
     tile = _FEW if most_queries <= _FEW else _MANY

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.execution.runner import Runner
 from engine.kernels.native import load_library
 from engine.kv import KvSpace, Table
 from engine.models import Model, load_model
 from engine.plan import Sampled, ScheduledSeq, StepPlan
-from engine.request import Sequence as Running
-from engine.runner import Runner
 from engine.sampling import SamplingBatch
+from engine.sequence import Sequence as Running
 from tests.engine.random_models import FAMILIES, VARIANTS
 from tests.engine.sampling.sequences import sequence
 

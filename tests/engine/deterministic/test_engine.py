@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, EngineError, Event, Output, Request, SamplingParams
 from engine.config import KernelSet
-from engine.request import Sequence
+from engine.sequence import Sequence
 from tests.engine.deterministic.logits import NATIVE, Bits, recorded
 from tests.engine.guessing import Guesser
 from tests.engine.looping import together
@@ -123,7 +123,7 @@ def test_together_as_alone(
     load: Load, alone: tuple[list[Output], Bits], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, known = alone
-    monkeypatch.setattr("engine.placement.Lookup", lambda slots, vocab: Guesser(_right(expected), 0.7, vocab))
+    monkeypatch.setattr("engine.execution.placement.Lookup", lambda slots, vocab: Guesser(_right(expected), 0.7, vocab))
     with recorded() as bits:
         engine = load(**changes)
         same(engine.generate(PROMPTS, PARAMS), expected)

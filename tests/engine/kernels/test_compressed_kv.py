@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, EngineError, SamplingParams
+from engine.execution.placement import place
 from engine.kernels import select
 from engine.models import load_model
 from engine.models.registry import Model
-from engine.placement import place
 from tests.engine.quant.forward import in_chunks
 from tests.engine.random_models import FAMILIES, write_model
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.kernels import Kernels
-from engine.kernels.cpu import Cpu
+from engine.kernels.fallback.cpu import Cpu
+from engine.kernels.fallback.sdpa import Sdpa
 from engine.kernels.reference import Reference
-from engine.kernels.sdpa import Sdpa
 from tests.engine.kernels.ragged_cases import Shape, ragged_case
 
 LENGTHS = [(1, 1), (1, 40), (7, 7), (3, 33), (16, 16), (1, 16)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine import EngineError
 from engine.kernels import AttentionBatch, AttentionGroup, Kernels, select, visibility
-from engine.kernels.cpu import Cpu
+from engine.kernels.fallback.cpu import Cpu
 from engine.kernels.native import load_library
 
 BLOCK = 8

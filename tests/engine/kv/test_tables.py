@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kv import BlockTables, KvSpace, first_block, window_blocks
-from engine.request import Sequence
+from engine.sequence import Sequence
 from tests.engine.sampling.sequences import sequence
 
 SIZE = 4

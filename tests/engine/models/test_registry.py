@@ -13,7 +13,7 @@ import torch
 from engine.errors import ModelError
 from engine.layers import Llama3Scaling, Unscaled
 from engine.models import load_model
-from engine.models.llama import Llama
+from engine.models.families.llama import Llama
 from engine.models.registry import FAMILIES as FAMILIES_SERVED
 from engine.models.rotary import RopeSettings
 from engine.models.settings import DecoderSettings

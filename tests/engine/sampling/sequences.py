@@ -9,8 +9,9 @@ import torch
 from engine.output import OutputState
 from engine.params import SamplingParams
 from engine.plan import Sampled
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.sampling import SamplingRows, sample
+from engine.sequence import Sequence
 
 
 def sequence(

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine.request import Sequence
 from engine.sampling import SamplingRows, sample
 from engine.sampling.counts import TokenCounts
 from engine.sampling.edits import edit
+from engine.sequence import Sequence
 from tests.engine.sampling.sequences import run, sequence
 
 VOCAB = 60

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import Sequence
 from engine.sampling import SamplingRows, sample
 from engine.sampling import sampler as sampler_module
+from engine.sequence import Sequence
 from tests.engine.sampling.sequences import run, sequence
 
 VOCAB = 200

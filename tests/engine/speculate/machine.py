@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.plan import ScheduledSeq, StepPlan
-from engine.request import Sequence as Running
-from engine.request import Status
+from engine.sequence import Sequence as Running
+from engine.sequence import Status
 from engine.speculate import Speculation
 from tests.engine.sampling.sequences import sequence
 

@@ -64,7 +64,7 @@ def test_what_is_rejected_harms_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, deterministic: bool, first: bool
 ) -> None:
     """Blocks of four tokens, so that drafts end within blocks and beyond them."""
-    monkeypatch.setattr("engine.placement.Lookup", lambda slots, vocab: Harmful(first))
+    monkeypatch.setattr("engine.execution.placement.Lookup", lambda slots, vocab: Harmful(first))
     config = EngineConfig(
         device="cpu",
         threads=1,

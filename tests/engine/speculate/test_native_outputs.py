@@ -9,7 +9,7 @@ import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.kernels.native import load_library
-from engine.request import Sequence
+from engine.sequence import Sequence
 from tests.engine.guessing import Guesser
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 
@@ -39,7 +39,7 @@ def test_of_every_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: 
         rest = said.choices[seq.choice].token_ids[len(tokens) - seq.prompt_len :]
         return rest[0] if rest else 5
 
-    monkeypatch.setattr("engine.placement.Lookup", lambda slots, vocab: Guesser(right, 0.7, 320, whole=True))
+    monkeypatch.setattr("engine.execution.placement.Lookup", lambda slots, vocab: Guesser(right, 0.7, 320, whole=True))
     with Engine.load(folder, replace(config, speculate="lookup", speculate_adaptive=False)) as guessing:
         assert guessing.generate(PROMPTS, PARAMS) == expected
         stats = guessing.stats()

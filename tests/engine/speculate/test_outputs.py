@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig, EngineError, Output, SamplingParams
-from engine.request import Sequence
+from engine.sequence import Sequence
 from tests.engine.guessing import Guesser
 from tests.engine.random_models import write_model
 from tests.engine.test_overlap import MIXED, PROMPTS, said, scored
@@ -64,7 +64,9 @@ def test_whatever_is_guessed(
         rest = outputs[0].choices[seq.choice % len(outputs[0].choices)].token_ids[len(tokens) - seq.prompt_len :]
         return rest[0] if rest else 5
 
-    monkeypatch.setattr("engine.placement.Lookup", lambda slots, vocab: Guesser(right, agreement, 300, whole=True))
+    monkeypatch.setattr(
+        "engine.execution.placement.Lookup", lambda slots, vocab: Guesser(right, agreement, 300, whole=True)
+    )
     engine = load(speculate="lookup", speculate_tokens=3, speculate_adaptive=False, overlap=overlap)
     found = engine.generate(prompts, params)
     assert said(found) == said(expected)

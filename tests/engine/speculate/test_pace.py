@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.speculate import Guessed, Pace
+from engine.sequence import Guessed
+from engine.speculate import Pace
 
 
 def settled(pace: Pace, shares: list[float], step: dict[int, float], one_pass: float = 0.0) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.plan import Sampled, StepPlan, accepted
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.speculate import Speculation
 from tests.engine.guessing import Guesser
 from tests.engine.stepping import EOS, request, rows, scheduler

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.plan import ScheduledSeq, StepPlan
-from engine.request import Sequence, Status
+from engine.sequence import Sequence, Status
 from engine.speculate import Speculation
 from tests.engine.guessing import Guesser
 from tests.engine.sampling.sequences import sequence

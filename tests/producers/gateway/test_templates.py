@@ -15,7 +15,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from engine.text import confined
+from engine.text.chat import confined
 from producers import keys
 from producers.gateway import templates
 from tests.producers.gateway.conftest import CARD

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.threads import threads_of_each
+from engine.execution.threads import threads_of_each
 from tests.workers.cli.conftest import Run
 from workers.cli import cuda_devices, gpus
 from workers.cli.exits import Failure

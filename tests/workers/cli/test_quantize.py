@@ -111,7 +111,7 @@ def test_bad_input_is_refused_and_leaves_nothing(
 def test_it_takes_as_many_threads_as_a_container_may(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.threads._limit", lambda: 1.5)
+    monkeypatch.setattr("engine.execution.threads._limit", lambda: 1.5)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -20,10 +20,10 @@ from triton import knobs
 from engine.kernels import RaggedBatch
 from engine.kernels.compressed_kv import SCALE_BYTES
 from engine.kernels.triton.ahead import Build, compiling_for
-from engine.kernels.triton.attention import PagedAttention
-from engine.kernels.triton.compressed_kv import INT8, KINDS, PLAIN
-from engine.kernels.triton.fixed_attention import FixedAttention
-from engine.kernels.triton.product import product
+from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
+from engine.kernels.triton.attention.fixed import FixedAttention
+from engine.kernels.triton.attention.paged import PagedAttention
+from engine.kernels.triton.products.product import product
 from tests.engine.kernels.triton.launches import LAYERS, PRODUCTS, empty
 
 

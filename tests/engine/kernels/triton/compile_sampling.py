@@ -15,7 +15,7 @@ import triton.backends.nvidia
 
 from engine.kernels.sampling_state import WIDTH, EditState, Features, SamplingState
 from engine.kernels.triton.ahead import compiling_for
-from engine.kernels.triton.sampling import TritonChoose
+from engine.kernels.triton.sampling.sampler import TritonChoose
 
 _CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 

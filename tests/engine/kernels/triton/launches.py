@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels.packed import Int4Weight, Int8Weight
-from engine.kernels.triton.fp8 import quantise_rows
+from engine.kernels.triton.attention.rope_kv import rope_and_write
 from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
 from engine.kernels.triton.norm import add_rms_norm, norm_heads, rms_norm
-from engine.kernels.triton.quantised import MOST_ROWS, int4_linear, int8_linear
-from engine.kernels.triton.rope_kv import rope_and_write
+from engine.kernels.triton.products.fp8 import quantise_rows
+from engine.kernels.triton.products.quantised import MOST_ROWS, int4_linear, int8_linear
 
 Launch = Callable[[], None]
 

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.device.inputs import InputMaker, Shape, Targets, make_inputs, make_inputs_by_kernel, shape_of
-from engine.device.rows import DeviceRows
+from engine.execution.device.inputs import InputMaker, Shape, Targets, make_inputs, make_inputs_by_kernel, shape_of
+from engine.execution.device.rows import DeviceRows
 from engine.kv import KvSpace
 from engine.plan import StepPlan
-from tests.engine.device.test_inputs import BLOCK, SLOTS, SWITCH, WINDOWS, row
+from tests.engine.execution.device.test_inputs import BLOCK, SLOTS, SWITCH, WINDOWS, row
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,234 @@
+"""Where the time of a step goes: timers put around the parts of an engine from outside, so that it carries none itself.
+
+Host times are of the thread that steps, each part without those within it. On CUDA a second run, without graphs, gives
+the device's own: events around every kernel class, recorded while the device is held up, so that no gap between two
+launches counts as work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.execution.device import DeviceRunner
+from engine.execution.runner import Runner
+from engine.kernels import Kernels, PreparedLinear
+from engine.kernels.native.layers import PackedProduct
+from engine.plan import StepPlan
+
+#: Operation of a kernel set -> kernel class.
+KERNELS = {
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "norm_heads": "norm",
+    "rope": "rope and cache",
+    "write_kv": "rope and cache",
+    "rope_and_write": "rope and cache",
+    "silu_mul": "gate",
+    "gelu_tanh_mul": "gate",
+    "paged_attention": "attention",
+}
+#: The part whose operations are not told apart.
+_WHOLE = "logits"
+#: Cycles for which the device is held up before a step of which the kernels are timed: some 50 ms.
+_HOLD = 100_000_000
+
+
+class Meter:
+    """Times of steps by part. Used by the thread that steps; read when it is done."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: a CUDA device whose own times are wanted in place of the host's."""
+        self._device = device
+        self._steps: dict[str, list[dict[str, float]]] = defaultdict(list)
+        self._now: dict[str, float] = {}
+        # Parts that have begun: name, when, what those within it took.
+        self._open: list[list[Any]] = []
+        # (part, the part around it, begin, end) on the device.
+        self._events: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
+        self._kind: str | None = None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if self._open and self._open[-1][0] == _WHOLE:
+            yield
+            return
+        if self._device is not None:
+            with self._on_device(name):
+                yield
+            return
+        self._open.append([name, time.perf_counter(), 0.0])
+        try:
+            yield
+        finally:
+            _, began, within = self._open.pop()
+            took = time.perf_counter() - began
+            self._now[name] = self._now.get(name, 0.0) + took - within
+            if self._open:
+                self._open[-1][2] += took
+
+    @contextmanager
+    def _on_device(self, name: str) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        around = self._open[-1][0] if self._open else None
+        self._open.append([name])
+        begin.record()
+        try:
+            yield
+        finally:
+            end.record()
+            self._open.pop()
+            self._events.append((name, around, begin, end))
+
+    def around(self, target: Any, name: str, part: str) -> None:
+        """Time what `target.name` does as `part`, from now on."""
+        inner = getattr(target, name)
+
+        def timed(*args: Any, **more: Any) -> Any:
+            with self.part(part):
+                return inner(*args, **more)
+
+        setattr(target, name, timed)
+
+    def took(self, name: str, seconds: float) -> None:
+        """Enter what was timed elsewhere, within the part that is open, as the part `name`."""
+        self._now[name] = self._now.get(name, 0.0) + seconds
+        if self._open:
+            self._open[-1][2] += seconds
+
+    def kernels(self, found: Kernels) -> Kernels:
+        """The set, with every operation timed as its kernel class; to be called before a model is made with it.
+
+        A set that runs all layers in one call times them itself.
+        """
+        for name, part in KERNELS.items():
+            self.around(found, name, part)
+        found.told = self.took
+        for name in ("prepare_linear", "prepare_quantised", "prepare_ordered", "prepare_fp8"):
+            self._products(found, name)
+        return found
+
+    def _products(self, found: Kernels, name: str) -> None:
+        prepare: Callable[..., PreparedLinear] = getattr(found, name)
+
+        def prepared(*args: Any) -> PreparedLinear:
+            run = prepare(*args)
+            if isinstance(run, PackedProduct):
+                # It stays what it is, for the one call of all layers; what is left is called one by one.
+                self.around(run, "_run", "linear")
+                return run
+
+            def linear(x: Tensor) -> Tensor:
+                with self.part("linear"):
+                    return run(x)
+
+            return linear
+
+        setattr(found, name, prepared)
+
+    def watch(self, engine: Engine) -> None:
+        """Time the parts of an engine that has nothing to do yet."""
+        pipeline = engine._loop._pipeline
+        runner = pipeline._executor
+        self._step(pipeline)
+        self._launch(runner)
+        self.around(engine._model, "forward", "forward, rest")
+        self.around(engine._model, "logits", _WHOLE)
+        self.around(engine._model, "peaks", _WHOLE)
+        if self._device is None:
+            self.around(pipeline._scheduler, "schedule", "plan")
+            self.around(pipeline._scheduler, "update", "enter")
+            self.around(pipeline, "_entered", "publish")
+            self.around(runner, "collect", "collect")
+        if isinstance(runner, DeviceRunner):
+            self.around(runner._inputs, "send", "upload")
+            self.around(runner._inputs, "make", "inputs")
+            for name in ("admit", "launch", "fetch"):
+                self.around(runner._sampler, name, "sample")
+            if runner.graphs is not None:
+                self.around(runner.graphs, "run", "replay")
+        elif isinstance(runner, Runner):
+            self.around(runner._builder, "build", "upload")
+            self.around(runner, "_sample", "sample")
+
+    def _launch(self, runner: Any) -> None:
+        launch = runner.launch
+
+        def timed(plan: StepPlan) -> Any:
+            self._kind = kind(plan)
+            if self._device is not None:
+                torch.cuda._sleep(_HOLD)
+            with self.part("launch"):
+                return launch(plan)
+
+        runner.launch = timed
+
+    def _step(self, pipeline: Any) -> None:
+        step = pipeline.step
+
+        def timed() -> Any:
+            self._now, self._kind = {}, None
+            if self._device is None:
+                with self.part("loop"):
+                    told = step()
+            else:
+                told = step()
+                self._read()
+            if self._kind is not None:
+                self._steps[self._kind].append(self._now)
+            return told
+
+        pipeline.step = timed
+
+    def _read(self) -> None:
+        torch.cuda.synchronize(self._device)
+        for name, around, begin, end in self._events:
+            took = begin.elapsed_time(end) / 1e3
+            self._now[name] = self._now.get(name, 0.0) + took
+            if around is not None:
+                self._now[around] = self._now.get(around, 0.0) - took
+        self._events.clear()
+
+    def forget(self) -> None:
+        """What was timed so far, as that of a warm-up."""
+        self._steps.clear()
+
+    def report(self) -> dict[str, Any]:
+        """By kind of step, its count and the mean milliseconds of each part."""
+        found: dict[str, Any] = {}
+        for kind, steps in sorted(self._steps.items()):
+            parts: dict[str, float] = defaultdict(float)
+            for step in steps:
+                for name, took in step.items():
+                    parts[name] += took
+            by_time = sorted(parts.items(), key=lambda item: -item[1])
+            found[kind] = {
+                "steps": len(steps),
+                "ms": 1e3 * sum(parts.values()) / len(steps),
+                "parts_ms": {name: 1e3 * took / len(steps) for name, took in by_time},
+            }
+        return found
+
+
+def kind(plan: StepPlan) -> str:
+    """`prefill` where a part of a prompt is computed, `verify` where drafts are and no prompt, else `decode`."""
+    if any(row.count - len(row.draft) > 1 for row in plan.rows):
+        return "prefill"
+    return "verify" if any(row.draft for row in plan.rows) else "decode"
+
+
+def shown(title: str, report: dict[str, Any]) -> str:
+    """A report as text, a table for each kind of step."""
+    lines = []
+    for kind, found in report.items():
+        lines.append(f"{title}, {kind}: {found['ms']:.3f} ms a step, mean of {found['steps']}")
+        for name, took in found["parts_ms"].items():
+            lines.append(f"  {name:16} {took:9.3f} ms  {100 * took / found['ms']:5.1f}%")
+    return "\n".join(lines)

@@ -1,0 +1,137 @@
+"""What this machine could do at best: its memory's bandwidth and its rate of multiplication, measured on the spot, and
+the least time that a workload takes by them.
+
+Each step reads every weight of a product once, and the keys and values that the sequences it goes on with see, both in
+as many bytes as they are kept in (numbers of 4 and 8 bits with their scales); each token takes a multiplication and an
+addition for each such weight. A step takes at least the longer of both, prompts likewise; nothing else is counted, so
+no engine reaches it. A limit is the best that anything was seen to do here: torch's own sum and product, or this
+engine's products of one row and of many.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.kernels import select
+from engine.kernels.fallback.cpu import computes_natively
+from engine.models import Model
+from engine.models.loader import locate
+from engine.text.checkpoint import HEADS, NO_PARAMETERS, PACKED
+from engine.text.config import packed_bits, read_config
+
+#: Larger than any cache: 256 MiB in fp32.
+_NUMBERS = 1 << 26
+#: (rows, inputs, outputs) of the product that is timed: as large as those of a long prompt.
+_PRODUCT = (512, 2048, 2048)
+#: [outputs, inputs] of the weight that is read for one row: larger than any cache, too.
+_WEIGHT = (8192, 8192)
+_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of the threads that torch has."""
+
+    read_bytes_per_s: float
+    operations_per_s: float
+    """Multiplications and additions, in the fastest dtype that the weights' products may be computed in."""
+
+    @classmethod
+    def measure(cls, dtype: torch.dtype) -> Ceilings:
+        """The best of a few tries. `dtype`: of the weights."""
+        numbers = torch.ones(_NUMBERS)
+        reads = [numbers.nbytes / _least_s(numbers.sum)]
+        del numbers
+        rows, inputs, outputs = _PRODUCT
+        operations = 2 * math.prod(_PRODUCT)
+        rates = []
+        for one in {torch.float32, dtype if computes_natively(dtype) else torch.float32}:
+            x, weight = torch.ones(rows, inputs, dtype=one), torch.ones(inputs, outputs, dtype=one)
+            rates.append(operations / _least_s(partial(torch.mm, x, weight)))
+        kernels = select(torch.device("cpu"), dtype)
+        own = kernels.prepare_linear(torch.ones(outputs, inputs, dtype=kernels.weight_dtype), None)
+        rates.append(operations / _least_s(partial(own, torch.ones(rows, inputs, dtype=kernels.compute_dtype))))
+        large = torch.ones(_WEIGHT, dtype=kernels.weight_dtype)
+        size, own = large.nbytes, kernels.prepare_linear(large, None)
+        del large
+        reads.append(size / _least_s(partial(own, torch.ones(1, _WEIGHT[1], dtype=kernels.compute_dtype))))
+        return cls(max(reads), max(rates))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a model's steps take."""
+
+    weights: int
+    """Of all products, the head's too."""
+    head: int
+    """Of the output head: a prompt takes it once."""
+    weight_bytes: int
+    """Of all products' weights and their scales, as the kernel set keeps them."""
+    kv: tuple[tuple[int, int | None], ...]
+    """Of each KV group: bytes of one token's keys and values in all of its layers, scales too; and its window."""
+    layers: int
+    """Taken to be alike: of a prompt, its last token alone goes through the last one."""
+
+    @classmethod
+    def of(cls, model: Model, folder: str | Path) -> Work:
+        """Of a model that was loaded from `folder`. Raises ModelError."""
+        kernels, config = model.kernels, read_config(Path(folder))
+        numbers: dict[str, int] = {}
+        for name, found in locate(Path(folder)).items():
+            matrix, _, end = name.rpartition(".")
+            if matrix.endswith(HEADS) and end not in NO_PARAMETERS:
+                words = 32 // packed_bits(config, head=True) if end in PACKED else 1
+                numbers[matrix] = math.prod(found.stored.shape) * words
+        # A tied table is the head as well; one that is not is only looked up.
+        heads = [name for name in numbers if name.endswith("lm_head")] or list(numbers)
+        return cls(
+            weights=kernels.weights,
+            head=sum(numbers[name] for name in heads),
+            weight_bytes=kernels.weight_bytes,
+            kv=tuple(
+                (
+                    2
+                    * group.layers
+                    * group.kv_heads
+                    * kernels.cache_width(group.head_dim)
+                    * kernels.cache_dtype.itemsize,
+                    group.window,
+                )
+                for group in model.kv_groups
+            ),
+            layers=sum(group.layers for group in model.kv_groups),
+        )
+
+    def least_s(self, jobs: Sequence[tuple[int, int]], ceilings: Ceilings) -> float:
+        """Seconds that jobs of (prompt tokens, output tokens), all there at once, take at the least."""
+        prompts = sum(prompt for prompt, _ in jobs)
+        last = (self.weights - self.head) / self.layers
+        operations = 2 * (prompts * (self.weights - self.head - last) + len(jobs) * (self.head + last))
+        total = max(operations / ceilings.operations_per_s, self.weight_bytes / ceilings.read_bytes_per_s)
+        for step in range(1, max(output for _, output in jobs)):
+            going = [prompt + step for prompt, output in jobs if output > step]
+            seen = sum(
+                size * (sum(going) if window is None else sum(min(window, length) for length in going))
+                for size, window in self.kv
+            )
+            by_memory = (self.weight_bytes + seen) / ceilings.read_bytes_per_s
+            total += max(by_memory, 2 * self.weights * len(going) / ceilings.operations_per_s)
+        return total
+
+
+def _least_s(call: Callable[[], object]) -> float:
+    call()
+    times = []
+    for _ in range(_TRIES):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -1,0 +1,162 @@
+"""Latency against load: requests arrive by chance, at rates that are tried one after another.
+
+    python -m engine.bench --model DIR --load --mix chat,prefix,long,tiers --rates 0.5,1,2,4 --json OUT --plot OUT.svg
+
+Arrivals are a Poisson process, the same at every run of one seed. Mixes: `chat` (128 prompt and 64 output tokens),
+`prefix` (a prompt of which 400 tokens are everybody's, 32 its own), `long` (1,500 prompt tokens, 32 of output), `tiers`
+(as chat; one of five requests has priority, one is batch). Of each rate: time to the first token and between tokens at
+the 50th, 95th and 99th percentile, from arrival, and output tokens a second until the last request has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine.bench.plot import Line, chart
+from engine.request import Tier
+
+_PERCENTILES = (50, 95, 99)
+#: Of a prefix mix.
+_SHARED, _OWN = 400, 32
+#: Tokens of prompt and output.
+_SHAPES = {"chat": (128, 64), "prefix": (_SHARED + _OWN, 32), "long": (1500, 32), "tiers": (128, 64)}
+MIXES = tuple(_SHAPES)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at: float
+    """Seconds after the first request could come."""
+    prompt: list[int]
+    output: int
+    tier: Tier = Tier.DEFAULT
+
+
+@dataclass(slots=True)
+class Told:
+    """When a request's tokens came, in seconds after it arrived."""
+
+    tier: Tier
+    times: list[float]
+
+
+def arrivals(mix: str, rate: float, count: int, vocab_size: int, seed: int) -> list[Arrival]:
+    """`count` requests, `rate` of them a second on average."""
+    random_ = random.Random(f"{seed}:{mix}:{rate}")  # noqa: S311  # data, not secrets
+
+    def ids(number: int) -> list[int]:
+        return [random_.randrange(vocab_size) for _ in range(number)]
+
+    shared = ids(_SHARED)
+    prompt, output = _SHAPES[mix]
+    found, at = [], 0.0
+    for _ in range(count):
+        at += random_.expovariate(rate)
+        tier = random_.choice([Tier.PRIORITY, *[Tier.DEFAULT] * 3, Tier.BATCH]) if mix == "tiers" else Tier.DEFAULT
+        found.append(Arrival(at, shared + ids(_OWN) if mix == "prefix" else ids(prompt), output, tier))
+    return found
+
+
+def longest_of(mix: str) -> int:
+    """Tokens of its longest request, prompt and output."""
+    return sum(_SHAPES[mix])
+
+
+def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[Told], float]:
+    """What became of each, and for how many seconds the engine was at it. Raises RuntimeError where one failed."""
+    told = [Told(one.tier, []) for one in plan]
+    done, errors = threading.Semaphore(0), []
+    began = time.monotonic()
+
+    def listener(i: int, due: float) -> Callable[[Event], None]:
+        def on_event(event: Event) -> None:
+            told[i].times += [time.monotonic() - due] * len(event.token_ids)
+            if event.error is not None:
+                errors.append(event.error)
+            if event.done:
+                done.release()
+
+        return on_event
+
+    for i, one in enumerate(plan):
+        due = began + one.at
+        time.sleep(max(0.0, due - time.monotonic()))
+        params = SamplingParams(max_tokens=one.output, temperature=0.0, ignore_eos=True)
+        engine.submit(Request(f"{name}-{i}", one.prompt, params, tier=one.tier), listener(i, due))
+    for _ in plan:
+        done.acquire()
+    if errors:
+        raise RuntimeError(errors[0])
+    return told, time.monotonic() - began
+
+
+def figures(told: Sequence[Told], seconds: float) -> dict[str, Any]:
+    """Of one rate. Latencies in milliseconds."""
+    first = [one.times[0] for one in told]
+    gaps = [after - before for one in told for before, after in zip(one.times, one.times[1:], strict=False)]
+    found: dict[str, Any] = {
+        "requests": len(told),
+        "output_tokens_per_s": sum(len(one.times) for one in told) / seconds,
+        "ttft_ms": percentiles(first),
+        "itl_ms": percentiles(gaps),
+    }
+    by_tier: dict[str, list[float]] = defaultdict(list)
+    for one in told:
+        by_tier[one.tier.name.lower()].append(one.times[0])
+    if len(by_tier) > 1:
+        found["ttft_ms_by_tier"] = {tier: percentiles(times) for tier, times in sorted(by_tier.items())}
+    return found
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """By the nearest rank, in milliseconds."""
+    ordered = sorted(seconds)
+    return {f"p{p}": 1e3 * ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in _PERCENTILES} if ordered else {}
+
+
+def bench_load(args: argparse.Namespace, config: EngineConfig, vocab_size: int) -> dict[str, Any]:
+    """All mixes at all rates, a fresh engine for each mix; a chart where `args.plot` says."""
+    found: dict[str, Any] = {}
+    for mix in args.mix:
+        rates: list[dict[str, Any]] = []
+        with Engine.load(args.model, config) as engine:
+            serve(engine, arrivals(mix, 1e3, 2, vocab_size, args.seed + 1), f"{mix}-warm-up")
+            for rate in args.rates:
+                plan = arrivals(mix, rate, args.requests, vocab_size, args.seed)
+                one = {"rate": rate, "load_average": os.getloadavg()[0]} | figures(
+                    *serve(engine, plan, f"{mix}-{rate}")
+                )
+                rates.append(one)
+                print(shown(mix, one), flush=True)
+        found[mix] = rates
+    if args.plot is not None:
+        args.plot.write_text(plotted(found))
+    return found
+
+
+def shown(mix: str, one: dict[str, Any]) -> str:
+    parts = [f"{mix:7} {one['rate']:6g} requests/s  {one['output_tokens_per_s']:8.1f} output tokens/s"]
+    for what in ("ttft", "itl"):
+        parts.append(f"{what.upper()} ms " + " ".join(f"{p} {ms:.1f}" for p, ms in one[f"{what}_ms"].items()))
+    for tier, own in one.get("ttft_ms_by_tier", {}).items():
+        parts.append(f"{tier} p95 {own['p95']:.1f}")
+    return "   ".join(parts)
+
+
+def plotted(found: dict[str, list[dict[str, Any]]]) -> str:
+    """An SVG: the 95th percentiles of each mix by the rate of arrivals."""
+    lines = []
+    for mix, rates in found.items():
+        for what in ("ttft", "itl"):
+            points = [(one["rate"], one[f"{what}_ms"]["p95"]) for one in rates if one[f"{what}_ms"]]
+            lines.append(Line(f"{mix}, {what.upper()} p95", points))
+    return chart("Latency against load", "requests a second", "ms", lines)

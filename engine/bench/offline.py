@@ -1,0 +1,336 @@
+"""Throughput and latency of the engine on fixed workloads.
+
+    python -m engine.bench --model DIR --workload W1,W8,W32,W64mix --dtype bfloat16 --threads 2 --json OUT
+
+W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted at once. W64mix: 64 requests of 16 to
+512 prompt and 16 to 256 output tokens. Greedy, EOS ignored, fresh token ids in every repeat, so that no prefix cache
+helps; a short warm-up goes first. With `--peer transformers-cb`, transformers' continuous batching then runs the same
+requests in a process of its own, and the ratio of the best repeats is given (for development: needs transformers).
+With `--deterministic`, the plain mode runs the same requests in turns with it, and the ratio is given as well.
+So it does with `--speculate lookup` or `draft`; but these prompts are of random tokens, of which little can be guessed:
+what is measured is what guessing costs. What it gains: tests/bench/speculation.py.
+With `--breakdown` it is told in place of throughput where the time of a step goes (breakdown.py); with `--load` how
+latency goes with the rate of arrivals (load.py). On a CPU each figure has its share of what the machine could do at
+best (ceilings.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine.bench.breakdown import Meter, shown
+from engine.bench.ceilings import Ceilings, Work
+from engine.bench.load import bench_load, longest_of
+from engine.bench.options import checked, every_argument
+from engine.engine import device_named
+from engine.errors import EngineError
+from engine.execution.threads import threads_for
+from engine.kernels import Kernels, select
+from engine.models import load_model
+from engine.text.config import Config, read_config
+
+#: (prompt token ids, output tokens)
+Job = tuple[list[int], int]
+#: Below are the ids that most tokenizers have for their special tokens.
+_FIRST_ID = 100
+
+
+def workload(name: str, vocab_size: int, seed: int, repeat: int) -> list[Job]:
+    """The jobs of a workload. Lengths depend on the seed alone, token ids on seed and repeat."""
+    lengths = random.Random(f"{seed}:{name}:len")  # noqa: S311  # data, not secrets
+    ids = random.Random(f"{seed}:{name}:ids:{repeat}")  # noqa: S311
+    if name == "W64mix":
+        shapes = [(lengths.randint(16, 512), lengths.randint(16, 256)) for _ in range(64)]
+    else:
+        shapes = [(128, 128)] * int(name[1:])
+    highest = min(vocab_size, 49152) - 1
+    lowest = _FIRST_ID if highest > _FIRST_ID else 0
+    return [([ids.randint(lowest, highest) for _ in range(prompt)], output) for prompt, output in shapes]
+
+
+def warm_up(name: str, vocab_size: int, seed: int) -> list[Job]:
+    return [(prompt[:32], 8) for prompt, _ in workload(name, vocab_size, seed, repeat=999)]
+
+
+def measure(began: float, jobs: list[Job], times: list[list[float]], cpu_s: float) -> dict[str, float]:
+    """Figures of one run, from the time at which each token of each job was delivered.
+
+    `cpu_s`, the processor time of the process meanwhile, tells how much of the machine others had: two runs on a busy
+    machine compare better by it than by the clock.
+    """
+    wrong = [i for i, (job, at) in enumerate(zip(jobs, times, strict=True)) if len(at) != job[1]]
+    if wrong:
+        raise RuntimeError(f"jobs {wrong[:5]} ended with another number of tokens than was asked for")
+    wall = max(at[-1] for at in times) - began
+    output = sum(job[1] for job in jobs)
+    first = sorted(at[0] - began for at in times)
+    gaps = [(at[-1] - at[0]) / (len(at) - 1) for at in times if len(at) > 1]
+    return {
+        "wall_s": wall,
+        "cpu_s": cpu_s,
+        "prompt_tokens": sum(len(job[0]) for job in jobs),
+        "output_tokens": output,
+        "output_tokens_per_s": output / wall,
+        "ttft_p50_s": statistics.median(first),
+        "ttft_max_s": first[-1],
+        "tpot_mean_ms": 1e3 * statistics.fmean(gaps) if gaps else 0.0,
+    }
+
+
+def run_jobs(engine: Engine, jobs: list[Job]) -> dict[str, float]:
+    times: list[list[float]] = [[] for _ in jobs]
+    done = threading.Semaphore(0)
+    errors: list[str] = []
+
+    def listener(i: int) -> Any:
+        def on_event(event: Event) -> None:
+            now = time.perf_counter()
+            times[i] += [now] * len(event.token_ids)
+            if event.error is not None:
+                errors.append(event.error)
+            if event.done:
+                done.release()
+
+        return on_event
+
+    began, cpu_began = time.perf_counter(), time.process_time()
+    for i, (prompt, output) in enumerate(jobs):
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        engine.submit(Request(f"job-{i}", prompt, params), listener(i))
+    for _ in jobs:
+        done.acquire()
+    if errors:
+        raise RuntimeError(errors[0])
+    return measure(began, jobs, times, time.process_time() - cpu_began)
+
+
+def workloads(args: argparse.Namespace, vocab_size: int) -> dict[str, list[list[Job]]]:
+    """The jobs of each repeat of each workload."""
+    return {
+        name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
+        for name in args.workload
+    }
+
+
+def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> EngineConfig:
+    """With room for the jobs of `plans` and no more; where there are none, for as many and as long ones as a worker."""
+    every = [jobs for repeats in plans.values() for jobs in repeats]
+    return EngineConfig(
+        dtype=args.dtype,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        device=args.device,
+        threads=args.threads,
+        max_num_seqs=max(map(len, every), default=EngineConfig().max_num_seqs),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_model_len=max((len(prompt) + output for jobs in every for prompt, output in jobs), default=None),
+        kernels=args.kernels,
+        deterministic=args.deterministic,
+        graphs=args.graphs,
+        overlap=args.overlap,
+        speculate=args.speculate,
+        draft_model=args.draft_model,
+        speculate_tokens=args.speculate_tokens,
+    )
+
+
+def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    """With `--deterministic` or `--speculate`, the plain engine too, in turns: what others do to the machine is done
+    to both."""
+    plans = workloads(args, vocab_size)
+    config = settings(args, plans)
+    configs = {"penstock": config}
+    if config.deterministic or config.speculate != "none":
+        plain = replace(config, deterministic=False, speculate="none", draft_model=None)
+        configs = {"plain": plain, "penstock": config}
+    engines: dict[str, Engine] = {}
+    found: dict[str, Any] = {}
+    least: dict[str, float] = {}
+    with ExitStack() as stack:
+        for who, one in configs.items():
+            began = time.perf_counter()
+            engines[who] = stack.enter_context(Engine.load(args.model, one))
+            found[who] = {"load_s": time.perf_counter() - began, "results": {}}
+        if device_named(config.device).type == "cpu":
+            least, found["ceilings"] = at_least(args, engines["penstock"], plans)
+        for name, repeats in plans.items():
+            runs: dict[str, list[dict[str, float]]] = {who: [] for who in engines}
+            for engine in engines.values():
+                run_jobs(engine, warm_up(name, vocab_size, args.seed))
+            for jobs in repeats:
+                for who, engine in engines.items():
+                    runs[who].append(run_jobs(engine, jobs))
+            for who in engines:
+                found[who]["results"][name] = summary(name, who, runs[who], least.get(name))
+        for who, engine in engines.items():
+            stats = engine.stats()
+            found[who] |= {
+                "dtype": stats.dtype,
+                "compute_dtype": stats.compute_dtype,
+                "device": stats.device,
+                "kernels": stats.kernels,
+                "fingerprint": engine.fingerprint,
+                "kv_tokens_total": stats.kv_tokens_total,
+                "preemptions": stats.preemptions,
+            }
+    return found
+
+
+def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
+    """Of each workload where the host's time goes, and on CUDA the device's, with every kernel launched by itself."""
+    plans = workloads(args, vocab_size)
+    config = settings(args, plans)
+    device = device_named(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(threads_for(config.threads))
+    runs: list[tuple[str, EngineConfig, torch.device | None]] = [("host", config, None)]
+    if device.type == "cuda":
+        runs.append(("device", replace(config, graphs=False, overlap=0), device))
+    found: dict[str, Any] = {name: {} for name in plans}
+    for whose, how, timed in runs:
+        meter = Meter(timed)
+        model = load_model(args.model, config.dtype, device, partial(_timed, meter, config, device))
+        draft = None if how.draft_model is None else load_model(how.draft_model, how.dtype, device, how.kernels)
+        with Engine(model, how, folder=Path(args.model), version="", draft=draft) as engine:
+            meter.watch(engine)
+            for name, repeats in plans.items():
+                run_jobs(engine, warm_up(name, vocab_size, args.seed))
+                meter.forget()
+                for jobs in repeats:
+                    run_jobs(engine, jobs)
+                found[name][whose] = meter.report()
+                print(shown(f"{name}, {whose}", found[name][whose]), flush=True)
+    return found
+
+
+def _timed(meter: Meter, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+    return meter.kernels(
+        select(device, dtype, config.kernels, config.quantization, config.deterministic, config.kv_cache_dtype)
+    )
+
+
+def at_least(
+    args: argparse.Namespace, engine: Engine, plans: dict[str, list[list[Job]]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(the seconds that each workload takes at the machine's limits, these limits), before anything else runs."""
+    model = engine._model
+    ceilings, work = Ceilings.measure(model.dtype), Work.of(model, args.model)
+    print(
+        f"limits: {ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, {ceilings.operations_per_s / 1e9:.0f} GFLOP/s "
+        f"on {torch.get_num_threads()} threads",
+        flush=True,
+    )
+    least = {
+        name: work.least_s([(len(prompt), output) for prompt, output in repeats[0]], ceilings)
+        for name, repeats in plans.items()
+    }
+    return least, asdict(ceilings)
+
+
+def summary(name: str, who: str, runs: list[dict[str, float]], least: float | None = None) -> dict[str, Any]:
+    """`least`: the seconds that the workload takes at the machine's limits, where they are known."""
+    best = max(runs, key=lambda run: run["output_tokens_per_s"])
+    share = {} if least is None else {"share_of_limit": least / best["wall_s"]}
+    print(
+        f"{name:7} {who:16} {best['output_tokens_per_s']:9.1f} output tokens/s   "
+        f"TTFT p50 {best['ttft_p50_s']:.3f} s   TPOT {best['tpot_mean_ms']:.1f} ms   CPU {best['cpu_s']:.1f} s"
+        + "".join(f"   {100 * part:.0f}% of the limit" for part in share.values()),
+        flush=True,
+    )
+    return {"best_output_tokens_per_s": best["output_tokens_per_s"], "runs": runs} | share
+
+
+def ratios(report: dict[str, Any], names: list[str], other: str) -> dict[str, float]:
+    """Our output tokens/s over another's, of each workload."""
+    found = {}
+    for name in names:
+        ours, theirs = (report[who]["results"][name]["best_output_tokens_per_s"] for who in ("penstock", other))
+        found[name] = ours / theirs
+        print(f"{name:7} {found[name]:.2f} times {other}", flush=True)
+    return found
+
+
+def bench_peer(args: argparse.Namespace) -> dict[str, Any]:
+    """The same workloads on transformers, in a process of its own, so that neither has the other's threads about."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "peer.json"
+        command = [sys.executable, "-m", "engine.bench.peer", "--model", args.model, "--json", str(out)]
+        command += ["--workload", ",".join(args.workload), "--dtype", args.peer_dtype or args.dtype]
+        command += ["--repeats", str(args.repeats), "--seed", str(args.seed), "--device", args.device]
+        if args.threads is not None:
+            command += ["--threads", str(args.threads)]
+        subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def main() -> None:
+    parser = every_argument(__doc__)
+    args = checked(parser)
+    try:
+        report = run(args)
+    except EngineError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except subprocess.CalledProcessError as error:
+        parser.exit(1, f"{parser.prog}: {args.peer} ended with status {error.returncode}; what it said is above\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures that `args` ask for. Raises EngineError where they cannot be had."""
+    config = Config.of_model(read_config(args.model))
+    vocab_size = config.integer("vocab_size")
+    _fit(args, vocab_size, config.context_length())
+    report: dict[str, Any] = {"torch": torch.__version__, "seed": args.seed, "threads": args.threads}
+    report["load_average_before"] = os.getloadavg()
+    if args.load:
+        report["load"] = bench_load(args, settings(args, {}), vocab_size)
+    elif args.breakdown:
+        report["breakdown"] = bench_breakdown(args, vocab_size)
+    else:
+        report |= bench_engines(args, vocab_size)
+        if args.deterministic or args.speculate != "none":
+            report["ratio_to_plain"] = ratios(report, args.workload, "plain")
+    if args.peer is not None:
+        report[args.peer] = bench_peer(args)
+        report["ratio"] = ratios(report, args.workload, args.peer)
+    report["load_average_after"] = os.getloadavg()
+    return report
+
+
+def _fit(args: argparse.Namespace, vocab_size: int, context: int) -> None:
+    """Raises EngineError, before anything is measured, where the model's context is too short for a workload or mix."""
+    if args.load:
+        option, longest = "mix", {name: longest_of(name) for name in args.mix}
+    else:
+        option = "workload"
+        longest = {
+            name: max(len(prompt) + output for prompt, output in workload(name, vocab_size, args.seed, repeat=0))
+            for name in args.workload
+        }
+    for name, tokens in longest.items():
+        if tokens > context:
+            raise EngineError(
+                f"{name} has requests of {tokens} tokens, and the model a context of {context}; leave it out of "
+                f"--{option}"
+            )

@@ -1,0 +1,104 @@
+"""The command line of the bench and its peer, checked before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from engine.bench.load import MIXES
+
+WORKLOADS = ("W1", "W8", "W32", "W64mix")
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What this bench and its peer have in common."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument(
+        "--workload", type=partial(_listed, WORKLOADS), default="W1,W8,W32,W64mix", help="one or several, by commas"
+    )
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
+    parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads")
+    parser.add_argument("--repeats", type=_count, default=2, help="runs of each workload; the best counts")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--json", type=_file, default=None, help="write all figures here")
+    return parser
+
+
+def every_argument(description: str | None = None) -> argparse.ArgumentParser:
+    parser = arguments(description)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    parser.add_argument("--peer", choices=["transformers-cb"], default=None)
+    parser.add_argument("--peer-dtype", choices=["float32", "bfloat16", "float16"], default=None)
+    parser.add_argument("--kernels", default="auto", help="the kernel set, as EngineConfig has it")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
+    parser.add_argument("--deterministic", action="store_true", help="rows that depend on nothing but themselves")
+    parser.add_argument("--speculate", default="none", choices=["none", "lookup", "draft"])
+    parser.add_argument("--draft-model", default=None, help="folder, for --speculate draft")
+    parser.add_argument("--speculate-tokens", type=int, default=5)
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--breakdown", action="store_true", help="time the parts of steps in place of throughput")
+    instead.add_argument("--load", action="store_true", help="latency at rates of arrival in place of throughput")
+    parser.add_argument("--mix", type=partial(_listed, MIXES), default="chat,prefix,long,tiers", help="with --load")
+    parser.add_argument("--rates", type=_rates, default="0.5,1,2,4", help="requests a second, by commas; with --load")
+    parser.add_argument("--requests", type=_count, default=60, help="of each rate; with --load")
+    parser.add_argument("--plot", type=_file, default=None, help="with --load: a chart, as SVG")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, given: list[str] | None = None) -> argparse.Namespace:
+    """What was `given`, or the process's own arguments; ends the process, with the reason, where they do not go
+    together."""
+    args = parser.parse_args(given)
+    if args.plot is not None and not args.load:
+        parser.error("--plot goes with --load")
+    if args.peer is not None and (args.load or args.breakdown):
+        parser.error("--peer is compared by throughput, and not with --load or --breakdown")
+    if args.peer is not None and find_spec("transformers") is None:
+        parser.error(f"--peer {args.peer} needs transformers, which is not installed")
+    return args
+
+
+def _listed(known: tuple[str, ...], text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is not known; there are {', '.join(known)}")
+    return names
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers with commas between them") from None
+    if not all(0 < rate < math.inf for rate in rates):
+        raise argparse.ArgumentTypeError(f"rates are finite and above 0, and {text} has one that is not")
+    return rates
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _file(text: str) -> Path:
+    """A file that can be written: what is measured for minutes is not to be lost at the end."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        raise argparse.ArgumentTypeError(f"{text} {what}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written")
+    return path

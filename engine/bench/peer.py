@@ -1,0 +1,95 @@
+"""transformers' continuous batching on the workloads of engine.bench.offline; run by it, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from engine.bench.offline import Job, measure, summary, warm_up, workload
+from engine.bench.options import arguments
+from engine.text.config import Config, read_config
+
+_PAGE = 32
+
+
+def batching(args: Any, plans: list[list[Job]]) -> AbstractContextManager[Any]:
+    """A batching manager with room for the largest plan, running inside of the context."""
+    import transformers
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    # Typed in part only.
+    library: Any = transformers
+    model = library.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, attn_implementation="sdpa")
+    model = model.to(device).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.do_sample = False
+    sequences = max(map(len, plans))
+    pages = max(sum(-(-(len(prompt) + output + 1) // _PAGE) for prompt, output in jobs) for jobs in plans)
+    manager: AbstractContextManager[Any] = model.continuous_batching_context_manager(
+        generation_config=library.GenerationConfig(
+            max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=_PAGE,
+            num_blocks=pages + sequences + 8,
+            max_batch_tokens=1024,
+            allow_block_sharing=False,
+            auto_switch_to_flash=False,
+            max_requests_per_batch=sequences + 1,
+            default_compile_level=0,
+        ),
+        block=True,
+        timeout=5,
+    )
+    return manager
+
+
+def run_jobs(manager: Any, jobs: list[Job]) -> dict[str, float]:
+    began, cpu_began = time.perf_counter(), time.process_time()
+    places = {}
+    for i, (prompt, output) in enumerate(jobs):
+        places[manager.add_request(prompt, max_new_tokens=output, record_timestamps=True, eos_token_id=-1)] = i
+    times: list[list[float]] = [[] for _ in jobs]
+    while places:
+        result = manager.get_result(timeout=5)
+        if result is None:
+            if not manager.is_running():
+                raise RuntimeError("transformers' batching manager has ended")
+            continue
+        if result.error:
+            raise RuntimeError(result.error)
+        if result.is_finished():
+            # The manager stamps tokens by the same clock, but notes the last one before the result is handed out.
+            stamps = list(result.timestamps or [])[: len(result.generated_tokens)]
+            missing = len(result.generated_tokens) - len(stamps)
+            times[places.pop(result.request_id)] = stamps + [time.perf_counter()] * missing
+    return measure(began, jobs, times, time.process_time() - cpu_began)
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    vocab_size = Config.of_model(read_config(args.model)).integer("vocab_size")
+    plans = {
+        name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
+        for name in args.workload
+    }
+    with batching(args, [jobs for repeats in plans.values() for jobs in repeats]) as manager:
+        results = {}
+        for name, repeats in plans.items():
+            run_jobs(manager, warm_up(name, vocab_size, args.seed))
+            results[name] = summary(name, "transformers-cb", [run_jobs(manager, jobs) for jobs in repeats])
+        args.json.write_text(json.dumps({"dtype": args.dtype, "results": results}))
+        # Its threads do not always end by themselves; the figures are written.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

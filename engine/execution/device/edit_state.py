@@ -1,0 +1,158 @@
+"""Penalties, biases and masks of the running sequences on the device, from the first that asks for any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Each
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.sampling_state import BIASED, MASKED, PENALISED, EditState
+from engine.kernels.upload import upload
+from engine.params import MAX_BIASES
+from engine.sampling.edit_rows import Words, by_last_but_one, spelled_out
+from engine.sequence import Sequence
+
+Masks = NDArray[np.int32]
+
+
+def needs_host_token(sequence: Sequence) -> bool:
+    """Whether its next token can only be chosen once the host knows its last one: a bad word of several tokens is
+    banned where its beginning stands, and the device does not keep the tokens before the last."""
+    return any(len(word) > 1 for word in sequence.bad_words)
+
+
+class EditWriter:
+    """Row `slot` belongs to the running sequence with that slot."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self.state: EditState | None = None
+        self._slots = slots
+        self._vocab_size = vocab_size
+        self._device = device
+        #: Of the slots with bad words of several tokens: their beginnings, their masks, and what is banned beside them.
+        self._words: dict[int, tuple[Words, Masks, list[int]]] = {}
+
+    def admit(self, fresh: Each[Sequence]) -> NDArray[np.int32]:
+        """Take over their rows. Returns their flags, 0 for who edits nothing."""
+        flags = np.fromiter((self._flags_of(one) for one in fresh), np.int32, len(fresh))
+        for one in fresh:
+            self._words.pop(one.slot, None)
+        if flags.any():
+            if self.state is None:
+                self.state = self._allocate()
+            asking = list(zip(fresh, flags.tolist(), strict=True))
+            self._count(self.state.counts, [one for one, flag in asking if flag & PENALISED])
+            self._bias(self.state, [one for one, flag in asking if flag & BIASED])
+            self._mask(self.state.masks, [one for one, flag in asking if flag & MASKED])
+        return flags
+
+    def spell(self, sequences: Each[Sequence]) -> None:
+        """Ban what would spell a bad word of several tokens after the tokens that are there; allow it elsewhere."""
+        if not self._words:
+            return
+        slots, masks = [], []
+        for one in sequences:
+            if one.slot in self._words:
+                words, mask, banned = self._words[one.slot]
+                now = sorted(spelled_out(words, one.tokens))
+                if now != banned:
+                    self._words[one.slot] = words, mask, now
+                    slots.append(one.slot)
+                    masks.append(_without(mask, np.array(now, np.int64)))
+        if slots and self.state is not None:
+            _send(self.state.masks, slots, masks, self._device)
+
+    def _allocate(self) -> EditState:
+        def zeros(*size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(self._slots, *size, dtype=dtype, device=self._device)
+
+        return EditState(
+            counts=zeros(self._vocab_size, dtype=torch.int32),
+            bias_ids=zeros(MAX_BIASES, dtype=torch.int32),
+            biases=zeros(MAX_BIASES, dtype=torch.float32),
+            masks=zeros(2, -(-self._vocab_size // 32), dtype=torch.int32),
+        )
+
+    @staticmethod
+    def _flags_of(one: Sequence) -> int:
+        params = one.request.params
+        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        ends = params.min_tokens > 0 and len(one.output.ends) > 0
+        masked = ends or params.allowed_token_ids or params.banned_token_ids or one.bad_words
+        return PENALISED * penalised | BIASED * bool(params.logit_bias) | MASKED * bool(masked)
+
+    def _count(self, counts: Tensor, sequences: list[Sequence]) -> None:
+        """Anew, from their tokens."""
+        if not sequences:
+            return
+        places, values = [], []
+        for one in sequences:
+            tokens = np.array(one.tokens, np.int64)
+            # Work that goes with the tokens, not with the vocabulary.
+            listed, place = np.unique(tokens, return_inverse=True)
+            found = 2 * np.bincount(place[one.prompt_len :], minlength=len(listed))
+            found[place[: one.prompt_len]] |= 1
+            places.append(listed + one.slot * self._vocab_size)
+            values.append(found.astype(np.int32))
+        slots = np.array([one.slot for one in sequences], np.int64)
+        sent = upload([slots, np.concatenate(places), np.concatenate(values)], self._device)
+        counts.index_fill_(0, sent[0], 0)
+        counts.view(-1).index_copy_(0, sent[1], sent[2])
+
+    def _bias(self, state: EditState, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
+        ids = np.zeros((len(sequences), MAX_BIASES), np.int32)
+        values = np.zeros((len(sequences), MAX_BIASES), np.float32)
+        for row, one in enumerate(sequences):
+            pairs = one.request.params.logit_bias
+            ids[row, : len(pairs)] = [token_id for token_id, _ in pairs]
+            values[row, : len(pairs)] = [value for _, value in pairs]
+        sent = upload([np.array([one.slot for one in sequences], np.int64), ids, values], self._device)
+        state.bias_ids.index_copy_(0, sent[0], sent[1])
+        state.biases.index_copy_(0, sent[0], sent[2])
+
+    def _mask(self, masks: Tensor, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
+        found = []
+        for one in sequences:
+            mask = self._mask_of(one)
+            words = by_last_but_one(one.bad_words)
+            if words:
+                self._words[one.slot] = words, mask, []
+            found.append(mask)
+        _send(masks, [one.slot for one in sequences], found, self._device)
+
+    def _mask_of(self, one: Sequence) -> Masks:
+        """int32 [2, words]."""
+        params = one.request.params
+        free = np.full(self._vocab_size, not params.allowed_token_ids)
+        free[list(params.allowed_token_ids)] = True
+        single = [word[0] for word in one.bad_words if len(word) == 1]
+        free[self._known([*params.banned_token_ids, *single])] = False
+        early = free.copy()
+        early[self._known(one.output.ends)] = False
+        bits = np.zeros((2, 4 * -(-self._vocab_size // 32)), np.uint8)
+        packed = np.packbits(np.stack((free, early)), axis=1, bitorder="little")
+        bits[:, : packed.shape[1]] = packed
+        return bits.view("<i4").astype(np.int32, copy=False)
+
+    def _known(self, ids: Each[int] | frozenset[int]) -> list[int]:
+        """Those that the model can generate: a tokenizer may name others."""
+        return [token_id for token_id in ids if token_id < self._vocab_size]
+
+
+def _without(mask: Masks, ids: NDArray[np.int64]) -> Masks:
+    """The mask with these tokens forbidden too."""
+    bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
+    bits[:, ids] = 0
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def _send(masks: Tensor, slots: list[int], rows: list[Masks], device: torch.device) -> None:
+    sent = upload([np.array(slots, np.int64), np.stack(rows)], device)
+    masks.index_copy_(0, sent[0], sent[1])

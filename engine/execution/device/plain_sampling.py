@@ -1,0 +1,107 @@
+"""The sampler on permanent rows in plain torch: the oracle of the kernel that does the same, and what runs without it.
+
+Filters and noise are those of engine/sampling. On a GPU nothing is waited for, but whole rows are sorted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.sampling_state import (
+    ARMED_AT,
+    BIASED,
+    BIASES,
+    FLAGS,
+    FREQUENCY,
+    KEY_HIGH,
+    KEY_LOW,
+    MASKED,
+    MIN_P,
+    NONE_LEFT,
+    NOT_FINITE,
+    PENALISED,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    TYPICAL,
+    EditState,
+    Features,
+    SamplingState,
+)
+from engine.sampling.filters import Ranked, thresholds, typical
+from engine.sampling.noise import gumbel, position_keys
+
+_NONE = float("-inf")
+
+
+def choose_plainly(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: Features) -> None:
+    """See engine.execution.device.sampler.Choose."""
+    live = slots >= 0
+    own = slots.long().clamp(min=0)
+    table = state.table[own]
+    real = table.view(torch.float32)
+    x = logits.float()
+    finite = x.amin(-1).isfinite() & x.amax(-1).isfinite()
+    if Features.EDITS in features and state.edits is not None:
+        x = _edited(x, own, positions.long() + 1, table, state.edits)
+    left = x.amax(-1) > _NONE
+    temperature = real[:, TEMPERATURE, None]
+    x = torch.where(temperature > 0, x / temperature, x)
+    if Features.FILTERS in features:
+        x = _filtered(x, table)
+    keys = position_keys(table[:, KEY_LOW : KEY_HIGH + 1].contiguous().view(torch.int64)[:, 0], positions.long() + 1)
+    every = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    tokens = torch.where(temperature > 0, gumbel(keys[:, None], every).add_(x), x).argmax(-1)
+    _write(tokens, NOT_FINITE * ~finite + NONE_LEFT * ~left, live, own, table, state)
+
+
+def _write(tokens: Tensor, faults: Tensor, live: Tensor, own: Tensor, table: Tensor, state: SamplingState) -> None:
+    """Rows of padding stand for slot 0 in `own`, and must not write there."""
+    rows = len(tokens)
+    state.chosen[0, :rows] = tokens
+    state.chosen[1, :rows] = torch.where(live, faults, 0)
+    slots = torch.where(live, own, len(state.last_tokens))
+    padded = torch.cat((state.last_tokens, state.last_tokens[:1]))
+    state.last_tokens.copy_(padded.index_copy_(0, slots, tokens)[:-1])
+    if state.edits is not None:
+        penalised = live & ((table[:, FLAGS] & PENALISED) != 0)
+        state.edits.counts.index_put_((own, tokens), 2 * penalised.int(), accumulate=True)
+
+
+def _edited(x: Tensor, own: Tensor, lengths: Tensor, table: Tensor, edits: EditState) -> Tensor:
+    """As engine.sampling.edits.edit; `x` fp32 [rows, vocabulary], `lengths` int64 [rows]."""
+    real = table.view(torch.float32)
+
+    def asking(flag: int) -> Tensor:
+        return (table[:, FLAGS, None] & flag) != 0
+
+    counts = edits.counts[own]
+    repetition = real[:, REPETITION, None]
+    generated = counts >> 1
+    minus = real[:, FREQUENCY, None].double() * generated + real[:, PRESENCE, None].double() * (generated > 0)
+    penalised = torch.where(x > 0, x / repetition, x * repetition) - minus.float()
+    x = torch.where(asking(PENALISED) & (counts > 0), penalised, x)
+    ids = edits.bias_ids[own].long()
+    counted = asking(BIASED) & (torch.arange(ids.shape[1], device=x.device) < table[:, BIASES, None])
+    x = x.scatter_add(1, torch.where(counted, ids, 0), torch.where(counted, edits.biases[own], 0.0))
+    early = (lengths < table[:, ARMED_AT]).long()
+    tokens = torch.arange(x.shape[-1], device=x.device)
+    free = (edits.masks[own, early][:, tokens >> 5] >> (tokens & 31).int()) & 1
+    return x.masked_fill(asking(MASKED) & (free == 0), _NONE)
+
+
+def _filtered(x: Tensor, table: Tensor) -> Tensor:
+    """-inf where a filter takes a token out. As engine.sampling.filters.narrow."""
+    real = table.view(torch.float32)
+    top_k = table[:, TOP_K].long()
+    # Only a CPU is asked for the largest: on a GPU all are sorted.
+    largest = int(top_k.max()) if x.device.type == "cpu" else 0
+    floor = thresholds(x, Ranked(None, top_k, real[:, TOP_P], largest, any_top_p=True))
+    floor = torch.maximum(floor, x.amax(-1, keepdim=True) + real[:, MIN_P, None])
+    x = x.masked_fill(x < floor, _NONE)
+    mass = real[:, TYPICAL, None]
+    # Rows without it are asked for nothing, and keep all.
+    return x.masked_fill(~(typical(x, torch.where(mass < 1, mass, 0.0)) | (mass >= 1)), _NONE)

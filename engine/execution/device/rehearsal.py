@@ -1,0 +1,109 @@
+"""Steps run for their own sake before a model is served, so that none that is served compiles a kernel.
+
+`rehearse` launches prompts, decodes and all ways to choose tokens on the runner that will serve, and has it record its
+decode steps; `penstock warm` (execution/warm.py) does the same on a runner of the device "meta". Nobody reads what they write into
+the KV cache and the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+from engine.execution.device.footprint import nobodys
+from engine.execution.device.graphs import FEWEST_PLACES, batch_sizes
+from engine.execution.device.runner import DeviceRunner
+from engine.kv import KvSpace, Table, first_block
+from engine.memory import release
+from engine.params import SamplingParams
+from engine.plan import ScheduledSeq, StepPlan
+
+logger = logging.getLogger("penstock.engine")
+
+#: Of each combination of what sampling asks of a step: nothing, filters, edits, both; then edits by biases.
+_WAYS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=1.0, repetition_penalty=1.1),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
+    SamplingParams(temperature=1.0, logit_bias=((1, 1.0),)),
+)
+#: Tokens of a step of prompts.
+PROMPTS = (7, 100, 512)
+#: Contexts that are as long as any that matters: decodes are recorded for each fourfold, from 1024 on.
+CONTEXTS = (64, 1024, 4096, 16384, 65536)
+
+#: Of one sequence of a step: its tokens, how many of them are computed, and how the next is chosen.
+_Row = tuple[int, int, SamplingParams]
+
+
+def rehearse(runner: DeviceRunner, longest: int = FEWEST_PLACES) -> None:
+    """Record decode steps of contexts of up to `longest` tokens, most sequences first, then launch every other kind.
+
+    Nothing else may be under way. Raises whatever a step raises, but for want of memory, which is logged.
+    """
+    began = time.perf_counter()
+    while runner.record_next(longest):
+        pass
+    count = 0
+    for rows in _steps(runner.max_num_seqs, runner.max_num_batched_tokens, runner.longest):
+        plan = _plan(rows, runner.spaces, runner.block_size)
+        if plan is not None:
+            count += _launched(runner, plan)
+    runner.forget()
+    recorded = 0 if runner.graphs is None else len(runner.graphs)
+    seconds = time.perf_counter() - began
+    logger.info("%d steps were rehearsed and %d decode steps recorded, in %.1f s", count, recorded, seconds)
+
+
+def _launched(runner: DeviceRunner, plan: StepPlan) -> bool:
+    """False where there is no memory for it; as it is served, it is made smaller (engine/execution/shrink.py)."""
+    try:
+        runner.launch(plan)
+    except Exception as error:
+        if not release(error):
+            raise
+        logger.warning("there is no memory to rehearse a step of %d tokens", plan.num_tokens)
+        return False
+    return True
+
+
+def _plan(rows: list[_Row], spaces: tuple[KvSpace, ...], block_size: int) -> StepPlan | None:
+    """None where a group has fewer blocks than one of the sequences takes."""
+    plan = StepPlan(num_tokens=sum(count for _, count, _ in rows))
+    for slot, (tokens, count, params) in enumerate(rows):
+        sequence = nobodys(slot, tokens, params, 0, block_size)
+        sequence.tables = [_table(space, tokens, tokens - count, block_size) for space in spaces]
+        if any(len(table.blocks) > space.num_blocks for table, space in zip(sequence.tables, spaces, strict=True)):
+            return None
+        plan.rows.append(ScheduledSeq(sequence, tokens - count, count, samples=True))
+    return plan
+
+
+def _table(space: KvSpace, tokens: int, computed: int, block_size: int) -> Table:
+    """The group's first blocks, as many as a sequence holds of which so many tokens are computed."""
+    first = first_block(space.window, computed, block_size)
+    return Table(list(range(-(-tokens // block_size) - first)), first)
+
+
+def _steps(slots: int, step_tokens: int, longest: int) -> Iterator[list[_Row]]:
+    """The sequences of each step, none longer than `longest`."""
+    greedy = _WAYS[0]
+    prompts = sorted({min(tokens, step_tokens, longest) for tokens in PROMPTS})
+    for tokens in prompts:
+        yield [(tokens, tokens, greedy)]
+    # Beside decodes.
+    beside = min(20, longest, step_tokens - 1)
+    if slots > 1 and beside:
+        yield [(min(40, longest), 1, greedy), (min(40, longest), beside, greedy)]
+    # Behind what is cached, of which attention divides a long walk.
+    for context in (min(context, longest) for context in CONTEXTS):
+        for tokens in prompts:
+            yield [(context, min(tokens, context), greedy)]
+        yield [(context, 1, greedy)]
+    for params in _WAYS:
+        yield [(min(20, longest), min(20, longest, step_tokens), params)]
+        yield [(min(20, longest), 1, params)]
+    for size in batch_sizes(slots):
+        yield [(min(20, longest), 1, greedy)] * size

@@ -1,0 +1,281 @@
+"""Executes step plans on an accelerator: launches them without waiting for it, collects what they sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.device.graphs import DecodeGraphs, Record, recorder
+from engine.execution.device.inputs import InputMaker, Shape, shape_of
+from engine.execution.device.ring import PinnedRing
+from engine.execution.device.rows import DeviceRows
+from engine.execution.device.sampler import DeviceSampler, Drawn, needs_host_token
+from engine.kernels.sampling_state import Features
+from engine.kernels.upload import upload
+from engine.kv import KvSpace
+from engine.models import Model
+from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
+from engine.sampling import score_prompts
+from engine.sequence import Sequence
+
+#: Bytes of blocks that are copied at a time.
+_COPIED = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way."""
+
+    drawn: list[Drawn]
+    """Of the last tokens of the rows that sample; then of those with a draft of one token or more, those with two..."""
+    sampling: list[ScheduledSeq]
+    scored: list[tuple[ScheduledSeq, range]]
+    """Prompts to be scored, and at which positions."""
+    hidden: Tensor | None
+    """[positions scored, width]: their last hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What a step's forward pass gave, on the device."""
+
+    hidden: Tensor
+    """Last hidden states [rows, width] of the sequences that sample, then of the tokens of their drafts, sequence after
+    sequence, then of the positions that are scored. Where the step was replayed it is memory that the next one's are
+    written to."""
+    slots: Tensor
+    """Integers [sequences that sample]."""
+    positions: Tensor
+    """int64 [sequences that sample], of their last tokens."""
+
+
+class DeviceRunner:
+    """Used by one thread. Each of `spaces` is the scheduler's.
+
+    The model's kernels must read ragged batches (engine.kernels.ragged), whose sequences end where kv_lens say: what an
+    earlier owner left behind that in a block is never looked at.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        spaces: Sequence_[KvSpace],
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        record: Record | None = None,
+        ring: PinnedRing | None = None,
+        graphs: bool = True,
+    ) -> None:
+        """`graphs`: whether decode steps are recorded and replayed. `record` and `ring` are the device's own, unless a
+        test has others."""
+        self._model = model
+        self.spaces = tuple(spaces)
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.longest = min(max_model_len, *(space.tokens_of_one(block_size) for space in spaces))
+        """Tokens of the longest sequence."""
+        self.device = device = model.device
+        self._caches = [
+            model.kernels.kv_cache(group, space.num_blocks, block_size, device)
+            for group, space in zip(model.kv_groups, spaces, strict=True)
+        ]
+        self._rows = DeviceRows(spaces, slots=max_num_seqs, block_size=block_size, length=max_model_len, device=device)
+        self._inputs = InputMaker(
+            self._rows, most_tokens=max_num_batched_tokens, device=device, rope_switch=model.rope_switch, ring=ring
+        )
+        self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device, last_tokens=self._rows.last_tokens)
+        self._every = torch.arange(max_num_seqs, device=device)
+        self._hidden: Tensor | None = None
+        # A CUDA graph in which something was waited for is not only none: it leaves torch's allocator recording.
+        recordable = record is not None or device.type != "cuda" or model.kernels.recordable
+        self.graphs = (
+            DecodeGraphs(record or recorder(device), slots=max_num_seqs, most_places=max_model_len, device=device)
+            if graphs and recordable
+            else None
+        )
+
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Launch and collect."""
+        return self.collect(self.launch(plan))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV cache."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    @staticmethod
+    def needs_token(sequence: Sequence) -> bool:
+        """Whether a step cannot be launched for `sequence` before its last token is known."""
+        return needs_host_token(sequence)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Put all work of a plan on the device's queue: its tokens into the cache, and what follows them.
+
+        A row may be pending: its last token is then what the step launched before samples in that slot. After an
+        exception the plan's rows may be launched again, also one by one (then after `copy_blocks` and without the
+        plan's copies), with all their tokens: whatever was written is written again.
+        """
+        try:
+            return self._launch(plan)
+        except BaseException:
+            # How much of what the rows are has got there is not known.
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Send all that is kept of the sequences again, from the tokens that they then have."""
+        self._rows.forget()
+        self._sampler.forget()
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        self.copy_blocks(plan.copies)
+        sampling = [row for row in plan.rows if row.samples]
+        scored = [(row, span) for row in plan.rows if (span := row.wanted())]
+        shape = shape_of(plan, self._rows.windows, self.block_size)
+        padded = None if self.graphs is None or scored else self.graphs.padded(shape)
+        features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
+        ended = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
+        chosen = sum(1 + len(row.draft) for row in sampling)
+        rest = ended.hidden[chosen:] if scored else None
+        drawn = [] if features is None else self._draw(ended, sampling, features)
+        return Launched(drawn, sampling, scored, rest)
+
+    def _draw(self, ended: _Ended, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
+        """Choose what follows the last token of each row; then, of those whose draft begins with that, what follows the
+        draft's first token, and so on: one pass for each token of the longest draft, of which none waits for the host.
+        A row that has fallen out chooses nothing more, so that its slot counts, and ends in, what was chosen for it.
+        """
+        logits = self._model.logits(ended.hidden[: len(sampling)])
+        chosen = self._sampler.launch(logits, ended.slots, ended.positions, features)
+        drawn = [self._sampler.fetch(logits, [row.seq for row in sampling])]
+        longest = max(len(row.draft) for row in sampling)
+        slots, positions, before, first = ended.slots.long(), ended.positions, sampling, len(sampling)
+        for depth in range(longest):
+            rows = [row for row in before if len(row.draft) > depth]
+            kept = [i for i, row in enumerate(before) if len(row.draft) > depth]
+            places = np.cumsum([len(row.draft) for row in sampling]) - [len(row.draft) for row in sampling]
+            own = [
+                int(place) + first + depth
+                for place, row in zip(places, sampling, strict=True)
+                if len(row.draft) > depth
+            ]
+            guessed = [row.draft[depth] for row in rows]
+            which, hidden, tokens = upload(
+                [np.array(one, np.int64) for one in (kept, own, guessed)], self._model.device
+            )
+            right = (chosen[0][which] == tokens) & (chosen[1][which] == 0)
+            slots = torch.where(right, slots[which], -1)
+            positions, before = positions[which] + 1, rows
+            logits = self._model.logits(ended.hidden[hidden])
+            chosen = self._sampler.launch(logits, slots, positions, features)
+            drawn.append(self._sampler.fetch(logits, [row.seq for row in rows]))
+        return drawn
+
+    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> _Ended:
+        wanted: list[int] = []
+        begins: dict[int, int] = {}
+        end = 0
+        for row in plan.rows:
+            begins[id(row)] = end - row.start
+            end += row.count
+            if row.samples:
+                wanted.append(end - 1 - len(row.draft))
+        sampling = len(wanted)
+        for row in plan.rows:
+            wanted += [begins[id(row)] + row.known + i for i in range(len(row.draft))]
+        for row, span in scored:
+            wanted += [begins[id(row)] + place for place in span]
+        sent = self._inputs.send(plan.rows, shape, [*wanted, *(row.seq.slot for row in plan.rows if row.samples)])
+        self._inputs.make(shape)
+        inputs = self._inputs.view(shape)
+        places = sent[: len(wanted)]
+        hidden = self._model.forward(
+            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places
+        )
+        return _Ended(hidden, sent[len(wanted) :], inputs.positions[places[:sampling]])
+
+    def _replay(self, plan: StepPlan, shape: Shape) -> _Ended:
+        chosen = [i for i, row in enumerate(plan.rows) if row.samples]
+        count = len(plan.rows)
+        sent = self._inputs.send(plan.rows, shape, chosen if len(chosen) < count else ())
+        if self.graphs is not None:
+            self.graphs.run(shape, self._rows.version, self._decode)
+        inputs, hidden = self._inputs.view(shape), self._hidden
+        assert hidden is not None
+        found = _Ended(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count])
+        if len(chosen) == count:
+            return found
+        # A chunk of a prompt may be of one token, too.
+        return _Ended(found.hidden[sent], found.slots[sent], found.positions[sent])
+
+    @torch.inference_mode()
+    def record_next(self, longest: int | None = None) -> bool:
+        """Record one more decode step, while no other is under way; False where there is none left.
+
+        `longest`: tokens of contexts; None is any there can be. Nobody is in the step: it writes into no block.
+        """
+        if self.graphs is None:
+            return False
+        most = self.longest if longest is None else min(longest, self.longest)
+        shape = self.graphs.unrecorded(self._rows.windows, self.block_size, most, self._rows.version)
+        if shape is None:
+            return False
+        self._inputs.send((), shape)
+        self.graphs.run(shape, self._rows.version, self._decode)
+        return True
+
+    def _decode(self, shape: Shape) -> None:
+        """A decode step from what was sent to its hidden states, in memory that is always the same."""
+        self._inputs.make(shape)
+        inputs = self._inputs.view(shape)
+        every = self._every[: shape.rows]
+        found = self._model.forward(inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, every)
+        if self._hidden is None:
+            self._hidden = found.new_zeros(len(self._every), found.shape[1])
+        self._hidden[: shape.rows] = found
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> list[Sampled]:
+        """Wait for a launched step: one result for each row that samples, in the plan's order."""
+        if launched.hidden is not None:
+            score_prompts(launched.scored, launched.hidden, self._model.logits, self._model.vocab_size)
+        if not launched.drawn:
+            return []
+        passes = [self._sampler.collect(drawn) for drawn in launched.drawn]
+        if len(passes) == 1:
+            return passes[0]
+        return self._put_together(launched.sampling, passes)
+
+    def _put_together(self, sampling: list[ScheduledSeq], passes: list[list[Sampled]]) -> list[Sampled]:
+        """One result for each row, of what each pass chose for those that were in it."""
+        each: list[list[Sampled]] = [[] for _ in sampling]
+        for depth, found in enumerate(passes):
+            into = [one for one, row in zip(each, sampling, strict=True) if len(row.draft) >= depth]
+            for one, result in zip(into, found, strict=True):
+                one.append(result)
+        results = [accepted(row.draft, chosen) for row, chosen in zip(sampling, each, strict=True)]
+        for row, result in zip(sampling, results, strict=True):
+            self._sampler.counted(row.seq, len(result.then))
+        return results
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        """Copy whole blocks: (KV group, source, destination) of a plan."""
+        for group in {group for group, _, _ in copies}:
+            pairs = [(source, destination) for of, source, destination in copies if of == group]
+            columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
+            sources, destinations = upload(columns, self._model.device)
+            cache = self._caches[group]
+            # A few at a time: on their way they take memory beside the cache.
+            size = max(1, _COPIED * len(cache[0, 0]) // cache.nbytes)
+            for some in range(0, len(pairs), size):
+                cache[:, :, destinations[some : some + size]] = cache[:, :, sources[some : some + size]]

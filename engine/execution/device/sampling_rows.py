@@ -1,0 +1,140 @@
+"""How the running sequences want their tokens chosen, kept on the device: only what is new of a row is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Each
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.execution.device.edit_state import EditWriter
+from engine.kernels.sampling_state import (
+    ARMED_AT,
+    BIASES,
+    FILTERED,
+    FLAGS,
+    FREQUENCY,
+    KEY_HIGH,
+    KEY_LOW,
+    MIN_P,
+    PENALISED,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    TYPICAL,
+    WIDTH,
+    Features,
+    SamplingState,
+)
+from engine.kernels.upload import upload
+from engine.sampling.noise import choice_state
+from engine.sampling.rows import COLDEST
+from engine.sequence import Sequence
+
+_NOT_COUNTED = -1
+
+
+class DeviceSamplingRows:
+    """Row `slot` belongs to the running sequence with that slot."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device, last_tokens: Tensor | None = None) -> None:
+        """`last_tokens`: int64 [slots] of the device, where that is somebody else's."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._edits = EditWriter(slots, vocab_size, device)
+        self._owners: list[Sequence | None] = [None] * slots
+        # Tokens of the sequence that the device's counts will have with those of the latest step; _NOT_COUNTED for
+        # who has none.
+        self._counted = [_NOT_COUNTED] * slots
+        self._features = np.zeros(slots, np.uint8)
+        #: Likeliest tokens wanted beside each chosen one; -1 where no log probabilities are wanted.
+        self.logprobs = np.full(slots, -1, np.int64)
+
+        def zeros(*size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*size, dtype=dtype, device=device)
+
+        self.state = SamplingState(
+            table=zeros(slots, WIDTH, dtype=torch.int32),
+            last_tokens=zeros(slots, dtype=torch.int64) if last_tokens is None else last_tokens,
+            chosen=zeros(2, slots, dtype=torch.int64),
+        )
+
+    def admit(self, sequences: Each[Sequence]) -> Features:
+        """Take over the rows of those that are new to theirs, or whose tokens are not those that their rows have
+        counted. Returns what all of them together ask for.
+
+        Once for each step, of the sequences whose next tokens it chooses: their counts then have these.
+        """
+        fresh = []
+        for one in sequences:
+            slot, length = one.slot, len(one.tokens)
+            counted = self._counted[slot]
+            if self._owners[slot] is not one or counted not in (_NOT_COUNTED, length):
+                fresh.append(one)
+            if counted >= 0:
+                self._counted[slot] = length + 1
+        if fresh:
+            self._send(fresh)
+        if self.state.edits is not None:
+            self._edits.spell(sequences)
+        slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
+        return Features(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
+
+    def counted(self, sequence: Sequence, more: int) -> None:
+        """The device has counted so many tokens of the sequence's latest step beside the first."""
+        if self._owners[sequence.slot] is sequence and self._counted[sequence.slot] >= 0:
+            self._counted[sequence.slot] += more
+
+    def forget(self) -> None:
+        """What the device has may be anything, after a step that failed: each row will be sent again."""
+        self._owners = [None] * len(self._owners)
+
+    def _send(self, fresh: list[Sequence]) -> None:
+        table = np.zeros((len(fresh), WIDTH), np.int32)
+        last = np.fromiter((one.tokens[-1] for one in fresh), np.int64, len(fresh))
+        slots = np.fromiter((one.slot for one in fresh), np.int64, len(fresh))
+        self._fill(table, fresh)
+        flags = self._edits.admit(fresh)
+        if self._edits.state is not None:
+            self.state.edits = self._edits.state
+        for one, flag in zip(fresh, flags.tolist(), strict=True):
+            self._owners[one.slot] = one
+            self._counted[one.slot] = len(one.tokens) + 1 if flag & PENALISED else _NOT_COUNTED
+        params = [one.request.params for one in fresh]
+        table[:, ARMED_AT] = [one.prompt_len + p.min_tokens for one, p in zip(fresh, params, strict=True)]
+        table[:, BIASES] = [len(p.logit_bias) for p in params]
+        filtered = table[:, FLAGS] & FILTERED
+        self._features[slots] = np.where(flags > 0, Features.EDITS, 0) | np.where(filtered > 0, Features.FILTERS, 0)
+        table[:, FLAGS] |= flags
+        # best_of ranks by them.
+        self.logprobs[slots] = [p.logprobs if p.logprobs is not None else 0 if p.selects else -1 for p in params]
+        sent = upload([slots, table, last], self._device)
+        self.state.table.index_copy_(0, sent[0], sent[1])
+        self.state.last_tokens.index_copy_(0, sent[0], sent[2])
+
+    def _fill(self, table: NDArray[np.int32], fresh: list[Sequence]) -> None:
+        """Everything but the edits."""
+        params = [one.request.params for one in fresh]
+        real = table.view(np.float32)
+        real[:, TEMPERATURE] = [p.temperature if p.temperature >= COLDEST else 0.0 for p in params]
+        real[:, REPETITION] = [p.repetition_penalty for p in params]
+        real[:, PRESENCE] = [p.presence_penalty for p in params]
+        real[:, FREQUENCY] = [p.frequency_penalty for p in params]
+        # Where nothing is drawn nothing is filtered. All tokens kept is the same as no filter.
+        drawn = real[:, TEMPERATURE] > 0
+        table[:, TOP_K] = np.array([p.top_k if p.top_k < self._vocab_size else 0 for p in params], np.int32) * drawn
+        real[:, TOP_P] = np.where(drawn, np.array([p.top_p for p in params], np.float32), 1)
+        real[:, TYPICAL] = np.where(drawn, np.array([p.typical_p for p in params], np.float32), 1)
+        with np.errstate(divide="ignore"):
+            real[:, MIN_P] = np.log(np.array([p.min_p for p in params], np.float32) * drawn)
+        filtered = (
+            (table[:, TOP_K] > 0) | (real[:, TOP_P] < 1) | (real[:, TYPICAL] < 1) | (real[:, MIN_P] > float("-inf"))
+        )
+        table[:, FLAGS] = filtered * FILTERED
+        seeds = np.array([one.seed for one in fresh], np.uint64)
+        choices = np.array([one.choice for one in fresh], np.uint64)
+        table[:, KEY_LOW : KEY_HIGH + 1] = choice_state(seeds, choices).view(np.int32).reshape(-1, 2)

@@ -1,0 +1,286 @@
+"""The thread that steps: takes requests in, runs one plan after the other, delivers events, outlives every fault."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.errors import DeviceLostError, EngineError, RequestError, brief
+from engine.execution.pipeline import Executor, Pipeline
+from engine.request import Event, Request
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stats import SchedulerStats
+from engine.speculate import Speculation
+
+logger = logging.getLogger("penstock.engine")
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One submission: an id may be used again, a ticket never is."""
+
+    request: Request
+    on_event: Callable[[Event], None]
+    aborted: bool = False
+
+
+class StepLoop:
+    """`submit` and `abort` may be called by any thread; they only leave a note for the loop's own thread.
+
+    That thread alone changes the scheduler, so that a plan is whole when it is launched; what a running step uses may
+    be given away meanwhile, but is not touched before the step is done (pipeline).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        on_start: Callable[[], None],
+        *,
+        overlap: int = 0,
+        release: Callable[[BaseException], bool] | None = None,
+        check: Callable[[], None] = lambda: None,
+        speculation: Speculation | None = None,
+        on_idle: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1.
+        `release`: see Shrink. `check`: see Pipeline. `speculation`: the scheduler's. `on_idle` is called on the loop's
+        thread while there is nothing to do, until it says that it has nothing to do either; a request that comes
+        waits for one call."""
+        self._scheduler = scheduler
+        self._on_start = on_start
+        self._on_idle = on_idle
+        #: Called on the loop's thread when all events of a step have been delivered.
+        self.on_step: Callable[[], None] | None = None
+        #: Called on the loop's thread when the device is lost, with why and the ids of those who may be to blame; then
+        #: no request is told of it: their owner takes them elsewhere.
+        self.on_lost: Callable[[str, set[str]], None] | None = None
+        self._stepping_since: float | None = None
+        self._wake = threading.Condition()
+        # Under _wake: who is in, by id, and what has to be told to the scheduler.
+        self._tickets: dict[str, _Ticket] = {}
+        self._notes: deque[_Ticket] = deque()
+        self._closing = False
+        # Held while the scheduler changes, not while a step computes.
+        self._state = threading.Lock()
+        # Of the loop's thread alone: the tickets that the scheduler knows.
+        self._known: dict[str, _Ticket] = {}
+        self._pipeline = Pipeline(
+            scheduler,
+            executor,
+            self._state,
+            self._end_step,
+            overlap,
+            release,
+            check,
+            speculation,
+            lambda: self.on_lost is not None,
+        )
+        self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
+        self._thread.start()
+
+    # ---- any thread
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
+        """Raises RequestError if the request can never run or its id is in use; EngineError when closed."""
+        self._scheduler.check(request)
+        ticket = _Ticket(request, on_event)
+        with self._wake:
+            if self._closing:
+                raise EngineError("the engine is closed")
+            if request.id in self._tickets:
+                raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
+            self._tickets[request.id] = ticket
+            self._notes.append(ticket)
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> bool:
+        """False if no such request is in. Its memory is free before the next step is planned."""
+        with self._wake:
+            ticket = self._tickets.pop(request_id, None)
+            if ticket is None:
+                return False
+            ticket.aborted = True
+            self._notes.append(ticket)
+            self._wake.notify()
+            return True
+
+    def stats(self) -> SchedulerStats:
+        with self._state:
+            return self._scheduler.stats()
+
+    def preempted(self) -> list[tuple[str, float]]:
+        with self._state:
+            return self._scheduler.preempted(time.monotonic())
+
+    def stepping(self) -> tuple[float, set[str]]:
+        """For how many seconds the step under way has run, 0.0 where there is none, and the ids of its requests."""
+        since = self._stepping_since
+        return (0.0, set()) if since is None else (time.monotonic() - since, self._pipeline.suspects())
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds from the results of the step before to those of the last one, or from its planning if that was
+        later."""
+        return self._pipeline.last_step_s
+
+    def close(self) -> None:
+        """Stop after the running step. Requests that are still in end with finish_reason "abort"."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ---- the loop's thread
+
+    def _run(self) -> None:
+        """Raises DeviceLostError, once nobody is left in, where nobody is to be told of it."""
+        self._on_start()
+        try:
+            self._step_on()
+        except DeviceLostError as error:
+            with self._wake:
+                self._closing = True
+            if self.on_lost is not None:
+                self.on_lost(brief(error), self._pipeline.suspects())
+                return
+            self._read_notes()
+            self._end_all(f"the engine failed: {brief(error)}")
+            raise
+
+    def _step_on(self) -> None:
+        while self._wait_for_work():
+            try:
+                told = self._read_notes()
+                self._stepping_since = time.monotonic()
+                if not self._pipeline.step() and told:
+                    self._tell_step()
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                # A fault of ours, not of a request (those end alone): nothing of this step can be kept.
+                logger.exception("a step failed as a whole; its requests are ended")
+                self._pipeline.drop()
+                self._end_all(f"the engine failed: {brief(error)}")
+            finally:
+                self._stepping_since = None
+        try:
+            self._pipeline.finish()
+        except Exception:
+            logger.exception("the last step failed")
+        self._end_all("the engine was closed", closing=True)
+
+    def _wait_for_work(self) -> bool:
+        """False where the loop is to end."""
+        while not self._called():
+            if self._use_idleness():
+                continue
+            try:
+                self._scheduler.check_idle()
+            except EngineError:
+                logger.exception("the KV cache is not whole although nothing runs")
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self._notes)
+        return not self._closing
+
+    def _called(self) -> bool:
+        with self._wake:
+            return self._closing or bool(self._notes) or self._scheduler.has_work or self._pipeline.in_flight
+
+    def _use_idleness(self) -> bool:
+        try:
+            return self._on_idle()
+        except Exception:
+            logger.exception("what is done while nothing runs failed, and is left")
+            self._on_idle = lambda: False
+            return False
+
+    def _end_step(self, events: list[Event]) -> None:
+        self._deliver(events)
+        self._tell_step()
+
+    def _tell_step(self) -> None:
+        if self.on_step is not None:
+            try:
+                self.on_step()
+            except Exception:
+                logger.exception("on_step raised")
+
+    def _read_notes(self) -> bool:
+        """True where a request has ended, or a choice of it, as it was taken in: its events were delivered."""
+        told = False
+        while True:
+            with self._wake:
+                if not self._notes:
+                    return told
+                ticket = self._notes.popleft()
+            request_id = ticket.request.id
+            if self._known.get(request_id) is ticket:
+                del self._known[request_id]
+                with self._state:
+                    self._scheduler.abort(request_id)
+            elif not ticket.aborted:
+                self._known[request_id] = ticket
+                try:
+                    with self._state:
+                        events = self._scheduler.add(ticket.request)
+                except Exception as error:
+                    logger.exception("request %r could not be taken in", request_id)
+                    events = [_ending(ticket.request, f"the request could not be taken in: {brief(error)}")]
+                self._deliver(events)
+                told |= bool(events)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            ticket = self._known.get(event.request_id)
+            if ticket is None:
+                continue
+            if event.done:
+                del self._known[event.request_id]
+                with self._wake:
+                    # The id is free again, unless an abort has freed it and somebody else has taken it.
+                    if self._tickets.get(event.request_id) is ticket:
+                        del self._tickets[event.request_id]
+            if ticket.aborted:
+                continue
+            try:
+                ticket.on_event(event)
+            except Exception:
+                logger.exception("on_event of request %r raised", event.request_id)
+
+    def _end_all(self, message: str, *, closing: bool = False) -> None:
+        if closing:
+            self._read_notes()
+        for request_id, ticket in list(self._known.items()):
+            try:
+                with self._state:
+                    events = self._scheduler.fail(request_id, message)
+            except Exception:
+                logger.exception("request %r could not be taken out", request_id)
+                events = []
+            # What was said of its end may have gone with the step.
+            events = events or [_ending(ticket.request, message)]
+            self._deliver([replace(event, finish_reason="abort") for event in events] if closing else events)
+
+
+def _ending(request: Request, message: str) -> Event:
+    """The last event of a request that the scheduler cannot tell us about."""
+    return Event(
+        request_id=request.id,
+        choice=0,
+        index=0,
+        token_ids=[],
+        texts=[],
+        logprobs=None,
+        finish_reason="error",
+        stop_match=None,
+        done=True,
+        error=message,
+        prompt_tokens=len(request.prompt_ids),
+        cached_tokens=0,
+    )

@@ -1,0 +1,171 @@
+"""How a loaded model is put on its device: memory for its KV cache, and the runner that suits its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.execution.device import DeviceRunner, rehearse, step_bytes
+from engine.execution.runner import Runner
+from engine.kv import KvSpace
+from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release
+from engine.models import Model
+from engine.speculate import Lookup, Proposer, Speculation
+from engine.speculate.draft import DraftModel
+
+#: What a step may take on a GPU where nobody measures it.
+_UNMEASURED = 1 * GIB
+#: Devices on which kernels are compiled and steps recorded, which is then done before anything is served.
+_REHEARSED = frozenset({"cuda"})
+#: Blocks that a CPU finds side by side, and of how many bytes, for one layer, they are long enough by themselves.
+_RUN = 8
+_LONG = 64 << 10
+
+
+def place(
+    model: Model, config: EngineConfig, step_tokens: int, length: int, draft: Model | None = None
+) -> tuple[KvSpace, ...]:
+    """The blocks of each of the model's KV groups, for steps of up to `step_tokens` and sequences of up to `length`,
+    beside those of a `draft` model.
+
+    Raises EngineError where the memory does not hold a single sequence.
+    """
+    free = 0
+    if config.kv_cache_bytes is None:
+        step = 0
+        if model.device.type == "cuda":
+            # One after the other: what the larger takes is enough for both, but for what their recordings keep.
+            for one in (model, draft):
+                if one is not None:
+                    step += _measured(one, config, step_tokens, length) if one.kernels.ragged else _UNMEASURED
+        free = free_bytes(model.device, config.memory_share, step)
+    kernels = model.kernels
+    groups = [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in model.kv_groups]
+    spaces = kv_spaces(
+        config.kv_cache_bytes,
+        groups,
+        kernels.cache_dtype.itemsize,
+        block_size=config.block_size,
+        sequences=config.max_num_seqs,
+        length=length,
+        step_tokens=step_tokens,
+        free=free,
+        beside=None if draft is None else _beside(model, draft, config.block_size),
+    )
+    if model.device.type != "cpu":
+        return spaces
+    sizes = [block_bytes(replace(group, layers=1), config.block_size, kernels.cache_dtype.itemsize) for group in groups]
+    return tuple(replace(space, run=_RUN if size < _LONG else 1) for space, size in zip(spaces, sizes, strict=True))
+
+
+def _beside(model: Model, draft: Model, block_size: int) -> list[int]:
+    """Of each KV group, bytes that a block takes in the draft model's cache."""
+    size = sum(block_bytes(group, block_size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
+    whole = whole_group(model)
+    return [size * (i == whole) for i in range(len(model.kv_groups))]
+
+
+def whole_group(model: Model) -> int:
+    """The KV group whose blocks say where a draft model's are: one that has all of a sequence. Raises EngineError where
+    there is none."""
+    found = next((i for i, group in enumerate(model.kv_groups) if group.window is None), None)
+    if found is None:
+        windows = ", ".join(str(group.window) for group in model.kv_groups)
+        raise EngineError(
+            f"speculate='draft' needs a model of which some layers see all of a sequence, and all of this one's see "
+            f"{windows} tokens back; use 'lookup' or 'none'"
+        )
+    return found
+
+
+def speculation_for(
+    model: Model,
+    draft: Model | None,
+    config: EngineConfig,
+    spaces: Sequence[KvSpace],
+    runner: Runner | DeviceRunner,
+    step_tokens: int,
+    length: int,
+) -> Speculation | None:
+    """Who guesses tokens for `runner`, as `config` says. Raises EngineError as `runner_for` does."""
+    if config.speculate == "none":
+        return None
+    proposer: Proposer
+    if config.speculate == "lookup":
+        proposer = Lookup(config.max_num_seqs, model.vocab_size)
+    elif draft is None:
+        raise EngineError("speculate='draft' is without its model: it comes with Engine.load")
+    else:
+        whole = whole_group(model)
+        # What one sequence is behind with is caught up with by whole blocks.
+        step_tokens = max(step_tokens, config.block_size)
+        places = [KvSpace(spaces[whole].num_blocks, group.window) for group in draft.kv_groups]
+        proposer = DraftModel(
+            runner_for(draft, config, places, step_tokens, length),
+            slots=config.max_num_seqs,
+            groups=len(draft.kv_groups),
+            table=whole,
+            block_size=config.block_size,
+            step_tokens=step_tokens,
+            context_length=draft.context_length,
+        )
+    return Speculation(
+        proposer,
+        most=config.speculate_tokens,
+        adaptive=config.speculate_adaptive,
+        rope_switch=model.rope_switch,
+        barred=runner.needs_token,
+    )
+
+
+def while_idle(runner: Runner | DeviceRunner) -> Callable[[], bool]:
+    """What a runner does while nothing runs: each call records a decode step that is not yet, False where none is."""
+    if isinstance(runner, DeviceRunner) and runner.device.type in _REHEARSED:
+        return runner.record_next
+    return lambda: False
+
+
+def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int) -> int:
+    return step_bytes(
+        model,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=step_tokens,
+        length=length,
+    )
+
+
+def runner_for(
+    model: Model, config: EngineConfig, spaces: Sequence[KvSpace], step_tokens: int, length: int
+) -> Runner | DeviceRunner:
+    """By which batches the model's kernels read. Raises EngineError where blocks do not suit them, or where there is
+    no memory for the cache."""
+    if model.kernels.chunk % config.block_size:
+        raise EngineError(
+            f"deterministic=True needs a block_size that divides {model.kernels.chunk}, and it is {config.block_size}"
+        )
+    try:
+        if not model.kernels.ragged:
+            return Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
+        runner = DeviceRunner(
+            model,
+            spaces=spaces,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=step_tokens,
+            max_model_len=length,
+            graphs=config.graphs,
+        )
+        if model.device.type in _REHEARSED:
+            rehearse(runner)
+        return runner
+    except Exception as error:
+        if not release(error):
+            raise
+        blocks = " and ".join(str(space.num_blocks) for space in spaces)
+        raise EngineError(
+            f"{model.device.type} has no memory for a KV cache of {blocks} blocks; lower kv_cache_bytes or "
+            f"memory_share: {error}"
+        ) from error

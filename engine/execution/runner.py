@@ -1,0 +1,111 @@
+"""Executes step plans on one device: owns the KV cache and the permanent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.batch import BatchBuilder
+from engine.kernels.upload import upload
+from engine.kv import KvSpace
+from engine.models import Model
+from engine.plan import Sampled, StepPlan, accepted
+from engine.sampling import SamplingBatch, SamplingRows, chosen, sample, score_prompts
+from engine.sequence import UNKNOWN, Sequence
+
+
+class Runner:
+    """Used by one thread. Each of `spaces` is the scheduler's; one block more, always zero, pads block tables."""
+
+    def __init__(self, model: Model, *, spaces: Sequence_[KvSpace], block_size: int, max_num_seqs: int) -> None:
+        self._model = model
+        self._caches = [
+            model.kernels.kv_cache(group, space.num_blocks + 1, block_size, model.device)
+            for group, space in zip(model.kv_groups, spaces, strict=True)
+        ]
+        self._builder = BatchBuilder(
+            spaces, max_num_seqs, block_size, model.kernels, model.device, rope_switch=model.rope_switch
+        )
+        self._sampling = SamplingRows(max_num_seqs, model.vocab_size, model.device)
+        self._owners: list[Sequence | None] = [None] * max_num_seqs
+        self._last = [UNKNOWN] * max_num_seqs
+
+    def launch(self, plan: StepPlan) -> list[Sampled]:
+        """Execute a plan at once, with what was sampled last in place of tokens that are not known to the scheduler."""
+        pending = [row.seq for row in plan.rows if row.pending]
+        for sequence in pending:
+            sequence.tokens[-1] = self._last[sequence.slot]
+        try:
+            found = self.execute(plan)
+        finally:
+            for sequence in pending:
+                sequence.tokens[-1] = UNKNOWN
+        for row, one in zip((row for row in plan.rows if row.samples), found, strict=True):
+            self._last[row.seq.slot] = one.token_id
+        return found
+
+    def collect(self, launched: list[Sampled]) -> list[Sampled]:
+        """What a launched plan sampled."""
+        return launched
+
+    def needs_token(self, sequence: Sequence) -> bool:
+        """Never: penalties and bad words are looked up at launch."""
+        return False
+
+    def forget(self) -> None:
+        """Take what sequences ask for, and count their tokens, anew."""
+        self._owners = [None] * len(self._owners)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[Sampled]:
+        """Compute the plan's tokens into the cache; one result for each row that samples, in the plan's order.
+
+        After an exception the plan's rows may be executed again, also one by one: whatever was written is written
+        again. Its copies may not, for a row may have written where they read.
+        """
+        self.copy_blocks(plan.copies)
+        sampling = [row for row in plan.rows if row.samples]
+        for sequence in (row.seq for row in sampling):
+            if self._owners[sequence.slot] is not sequence:
+                self._sampling.admit(sequence)
+                self._owners[sequence.slot] = sequence
+        batch = self._builder.build(plan)
+        # One for the last token of each row, and one for each of its draft.
+        chosen = [row.seq for row in sampling for _ in range(1 + len(row.draft))]
+        before = [row.draft[:i] for row in sampling for i in range(1 + len(row.draft))]
+        how = self._sampling.gather(chosen, before if len(chosen) > len(sampling) else None) if sampling else None
+        for cache, entered in zip(self._caches, batch.entered, strict=True):
+            if entered is not None:
+                cache.index_fill_(2, entered, 0)
+        hidden = self._model.forward(
+            batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.wanted
+        )
+        if len(hidden) > len(chosen):
+            scored = [(row, span) for row in plan.rows if (span := row.wanted())]
+            score_prompts(scored, hidden[len(chosen) :], self._model.logits, self._model.vocab_size)
+            hidden = hidden[: len(chosen)]
+        if how is None:
+            return []
+        found = self._sample(hidden, how)
+        if len(chosen) == len(sampling):
+            return found
+        each = iter(found)
+        return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]
+
+    def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
+        found = self._model.peaks(hidden) if how.plain else None
+        return chosen(*found) if found else sample(self._model.logits(hidden), how, self._model.kernels.candidates)
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        """Copy whole blocks: (KV group, source, destination) of a plan."""
+        for group in {group for group, _, _ in copies}:
+            pairs = [(source, destination) for of, source, destination in copies if of == group]
+            columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
+            sources, destinations = upload(columns, self._model.device)
+            cache = self._caches[group]
+            cache[:, :, destinations] = cache[:, :, sources]

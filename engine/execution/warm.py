@@ -1,0 +1,103 @@
+"""Kernels of a model compiled before it is first served, also where there is no GPU.
+
+    shape_of (registry) -> DeviceRunner on the device "meta" -> `rehearse` as at load, below `compiling_for`
+
+What is compiled is what these steps launch: prompts, decodes of every recorded size, all ways to choose tokens. No
+weights are read. Kernels depend on a model's shape and dtype, on the GPU's architecture, and on nothing of a step but
+what is run through there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.errors import EngineError
+from engine.execution.device import DeviceRunner, rehearse
+from engine.execution.device.rehearsal import CONTEXTS, PROMPTS
+from engine.kv import KvSpace
+from engine.models import Model, shape_of
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.ahead import Build
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What a call of `warm` did."""
+
+    arch: str
+    cache: Path
+    dtype: str
+    builds: list[Build]
+    seconds: float
+    verified: bool
+    """A second pass, as a new process would make it, found every kernel in the cache."""
+
+
+def architecture_here() -> str:
+    """Of this machine's GPU. Raises EngineError where there is none."""
+    if not torch.cuda.is_available():
+        raise EngineError("there is no GPU here whose architecture could be taken; say which, as in sm_90 (H100, H200)")
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def warm(
+    folder: Path,
+    arch: str,
+    cache: Path,
+    *,
+    dtype: str = "auto",
+    quantization: str = "none",
+    deterministic: bool = False,
+    max_num_seqs: int = 64,
+    block_size: int = 16,
+) -> Warmed:
+    """Compile all that serving the model in `folder` on a GPU of `arch` launches, into `cache`.
+
+    Raises EngineError where Triton is missing, interprets kernels or has no C compiler, ModelError about the folder.
+    """
+    try:
+        from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu
+        from engine.kernels.gpu import Fp8Gpu, Gpu, interpreted
+        from engine.kernels.triton.ahead import compiling_for
+    except ModuleNotFoundError as error:
+        raise EngineError(f"{error.name} is not installed; it comes with: pip install 'penstock[gpu]'") from error
+    if interpreted():
+        raise EngineError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
+    began = time.perf_counter()
+    sets: tuple[type[Gpu], type[Gpu]] = (DeterministicGpu, DeterministicFp8Gpu) if deterministic else (Gpu, Fp8Gpu)
+    model = shape_of(folder, dtype, sets[quantization == "fp8"])
+    with compiling_for(arch, cache) as builds:
+        _launch_all(model, max_num_seqs, block_size)
+    seconds = time.perf_counter() - began
+    # Triton knows what it compiled for this target by now, but not for another of the same kind: it asks the cache.
+    with compiling_for(arch, cache) as again:
+        _launch_all(model, max_num_seqs, block_size)
+    verified = all(one.cached for one in again) and {one.key for one in again} == {one.key for one in builds}
+    return Warmed(arch, cache.resolve(), str(model.dtype).removeprefix("torch."), builds, seconds, verified)
+
+
+def _launch_all(model: Model, slots: int, block_size: int) -> None:
+    length = min(model.context_length, CONTEXTS[-1] + 1)
+    blocks = -(-length // block_size)
+    runner = DeviceRunner(
+        model,
+        spaces=[KvSpace(blocks, group.window) for group in model.kv_groups],
+        block_size=block_size,
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(slots, *PROMPTS),
+        max_model_len=model.context_length,
+    )
+    rehearse(runner, length)
+
+
+def default_cache() -> Path:
+    """Where Triton looks for what it has compiled, unless it is told otherwise."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")

@@ -1,0 +1,115 @@
+"""What a request must be for it to be able to run at all; checked before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.bounds import number, shown
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from engine.request import Request
+from engine.scheduling.policy import TIERS
+
+#: Log probabilities of a prompt's tokens, alternatives included, that one request may have: some megabytes as text.
+MAX_PROMPT_LOGPROBS = 262_144
+#: A tenant's share of its tier is that of others times so much.
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+_MAX_SECONDS = 2.0**62
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    kv_capacity: int
+    """Tokens that the KV cache holds in all."""
+    vocab_size: int | None
+    """None where it is not known."""
+
+    def output_limit(self, request: Request) -> int:
+        """Tokens at which an output ends: max_tokens, or what context and cache have room for.
+
+        The last token of an output is never computed and needs no place in the cache.
+        """
+        room = min(self.max_model_len, self.kv_capacity + 1) - len(request.prompt_ids)
+        return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError naming what is wrong, with which value."""
+        if not isinstance(request.params, SamplingParams):
+            raise _wrong_type("params", request.params, "SamplingParams")
+        for name in ("id", "salt", "tenant", "adapter"):
+            if not isinstance(getattr(request, name), str):
+                raise _wrong_type(name, getattr(request, name), "a string")
+        if not request.id:
+            raise RequestError("id is empty", param="id")
+        if isinstance(request.tier, bool) or request.tier not in range(TIERS):
+            raise RequestError(f"tier={shown(request.tier)} must be from 0 to {TIERS - 1}", param="tier")
+        number("arrival", request.arrival, -_MAX_SECONDS, _MAX_SECONDS)
+        number("weight", request.weight, MIN_WEIGHT, MAX_WEIGHT)
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty; it needs at least one token", param="prompt_ids")
+        self._check_ids("prompt_ids", request.prompt_ids)
+        if len(request.resume) > request.params.n:
+            raise RequestError(
+                f"resume has {len(request.resume)} choices, more than n={request.params.n}", param="resume"
+            )
+        if any(request.resume) and request.params.selects:
+            raise RequestError("resume has tokens, but best_of chooses among outputs that are whole", param="resume")
+        for token_ids in request.resume:
+            self._check_ids("resume", token_ids)
+        self._check_params(request.params, len(request.prompt_ids))
+        self._check_length(len(request.prompt_ids), request.params.max_tokens)
+
+    def _check_params(self, params: SamplingParams, prompt: int) -> None:
+        """What the parameters' own limits cannot say: it takes the model, or the prompt."""
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+            self._check_ids(name, getattr(params, name))
+        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        if self.vocab_size is not None and len(set(params.banned_token_ids)) >= self.vocab_size:
+            raise RequestError(
+                f"banned_token_ids bans all {self.vocab_size} tokens of the vocabulary", param="banned_token_ids"
+            )
+        if params.prompt_logprobs is not None:
+            wanted = (params.prompt_logprobs + 1) * prompt
+            if wanted > MAX_PROMPT_LOGPROBS:
+                raise RequestError(
+                    f"prompt_logprobs={params.prompt_logprobs} of {prompt} prompt tokens are {wanted} log "
+                    f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
+                    param="prompt_logprobs",
+                )
+
+    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        if not set(map(type, token_ids)) <= {int}:
+            wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
+            raise RequestError(f"{name} has {shown(wrong)}, which is not a token id", param=name, code="invalid_type")
+        size = (1 << 31) if self.vocab_size is None else self.vocab_size
+        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= extreme < size:
+                raise RequestError(f"{name} has token id {shown(extreme)}; ids are from 0 to {size - 1}", param=name)
+
+    def _check_length(self, prompt: int, max_tokens: int | None) -> None:
+        wanted = prompt + (1 if max_tokens is None else max_tokens)
+        computed = max(wanted - 1, prompt)
+        asked = f"{prompt} tokens of prompt" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
+        if wanted > self.max_model_len:
+            # OpenAI's words: clients that shorten a conversation know an overflow by how the message begins.
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} "
+                f"tokens ({prompt} in the prompt, {wanted - prompt} in the completion). Shorten the prompt or lower "
+                "max_tokens.",
+                param="prompt_ids" if prompt >= self.max_model_len else "max_tokens",
+                code="context_length_exceeded",
+            )
+        if computed > self.kv_capacity:
+            raise RequestError(
+                f"{asked} do not fit the KV cache of {self.kv_capacity} tokens; shorten the prompt, lower max_tokens "
+                f"or serve with a larger kv_cache_bytes",
+                param="prompt_ids" if prompt > self.kv_capacity else "max_tokens",
+                code="kv_capacity_exceeded",
+            )
+
+
+def _wrong_type(name: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"{name}={shown(value)} must be {wanted}", param=name, code="invalid_type")

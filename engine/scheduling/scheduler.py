@@ -1,0 +1,402 @@
+"""Requests in, step plans and events out: the part of the engine that decides and never computes.
+
+The planner says what the next step computes; here is what becomes of a request before, between and after its steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import chain
+
+from engine.errors import EngineError, RequestError
+from engine.kv import BlockTables, KvSpace, long_root, root_hash
+from engine.logprobs import PromptScores
+from engine.output import OutputState
+from engine.params import FinishReason
+from engine.plan import Sampled, ScheduledSeq, StepPlan
+from engine.request import Event, Request
+from engine.scheduling.best_of import Candidates
+from engine.scheduling.group import Group
+from engine.scheduling.limits import RequestLimits
+from engine.scheduling.planner import Planner
+from engine.scheduling.policy import NO_HURRY, Hurry
+from engine.scheduling.stats import SchedulerStats
+from engine.sequence import UNKNOWN, Sequence, Status
+from engine.speculate import Speculation
+from engine.text.detokenizer import Detokenizer
+
+
+class Scheduler:
+    """Not thread-safe, except for `check`. One thread calls schedule and update in turn."""
+
+    def __init__(
+        self,
+        *,
+        spaces: Seq[KvSpace],
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        ageing_s: float = 30.0,
+        enable_prefix_caching: bool = True,
+        version: str = "",
+        new_detokenizer: Callable[[], Detokenizer | None] = lambda: None,
+        spellings: Callable[[str], tuple[tuple[int, ...], ...]] | None = None,
+        vocab_size: int | None = None,
+        rope_switch: int | None = None,
+        seed: int | None = None,
+        speculation: Speculation | None = None,
+        hurry: Hurry = NO_HURRY,
+    ) -> None:
+        """`spaces` is the memory of each KV group. `version` is the model's, which keeps the cached blocks of different
+        models apart. A sequence of more than `rope_switch` tokens has other keys than a shorter one: past that it is
+        computed anew. `seed` is the source of seeds for requests that bring none. `speculation` is what guesses tokens.
+        Raises EngineError where a step could not hold one token of each sequence.
+        """
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._version = version
+        self._new_detokenizer = new_detokenizer
+        self._spellings = spellings
+        self._tables = BlockTables(spaces, block_size, enable_prefix_caching)
+        self._limits = RequestLimits(max_model_len, self._tables.capacity, vocab_size)
+        self._rope_switch = rope_switch
+        self._groups: dict[str, Group] = {}
+        self._planner = Planner(
+            self._tables,
+            self._groups,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            ageing_s=ageing_s,
+            speculation=speculation,
+            hurry=hurry,
+        )
+        self._speculation = speculation
+        self._seeds = random.Random(seed)  # noqa: S311 - for sampling, not secrets
+        self._serial = 0
+        self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = self._not_finite = 0
+
+    # ---- requests come and go
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if the request could never run. Reads only settings: any thread may call it."""
+        self._limits.check(request)
+        self._spelled(request.params.bad_words)
+
+    def add(self, request: Request) -> list[Event]:
+        """Queue a request. Raises RequestError as `check` does, and for an id that is in use.
+
+        Returns the events (token_ids=[]) of choices whose `resume` shows that they had already finished; they
+        must be delivered like those of `update`. Usually empty.
+        """
+        self._limits.check(request)
+        if request.id in self._groups:
+            raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
+        params = request.params
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        root = root_hash(request.salt, request.adapter, self._version)
+        bad_words = self._spelled(params.bad_words)
+        limit = self._limits.output_limit(request)
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
+        # Where nothing is generated there is nothing to choose from.
+        selects = params.selects and limit > 0
+        group = Group(request, unfinished=params.width if selects else params.n, scores=scores)
+        if selects:
+            group.candidates = Candidates(params.width, params.n, params.logprobs is not None)
+        events = []
+        for choice in range(group.unfinished):
+            seq = Sequence(
+                request=request,
+                choice=choice,
+                tokens=list(request.prompt_ids),
+                prompt_len=len(request.prompt_ids),
+                output=OutputState(params, self._eos_token_ids, self._new_detokenizer(), limit),
+                seed=seed,
+                serial=self._serial,
+                queued_at=request.arrival,
+                root=root,
+                scores=scores,
+                bad_words=bad_words,
+            )
+            self._serial += 1
+            reason, match = group.enter(seq)
+            if self._rope_switch is not None and len(seq.tokens) > self._rope_switch:
+                seq.root = long_root(root)
+            if reason is not None:
+                group.unfinished -= 1
+                events.append(group.event(seq, reason, match))
+        self._prompt_tokens += len(request.prompt_ids)
+        if group.led:
+            self._groups[request.id] = group
+            self._planner.waiting.push(group.led.pop(0))
+        return events
+
+    def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """All ways to write these words, in tokens."""
+        if words and self._spellings is None:
+            raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            ways = self._spellings(word) if self._spellings else ()
+            if not ways:
+                raise RequestError(f"bad_words has {word!r}, of which the tokenizer drops all", param="bad_words")
+            found |= dict.fromkeys(ways)
+        return tuple(found)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free its blocks; False if there is none. No event follows."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        for seq in group.seqs:
+            self._end(group, seq)
+        self._aborted += 1
+        return True
+
+    def fail(self, target: Sequence | str, message: str, *, refused: bool = False) -> list[Event]:
+        """End one sequence, or all choices of a request id, with finish_reason "error". `refused`: see Event.
+
+        What the cache learnt from them is forgotten: a fault may have been in what they wrote.
+        """
+        request_id = target if isinstance(target, str) else target.request.id
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        events = []
+        # Without one of its candidates a request cannot know which are the best.
+        for seq in [target] if isinstance(target, Sequence) and group.candidates is None else group.seqs:
+            if seq.status is not Status.FINISHED:
+                self._tables.forget(seq)
+                self._end(group, seq)
+                events.append(replace(group.event(seq, "error", error=message), refused=refused))
+        return group.candidates.failed(events[-1]) if group.candidates is not None and events else events
+
+    # ---- one step
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute."""
+        return self._planner.plan(now)
+
+    def foresee(self, plan: StepPlan, needs_token: Callable[[Sequence], bool]) -> None:
+        """Count a plan in flight as computed, so that the next can be planned before its results are known.
+
+        A sequence that samples in it ends in a token that is UNKNOWN from then on, and may compute that. Where the
+        token will end it for certain, or takes it across the rope switch, or where the executor `needs_token` itself,
+        or where it has a draft or is to have one next, the sequence has nothing to compute before `update`. All tokens
+        but those of drafts are known: the blocks they fill are offered to the prefix cache. To be followed by
+        `schedule` and then by `update` or `take_back` of this plan, with nothing else between.
+        """
+        self._planner.in_flight = {row.seq.serial for row in plan.rows}
+        for row in plan.rows:
+            seq = row.seq
+            if seq.status is not Status.RUNNING:
+                continue
+            seq.computed = row.known
+            self._tables.register(seq)
+            if row.draft or (self._speculation is not None and self._speculation.waits(seq)):
+                continue
+            if not row.samples or seq.output.count + 1 >= seq.output.limit or len(seq.tokens) == self._rope_switch:
+                continue
+            if not needs_token(seq):
+                seq.tokens.append(UNKNOWN)
+                seq.pending = True
+
+    def take_back(self, plans: Iterable[StepPlan], now: float) -> None:
+        """Give up plans whose results will never be known: what they were to compute will be computed again.
+
+        Their sequences wait, with the tokens that are known.
+        """
+        self._planner.in_flight = frozenset()
+        for row in chain.from_iterable(plan.rows for plan in plans):
+            self._tables.forget(row.seq, row.start)
+            if row.seq.status is Status.RUNNING:
+                self._planner.preempt(row.seq, now)
+
+    def shrink(self, now: float, *, tried: bool) -> bool:
+        """See Planner.shrink. Not while a plan is in flight."""
+        return self._planner.shrink(now, tried=tried)
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step."""
+        return self._planner.max_num_batched_tokens
+
+    def update(self, plan: StepPlan, sampled: list[Sampled], now: float) -> list[Event]:
+        """Enter a step's results: `sampled` has one entry for each row with samples=True, in order.
+
+        Rows whose sequence has ended since `schedule` are passed over (their entry is still there): it was aborted, it
+        failed, or the step before this one, which was in flight then, has ended it. A sequence that was put out of the
+        batch since gets its token where it waits. Raises EngineError if the number of entries is not that of the
+        sampling rows.
+        """
+        expected = sum(row.samples for row in plan.rows)
+        if len(sampled) != expected:
+            raise EngineError(f"{len(sampled)} tokens were sampled for a plan with {expected} sampling rows")
+        self._planner.in_flight = frozenset()
+        self._steps += 1
+        results = iter(sampled)
+        events = []
+        for row in plan.rows:
+            seq = row.seq
+            result = next(results) if row.samples else None
+            if seq.status is Status.FINISHED:
+                continue
+            group = self._groups[seq.request.id]
+            if result is not None and result.error is not None:
+                events += self._spoilt(row, result, now)
+                continue
+            if row.scored is not None and row.scored.error is not None:
+                self._not_finite += 1
+                events += self.fail(seq.request.id, row.scored.error)
+                continue
+            if seq.status is Status.RUNNING:
+                seq.computed = row.known
+                self._tables.register(seq)
+                if group.led and seq.computed >= seq.prompt_len:
+                    self._release_led(group, seq)
+            events += group.score(row)
+            if result is not None:
+                events += self._extend(group, row, result, now)
+        return events
+
+    def _extend(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
+        """Enter what a row sampled: one token, and one more for each of its draft that was accepted, each as if it had
+        come alone; so the first that ends the sequence is its last."""
+        seq = row.seq
+        if self._speculation is not None and row.room:
+            self._speculation.entered(row, len(result.then))
+        if seq.output.limit == 0:  # it was computed for its prompt alone
+            self._end(group, seq)
+            event = group.event(seq, "length")
+            return [event] if group.candidates is None else group.candidates.take(event)
+        reason: FinishReason | None = None
+        match: str | int | None = None
+        entered: list[Sampled] = []
+        texts: list[str] = []
+        one = result
+        for one in (result, *result.then):
+            if one.error is not None:
+                break
+            if entered and seq.status is Status.RUNNING:
+                # The token before was guessed: its K/V are there.
+                seq.computed += 1
+                self._tables.register(seq)
+            text, reason, match = self._append(group, seq, one.token_id, now)
+            entered.append(one)
+            texts.append(text)
+            if reason is not None:
+                break
+        event = group.event(seq, reason, match, entered, texts)
+        events = [event] if group.candidates is None else group.candidates.take(event)
+        return events if one.error is None else events + self._spoilt(row, one, now)
+
+    def _append(
+        self, group: Group, seq: Sequence, token_id: int, now: float
+    ) -> tuple[str, FinishReason | None, str | int | None]:
+        """See OutputState.push."""
+        if seq.pending:
+            seq.tokens[-1] = token_id
+            seq.pending = False
+        else:
+            seq.tokens.append(token_id)
+        self._generated_tokens += 1
+        text, reason, match = seq.output.push(token_id)
+        if reason is not None:
+            self._end(group, seq)
+        elif self._rope_switch is not None and len(seq.tokens) == self._rope_switch + 1:
+            seq.root = long_root(seq.root)
+            seq.hashes = []
+            if seq.status is Status.RUNNING:
+                self._planner.preempt(seq, now)
+        return text, reason, match
+
+    def _spoilt(self, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
+        """A sequence has no next token. Where it had a draft, that may be to blame (attention weighs what is masked
+        with 0, and 0 x NaN is NaN): it is computed again, and from now on without."""
+        seq = row.seq
+        if row.draft and not result.refused and self._speculation is not None:
+            self._speculation.bar(seq)
+            self._tables.forget(seq, row.start)
+            if seq.status is Status.RUNNING:
+                self._planner.preempt(seq, now)
+            return []
+        self._not_finite += not result.refused
+        return self.fail(seq, result.error or "", refused=result.refused)
+
+    def _release_led(self, group: Group, leader: Sequence) -> None:
+        """Let the choices that waited for the prompt to be computed queue up."""
+        for seq in group.led:
+            if seq.root == leader.root:
+                seq.hashes = leader.hashes[: leader.prompt_len // self._tables.block_size]
+            self._planner.waiting.push(seq)
+        group.led.clear()
+
+    def _end(self, group: Group, seq: Sequence) -> None:
+        """Take a sequence out of everything; nothing if it has ended before."""
+        if seq.status is Status.FINISHED:
+            return
+        if seq in group.led:
+            group.led.remove(seq)
+        else:
+            self._planner.remove(seq)
+        seq.status = Status.FINISHED
+        group.unfinished -= 1
+        if group.unfinished == 0:
+            del self._groups[seq.request.id]
+        elif len(group.led) == group.unfinished:
+            self._release_led(group, seq)
+
+    # ---- looking in
+
+    @property
+    def has_work(self) -> bool:
+        """True while any sequence is running or waiting."""
+        return bool(self._groups)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            running=len(self._planner.running),
+            waiting=len(self._planner.waiting) + sum(len(group.led) for group in self._groups.values()),
+            kv_blocks_total=self._tables.num_blocks,
+            kv_blocks_used=self._tables.used,
+            kv_blocks_most=self._planner.most_blocks,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._planner.cached_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=self._planner.preemptions,
+            aborted=self._aborted,
+            out_of_memory=self._planner.out_of_memory,
+            shrinks=self._planner.shrinks,
+            not_finite=self._not_finite,
+            drafted=0 if self._speculation is None else self._speculation.drafted,
+            draft_accepted=0 if self._speculation is None else self._speculation.accepted,
+        )
+
+    def preempted(self, now: float) -> list[tuple[str, float]]:
+        """See Planner."""
+        return self._planner.preempted(now)
+
+    def check_idle(self) -> None:
+        """Raise EngineError if there is no work and yet a block or a slot is held. Constant time."""
+        held = self._tables.used, self._planner.slots_used
+        if not self._groups and held != (0, 0):
+            raise EngineError(f"with no work, {held[0]} KV blocks and {held[1]} slots are held")
+
+    def check_integrity(self) -> None:
+        """Raise EngineError if blocks, slots, queues and tables do not agree. Takes time with the size of the pool."""
+        self.check_idle()
+        self._planner.check_integrity()
+        groups = self._groups.values()
+        alive = [seq for group in groups for seq in group.seqs if seq.status is not Status.FINISHED]
+        placed = [*self._planner.running, *self._planner.waiting, *(seq for group in groups for seq in group.led)]
+        if sorted(seq.serial for seq in alive) != sorted(seq.serial for seq in placed):
+            raise EngineError("the unfinished sequences are not each in one queue")
+        for group in groups:
+            if group.unfinished != sum(seq.status is not Status.FINISHED for seq in group.seqs):
+                raise EngineError(f"request {group.request.id!r} miscounts its unfinished choices")

@@ -1,0 +1,93 @@
+"""The jinja2 environment that chat templates run in: transformers', so that a template gives the same text as there.
+
+It lets a template change nothing that it is given, and see no attribute of Python's own machinery. It does not limit
+time or memory; `engine.text.chat.confined` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """A new one."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = _strftime_now
+    made.globals["namespace"] = _Namespace
+    # The class itself would be more than templates need of it.
+    made.globals["dict"] = _Dict()
+    return made
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, with which some templates mark what the assistant says; it changes nothing in the text."""
+
+    # Declared as jinja2 declares it.
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without underscore names, which could pass for attributes of Python's machinery."""
+
+    # As jinja2 declares it: the names may include "self".
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            _check(name)
+        super(_Namespace, self).__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check(name)
+        super().__setitem__(name, value)
+
+
+def _check(name: str) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace may not have an attribute {name!r}")
+
+
+class _Dict:
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, names: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(names, value)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes for HTML, which a prompt is not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    # Local time, as in transformers.
+    return datetime.now().strftime(format)

@@ -1,0 +1,48 @@
+"""An engine on the kernels that a GPU has, every one of them, says what it says in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.execution.device import inputs, sampler
+from engine.execution.device.inputs import make_inputs_by_kernel
+from engine.kernels.triton.sampling.sampler import TritonChoose
+from tests.engine.random_models import FAMILIES, write_model
+
+PARAMS = [
+    SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=3, seed=4, top_p=0.9, repetition_penalty=1.2, logprobs=2, ignore_eos=True),
+]
+
+
+@pytest.mark.slow
+def test_a_step_ahead_the_tokens_are_the_same(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With windows, capped scores and tables of two groups; in the interpreter where there is no GPU."""
+    if device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, not interpreted")
+    folder = write_model(tmp_path, tokenizer=False, **FAMILIES["gemma2"] | {"num_hidden_layers": 2})
+    found = []
+    for kernels in ("reference", "triton"):
+        config = EngineConfig(
+            device=device.type,
+            dtype="float32",
+            kernels=kernels,
+            overlap=1,
+            max_num_seqs=2,
+            kv_cache_bytes=1 << 20,
+            block_size=4,
+        )
+        with Engine.load(folder, config) as engine:
+            found.append([one.token_ids for one in engine.generate([[5, 9, 200], list(range(26))], PARAMS)])
+        # From here on also where it is not the device's own choice.
+        monkeypatch.setattr(inputs, "maker", lambda device: make_inputs_by_kernel)
+        monkeypatch.setattr(sampler, "chooser", TritonChoose)
+    assert found[0] == found[1]

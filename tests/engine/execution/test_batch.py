@@ -1,0 +1,119 @@
+"""Plans as tensors: where each token goes, which rows belong together, what is zeroed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.execution.batch import BatchBuilder, StepBatch
+from engine.kernels.reference import Reference
+from engine.kv import KvSpace, Table
+from engine.plan import ScheduledSeq, StepPlan
+from engine.sequence import Sequence
+from tests.engine.sampling.test_sampler import sequence
+
+BLOCK = 4
+ZERO = 99
+
+
+class Wide(Reference):
+    padding = (2.0, 4)
+
+
+def builder(device: torch.device | str = "cpu", padding: type[Reference] = Wide) -> BatchBuilder:
+    return BatchBuilder([KvSpace(ZERO)], 8, BLOCK, padding(torch.float32), torch.device(device))
+
+
+def row(slot: int, tokens: range, table: list[int], start: int, count: int) -> ScheduledSeq:
+    seq: Sequence = sequence(slot)
+    seq.tokens = list(tokens)
+    seq.tables = [Table(table)]
+    return ScheduledSeq(seq, start, count, start + count == len(seq.tokens))
+
+
+def plan(*rows: ScheduledSeq) -> StepPlan:
+    return StepPlan(list(rows), num_tokens=sum(one.count for one in rows))
+
+
+def by_token(batch: StepBatch) -> dict[int, tuple[int, int]]:
+    """Token -> (position, slot)."""
+    places = zip(batch.positions.tolist(), batch.attention[0].slots.tolist(), strict=True)
+    return dict(zip(batch.tokens.tolist(), places, strict=True))
+
+
+def test_tokens_positions_and_places_belong_together(device: torch.device) -> None:
+    batch = builder(device).build(
+        plan(
+            row(0, range(100, 106), [7, 3], 2, 4),  # the rest of a prompt
+            row(5, range(200, 209), [1, 2, 4], 8, 1),  # a decode
+            row(2, range(300, 320), [10, 11, 12, 13, 14], 4, 6),  # a chunk
+        )
+    )
+    expected = {102: (2, 30), 103: (3, 31), 104: (4, 12), 105: (5, 13), 208: (8, 16)}
+    expected |= {304 + i: (4 + i, (11 + i // 4) * 4 + i % 4) for i in range(6)}
+    assert by_token(batch) == expected
+
+
+def test_wanted_rows_come_in_the_plans_order() -> None:
+    chunk = row(1, range(300, 320), [1, 2, 3, 4, 5], 0, 6)
+    batch = builder().build(plan(row(0, range(100, 106), [6, 7], 0, 6), chunk, row(2, range(200, 205), [8, 9], 4, 1)))
+    assert batch.tokens[batch.wanted].tolist() == [105, 204]
+
+
+def groups(batch: StepBatch) -> list[tuple[int, int, tuple[int, ...]]]:
+    return [(group.row, group.query_len, group.kv_lens) for group in batch.attention[0].groups]
+
+
+def test_decodes_of_similar_length_are_one_group_and_prompts_of_equal_length_too() -> None:
+    batch = builder().build(
+        plan(
+            row(0, range(12), [0, 1, 2], 0, 12),
+            row(1, range(5), [3, 4], 4, 1),
+            row(2, range(40), list(range(20, 30)), 39, 1),
+            row(3, range(14), [5, 6, 7, 8], 13, 1),
+            row(4, range(12), [9, 10, 11], 0, 12),
+        )
+    )
+    # 14 <= 2 * 5 + 4, 40 is too far from 5.
+    assert groups(batch) == [(0, 1, (5, 14)), (2, 1, (40,)), (3, 12, (12, 12))]
+    first, second, third = batch.attention[0].groups
+    assert first.block_tables.tolist() == [[3, 4, ZERO, ZERO], [5, 6, 7, 8]]
+    assert first.mask is not None
+    assert first.mask.view(2, -1).sum(-1).tolist() == [5, 14]
+    assert second.mask is not None
+    assert third.mask is None
+
+
+def test_without_padding_only_equal_lengths_share_a_group() -> None:
+    rows = [row(i, range(n), [i], n - 1, 1) for i, n in enumerate((3, 2, 3))]
+    assert groups(builder(padding=Reference).build(plan(*rows))) == [(0, 1, (2,)), (1, 1, (3, 3))]
+
+
+def test_a_table_follows_its_sequence_and_its_slot() -> None:
+    made = builder()
+    one = row(0, range(10), [5, 6, 7], 9, 1)
+    assert by_token(made.build(plan(one)))[9] == (9, 29)
+    # Put out and let in again with other blocks, in the same slot.
+    one.seq.tables = [Table([5, 6, 2])]
+    assert by_token(made.build(plan(one)))[9] == (9, 9)
+    # A shorter one takes the slot over: nothing of the old table is left.
+    batch = made.build(plan(row(0, range(2), [1], 1, 1), row(3, range(8), [3, 4], 7, 1)))
+    assert batch.attention[0].groups[0].block_tables.tolist() == [[1, ZERO], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "entered"),
+    [
+        (0, 3, [10]),  # into the first block, not to its end
+        (0, 4, []),  # fills it
+        (0, 6, [11]),  # fills one, enters the next
+        (3, 1, []),  # the rest of a block entered before
+        (4, 1, [11]),  # the first token of a block
+        (4, 4, []),
+        (5, 2, []),
+        (2, 9, [12]),
+    ],
+)
+def test_blocks_entered_and_not_filled_are_to_be_zeroed(start: int, count: int, entered: list[int]) -> None:
+    batch = builder().build(plan(row(0, range(start + count), [10, 11, 12], start, count)))
+    assert ([] if batch.entered[0] is None else batch.entered[0].tolist()) == entered
