@@ -1,8 +1,8 @@
 """Steps run for their own sake before a model is served, so that none that is served compiles a kernel.
 
 `rehearse` launches prompts, decodes and all ways to choose tokens on the runner that will serve, and has it record its
-decode steps; `penstock warm` (execution/warm.py) does the same on a runner of the device "meta". Nobody reads what they write into
-the KV cache and the rows.
+decode steps; `penstock warm` (execution/warm.py) does the same on a runner of the device "meta". Nobody reads what they
+write into the KV cache and the rows.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ Rules = frozenset[str]
 class Rec(NamedTuple):
     """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up.
     `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
-    prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result; `dated`: it says when it was queued."""
+    prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
+    `dated`: it says when it was queued."""
 
     status: str = "submitting"
     cancel: bool = False
