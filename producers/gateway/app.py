@@ -9,11 +9,12 @@ from importlib.metadata import version
 from typing import Final
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers import sweeper
 from producers.aio import AsyncClient
-from producers.gateway import errors, health, metrics, models, openai, tasks
+from producers.gateway import errors, front, health, metrics, models, openai, tasks, views
 from producers.gateway.context import Gateway
 from producers.gateway.edge import Edge
 from producers.gateway.metrics import Metrics
@@ -26,6 +27,8 @@ from producers.readers import ReaderLeases
 
 #: Large results (`large.LARGE`) in memory at once; each may have some tens of megabytes.
 LARGE_RESULTS: Final = 4
+#: Headers of ours that a web page may read.
+EXPOSED: Final = ("location", "retry-after", "retry-after-ms", "x-request-id")
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -44,7 +47,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
             room = Room(client, settings.max_queued, settings.max_queued_per_tenant)
             large = asyncio.Semaphore(LARGE_RESULTS)
-            app.state.gateway = Gateway(settings, client, prompts, templates, readers, room, figures, streams, large)
+            awaited = set(settings.awaited)
+            app.state.gateway = Gateway(
+                settings, client, prompts, templates, readers, room, figures, streams, large, awaited
+            )
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
             if settings.sweep:
                 sweeping = sweeper.run(client, reader_lease_s=settings.reader_lease)
@@ -66,12 +72,21 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         # Those pages load their scripts from elsewhere; /openapi.json is there for tools.
         docs_url=None,
         redoc_url=None,
+        responses=views.errors(*views.ANYWHERE),
         redirect_slashes=False,  # what is not there is said in our words, not by a redirect without any
     )
     app.state.streams = streams
     app.state.metrics = figures
     app.add_middleware(Edge, metrics=figures)
+    if settings.cors_origins:  # around the edge, so that a page may read the errors of both
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED,
+        )
     errors.install(app)
-    for router in (*(part.router for part in (tasks, models, health, metrics)), *openai.ROUTERS):
+    for router in (*(part.router for part in (front, tasks, models, health, metrics)), *openai.ROUTERS):
         app.include_router(router)
     return app

@@ -1,10 +1,13 @@
-"""Reading a request's JSON, with limits."""
+"""Reading a request's JSON, with limits: of what comes in, and of what that unpacks to."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import io
+import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fastapi import Request
 
@@ -37,17 +40,49 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
 async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        shown = f"it has {kind!r}" if kind else "it has none"
+        said = f"it has {shown(kind)}" if kind else "it has none"
         raise Problem(
             415,
-            f"The request must have the content type application/json; {shown}.",
+            f"The request must have the content type application/json; {said}.",
             code="unsupported_media_type",
             headers={"accept": "application/json"},
         )
+    unpack = _unpacking(request)
     body = await _read(request, limit)
+    if unpack is not None:
+        body = await asyncio.to_thread(unpack, body, limit)
     if len(body) <= INLINE:
         return parse(body)
     return await asyncio.to_thread(parse, body)
+
+
+def _unpacking(request: Request) -> Callable[[bytes, int], bytes] | None:
+    """What unpacks the body, as its Content-Encoding says. Raises Problem."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in CODINGS:
+        raise Problem(
+            415,
+            f"The body has the content encoding {shown(coding)}; gzip is taken, or none.",
+            code="unsupported_media_type",
+            headers={"accept-encoding": "gzip"},
+        )
+    return CODINGS[coding]
+
+
+def _gunzip(body: bytes, limit: int) -> bytes:
+    """Unpacks no more than the limit. Raises Problem."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(body)) as packed:
+            plain = packed.read(limit + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise Problem(400, f"The body is not gzip: {error}.", code="invalid_gzip") from None
+    if len(plain) > limit:
+        raise _too_large(limit)
+    return plain
+
+
+#: Content codings that are taken.
+CODINGS: Final[dict[str, Callable[[bytes, int], bytes] | None]] = {"identity": None, "gzip": _gunzip, "x-gzip": _gunzip}
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -3,6 +3,7 @@
 - A request has to come in whole within a time, its first byte included.
 - Of more connections than are taken, each new one is told 503 and closed.
 - A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
+- A caller who speaks HTTP/1.0 is sent no chunks.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
-from starlette.types import Scope
+from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from producers.gateway.errors import RETRY_AFTER, Problem, body_of
@@ -79,6 +80,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _end_by_closing(self.cycle)
         self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
 
     def on_message_complete(self) -> None:
@@ -113,6 +116,19 @@ class Connection(HttpToolsProtocol):
             with socket.socket(fileno=os.dup(fileno)) as same:  # uvloop's own gives no access to options
                 same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
         self.transport.abort()
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: an answer whose length is not said ends with its connection. uvicorn would send chunks;
+    told that there are none, it expects each part to be as long as it is."""
+    send: Callable[[Any], Awaitable[None]] = cycle.send
+
+    async def send_plain(message: Message) -> None:
+        cycle.chunked_encoding = False
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign,assignment]  # it is made anew for each request
 
 
 def limited(receive: float, most: int, refused: Callable[[str], None]) -> type[Connection]:

@@ -31,6 +31,8 @@ class Gateway:
     streams: Streams
     large: asyncio.Semaphore
     """Of large results, as many as may be in memory at once."""
+    awaited: set[str]
+    """Models that no worker has served yet, of those that it waits for to be ready."""
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -37,13 +37,15 @@ class Edge:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         begun = False
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        if method == "HEAD":
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
 
         async def send_on(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                method = scope["method"] if scope["method"] in METHODS else "other"
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message["status"], time.perf_counter() - came)
             await send(message)
@@ -53,7 +55,19 @@ class Edge:
         except ClientDisconnect:
             logger.info("request %s: its client left before it was read", request_id)
         except Exception as error:
-            logger.exception("request %s (%s %s) failed", request_id, scope["method"], scope["path"])
+            logger.exception("request %s (%s %s) failed", request_id, method, scope["path"])
             if begun:
                 raise
             await response_of(problem_of(error))(scope, receive, send_on)
+
+
+def _without_body(send: Send) -> Send:
+    """To answer HEAD as GET is: the head of the answer, and its end at once. A stream takes that for its reader's
+    leaving, and ends."""
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body"})
+
+    return send_head

@@ -8,8 +8,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from redis.asyncio import Redis
 
-from producers.gateway.context import gateway_of
+from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.errors import RETRY_AFTER, Problem, body_of
+from producers.gateway.pools import read_fleet
+from producers.gateway.views import ErrorView
 from producers.steps import FAILURES
 
 router = APIRouter(tags=["health"])
@@ -25,18 +27,34 @@ async def livez() -> JSONResponse:
 
 
 @router.get("/health", include_in_schema=False)  # as vLLM calls it: load generators wait for it
-@router.get("/readyz", responses={503: {"description": "The store, the broker or both do not answer."}})
+@router.get("/readyz", responses={503: {"model": ErrorView, "description": "It is of no use now; the error says why."}})
 async def readyz(request: Request) -> JSONResponse:
-    """Store and broker answer, so tasks can be taken."""
-    client = gateway_of(request).client
+    """Store and broker answer, so tasks can be taken; and the models that it was told to wait for were served."""
+    gateway = gateway_of(request)
+    client = gateway.client
     servers = {"store": client.store, "broker": client.broker}
     answers = dict(zip(servers, await asyncio.gather(*map(_answers, servers.values())), strict=True))
     checks = {name: "ok" if fine else "does not answer" for name, fine in answers.items()}
-    if all(answers.values()):
-        return JSONResponse({"status": "ready", "checks": checks})
-    away = " and ".join(name for name, fine in answers.items() if not fine)
-    problem = Problem(503, f"No answer from the {away}.", code="not_ready")
+    if away := " and ".join(name for name, fine in answers.items() if not fine):
+        return _not_ready(f"No answer from the {away}.", checks)
+    if missing := await _unserved(gateway):
+        checks["models"] = f"no worker serves {', '.join(missing)} yet"
+        return _not_ready(f"N{checks['models'][1:]}.", checks)
+    return JSONResponse({"status": "ready", "checks": checks})
+
+
+def _not_ready(why: str, checks: dict[str, str]) -> JSONResponse:
+    problem = Problem(503, why, code="not_ready")
     return JSONResponse({**body_of(problem), "checks": checks}, 503, RETRY_AFTER)
+
+
+async def _unserved(gateway: Gateway) -> list[str]:
+    """Of the models that are waited for, those that no worker has served yet. One that lost its workers since is no
+    reason to refuse tasks: they wait."""
+    if gateway.awaited:
+        fleet = await read_fleet(gateway.client.store, gateway.client.broker)
+        gateway.awaited.difference_update(pool.model for pool in fleet.pools if pool.workers)
+    return sorted(gateway.awaited)
 
 
 async def _answers(server: Redis) -> bool:

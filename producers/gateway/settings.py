@@ -35,5 +35,9 @@ class GatewaySettings:
     """Tasks of a pool that may wait, all tiers together; past it they are refused with 429, lower tiers before that."""
     max_queued_per_tenant: int | None = None
     """Those of one tenant in a pool, as far as workers have sorted what waits."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may read answers (`https://chat.example.org`, or `*`); none: no page may."""
+    awaited: tuple[str, ...] = ()
+    """Models that have to be served once before this gateway says that it is ready."""
     sweep: bool = True
     """Whether this process also re-sends tasks that were recorded and never sent, and cancels those of lost readers."""

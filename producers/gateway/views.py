@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast
+from typing import Any, Final, Literal, Self, cast
 
 from pydantic import BaseModel, Field
 
@@ -130,7 +130,7 @@ class ModelList(BaseModel):
 
 class ErrorBody(BaseModel):
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str
 
@@ -139,3 +139,12 @@ class ErrorView(BaseModel):
     """Every error."""
 
     error: ErrorBody
+
+
+#: Statuses of errors that any request may meet: no HTTP, too slow, a fault of ours, a server that is away.
+ANYWHERE: Final = (400, 408, 500, 503)
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of errors with these statuses."""
+    return {status: {"model": ErrorView} for status in statuses}

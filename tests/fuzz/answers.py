@@ -120,7 +120,7 @@ def faults(answer: Answer, *, head: bool = False) -> list[str]:
             json.loads(answer.body)
         except ValueError as error:
             found.append(f"no JSON: {error}")
-    elif not kind.startswith("text/plain"):
+    elif not kind.startswith(("text/plain", "text/html")):
         found.append(f"an answer of the type {kind!r}")
     return found
 

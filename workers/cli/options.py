@@ -34,6 +34,14 @@ def process_name(name: str | None) -> str | None:
     return name
 
 
+def _origins(origins: list[str] | None) -> list[str] | None:
+    """Raises typer.BadParameter for what no browser would send as Origin."""
+    for origin in origins or ():
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+            raise typer.BadParameter(f"{origin!r} is no origin: that is SCHEME://HOST or SCHEME://HOST:PORT, or *")
+    return origins
+
+
 def _known(notice: str | None) -> str | None:
     if notice not in (None, "aws"):
         raise typer.BadParameter(f"{notice!r} is not known; there is aws")
@@ -129,6 +137,15 @@ MaxQueued = Annotated[
     typer.Option(min=1, help="Tasks of a pool that may wait; more are refused with 429, lower tiers first."),
 ]
 MaxQueuedPerTenant = Annotated[int | None, typer.Option(min=1, help="Tasks of one tenant that may wait in a pool.")]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        callback=_origins,
+        help="Let web pages of this origin (https://chat.example.org; * for all) call the gateway. May be repeated; "
+        "unset: none.",
+    ),
+]
 
 
 def check_spot(notice: str | None, endpoint: str | None) -> None:
@@ -159,7 +176,8 @@ def said_again(context: typer.Context, *, only: Sequence[str] = (), without: Seq
         if value is None or value == option.default or isinstance(option.envvar, str):
             continue
         if (not only or option.name in only) and option.name not in without:
-            argv += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+            for one in value if isinstance(value, list) else [value]:
+                argv += [option.opts[0]] if one is True else [option.opts[0], str(one)]
     return argv
 
 

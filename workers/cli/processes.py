@@ -12,6 +12,7 @@ import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
 from workers.cli.options import (
+    CorsOrigin,
     Deterministic,
     Device,
     DraftModel,
@@ -224,6 +225,11 @@ def gateway(
     ] = 15.0,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
+    cors_origin: CorsOrigin = None,
+    await_model: Annotated[
+        list[str] | None,
+        typer.Option(help="Answer /readyz with 503 until a worker has served this model. May be repeated."),
+    ] = None,
     log_level: LogLevel = "info",
     fd: Annotated[int | None, typer.Option(hidden=True, help="A socket that listens already.")] = None,
 ) -> None:
@@ -243,6 +249,8 @@ def gateway(
         reader_lease=reader_lease,
         max_queued=max_queued,
         max_queued_per_tenant=max_queued_per_tenant,
+        cors_origins=tuple(cors_origin or ()),
+        awaited=tuple(await_model or ()),
     )
     with _bad_urls():
         _look_at(broker, store)

@@ -185,6 +185,8 @@ class System:
         argv = [*PENSTOCK, "gateway", "--fd", str(fd), "--log-level", self.plan.log_level]
         # Streams may go on for as long as workers drain; then we end them.
         argv += ["--drain", str(self.plan.drain + HAND_BACK_S), *self.plan.gateway_options]
+        for model in self.plan.models:
+            argv += ["--await-model", model.name]
         return Program("gateway", argv, self._urls(), pass_fds=(fd,))
 
     def _sweeper_program(self) -> Program:

@@ -11,6 +11,7 @@ from producers.local import DATA_DIR
 from workers.cli.exits import PROCESS_STATUS
 from workers.cli.options import (
     DEFAULT_URL,
+    CorsOrigin,
     Deterministic,
     DraftModel,
     DType,
@@ -49,7 +50,7 @@ OF_WORKERS: Final = (
     *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
     *("speculate", "draft_model", "speculate_tokens"),
 )
-OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant")
+OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -102,6 +103,7 @@ def up(
     spot_endpoint: SpotEndpoint = None,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
+    cors_origin: CorsOrigin = None,
     drain: Annotated[
         float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on at Ctrl-C.")
     ] = 30.0,

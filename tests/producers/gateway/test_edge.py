@@ -13,7 +13,7 @@ class TestEveryAnswer:
     @pytest.mark.parametrize(
         ("method", "path", "status", "code"),
         [
-            ("GET", "/", 404, "not_found"),
+            ("POST", "/", 405, "method_not_allowed"),
             ("GET", "/v1/nothing", 404, "not_found"),
             ("GET", "/v1/tasks", 405, "method_not_allowed"),
             ("DELETE", "/v1/tasks/x", 405, "method_not_allowed"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import httpx
 import pytest
 from redis import Redis
 
+from producers import keys
 from producers.gateway import health
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
@@ -42,6 +44,31 @@ def test_a_store_that_refuses_is_not_said_to_be_away(http: httpx.Client, valkey:
             assert answer.headers["retry-after"] == "1"
     finally:
         valkey.config_set("maxmemory", 0)
+
+
+def test_a_gateway_that_waits_for_models_is_ready_once_each_was_served(
+    open_door: Callable[..., Door], valkey: Redis, model: str
+) -> None:
+    """Published by a worker that ended is not served; and one that ends later is waited for by tasks alone."""
+    door = open_door(awaited=(model, "other"))
+    with httpx.Client(base_url=door.url, timeout=60) as http:
+        error = http.get("/readyz").json()["error"]
+        assert (error["code"], error["message"]) == ("not_ready", "No worker serves other, tiny yet.")
+        serve(valkey, model, "w1")
+        answer = http.get("/readyz")
+        assert (answer.status_code, answer.json()["checks"]["models"]) == (503, "no worker serves other yet")
+        serve(valkey, "other", "w2")
+        assert http.get("/readyz").status_code == 200
+        valkey.flushall()
+        assert http.get("/readyz").status_code == 200
+
+
+def serve(valkey: Redis, model: str, worker: str) -> None:
+    """A worker's lease, as `pools` reads it."""
+    queue = keys.pool_queue(model, "v", "test")
+    valkey.hset(keys.POOLS, queue, json.dumps({"model": model}))
+    valkey.hset(keys.INCARNATIONS, worker, queue)
+    valkey.set(keys.lease(worker), json.dumps({"worker": worker}))
 
 
 @pytest.mark.parametrize("away", [{"store"}, {"broker"}, {"store", "broker"}])

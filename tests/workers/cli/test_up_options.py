@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,15 +99,21 @@ def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypat
     assert settings == WorkerSettings(URL, URL, settings.model, settings.name, drain=30.0)
 
 
-def test_the_gateway_is_told_how_many_may_wait(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[GatewaySettings] = []
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
     monkeypatch.setattr("workers.cli.processes._look_at", lambda broker, store: None)
-    system = conducted("--max-queued", "60", "--max-queued-per-tenant", "6")
-    argv = list(system.plan.gateway_options)
-    result = CliRunner().invoke(app, ["gateway", "--broker", URL, "--port", "0", *argv])
+    origins = ("https://a.example", "http://localhost:3000")
+    said = ("--max-queued", "60", "--max-queued-per-tenant", "6", *(f"--cors-origin={origin}" for origin in origins))
+    system = conducted(*said, "--model", "tiny", "--model", "two=tiny")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        system._listener = listener.dup()  # the command closes what it is given
+        program = system._gateway_program()
+        result = CliRunner().invoke(app, list(program.argv)[len(PENSTOCK) :], env=dict(program.env))
     assert result.exit_code == 0, (result.output, result.exception)
     assert (given[0].max_queued, given[0].max_queued_per_tenant) == (60, 6)
+    assert (given[0].cors_origins, given[0].awaited) == (origins, ("tiny", "two"))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +125,8 @@ def test_the_gateway_is_told_how_many_may_wait(conducted: Conducted, monkeypatch
         (("--spot-endpoint", "http://imds"), "it is a URL, http://..., beside --spot-notice"),
         (("--health-port", "65535", "--workers", "2"), "65535 is the last"),
         (("--max-queued", "0"), "should be greater than or equal to 1"),
+        (("--cors-origin", "https://a.example/"), "is no origin"),
+        (("--cors-origin", "a.example"), "is no origin"),
     ],
 )
 def test_what_no_process_would_take_is_refused_before_any_is_started(said: tuple[str, ...], why: str) -> None:

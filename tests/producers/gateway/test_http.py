@@ -1,0 +1,197 @@
+"""What HTTP lets callers do besides: HEAD, HTTP/1.0, packed bodies, calls from web pages; and the page at `/`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import socket
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Door, until
+
+Open = Callable[..., Door]
+PAGE = "https://chat.example.org"
+#: What a browser asks before a page's request.
+ASKED = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+PACKED = gzip.compress(b"{}", mtime=0)
+
+
+def old_answer(door: Door, request: str) -> tuple[str, bytes]:
+    """Head and body of what comes until the connection ends, to a request in HTTP/1.0."""
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        connection.sendall(request.encode())
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    return head.decode().lower(), body
+
+
+class TestHttp10:
+    def test_a_stream_ends_with_its_connection_and_has_no_chunks(
+        self, door: Door, submit: Callable[..., str], worker: FakeWorker
+    ) -> None:
+        task_id = submit()
+        worker.claim(task_id)
+        worker.append(task_id, 0, [" a", " b"])
+        worker.finish(task_id, [2])
+        head, body = old_answer(door, f"GET /v1/tasks/{task_id}/events HTTP/1.0\r\n\r\n")
+        assert "transfer-encoding" not in head
+        assert body.startswith(b"retry: 1000\n\nid: 0\nevent: token\n")
+        assert body.endswith(b"}\n\n")
+        assert body.count(b"event: end\n") == 1
+
+    def test_what_has_a_length_says_it(self, door: Door) -> None:
+        head, body = old_answer(door, "GET /livez HTTP/1.0\r\n\r\n")
+        assert f"content-length: {len(body)}" in head
+        assert json.loads(body) == {"status": "ok"}
+
+    def test_an_error_is_told(self, door: Door) -> None:
+        head, body = old_answer(door, "GET /nowhere HTTP/1.0\r\n\r\n")
+        assert head.startswith("http/1.1 404")
+        assert json.loads(body)["error"]["code"] == "not_found"
+
+
+class TestHead:
+    @pytest.mark.parametrize(
+        "path", ["/", "/livez", "/readyz", "/metrics", "/openapi.json", "/v1/models", "/v1/models/tiny", "/v1/tasks/x"]
+    )
+    def test_it_is_answered_as_get_is_without_a_body(self, http: httpx.Client, path: str) -> None:
+        head, whole = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (whole.status_code, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        if path != "/metrics":  # they count
+            assert head.headers["content-length"] == whole.headers["content-length"]
+
+    def test_that_of_a_stream_does_not_wait_for_it(
+        self, door: Door, http: httpx.Client, submit: Callable[..., str]
+    ) -> None:
+        answer = http.head(f"/v1/tasks/{submit()}/events")
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        until(lambda: not len(door.app.state.streams))
+        assert http.get("/livez").status_code == 200, "the connection is of use for the next request"
+
+    def test_where_get_is_not_taken_it_is_refused(self, http: httpx.Client) -> None:
+        answer = http.head("/v1/completions")
+        assert (answer.status_code, answer.headers["allow"], answer.content) == (405, "POST", b"")
+
+    def test_it_is_counted_as_what_it_is(self, http: httpx.Client) -> None:
+        http.head("/livez")
+        counted = 'penstock_gateway_requests_total{method="HEAD",route="/livez",status="200"} 1.0'
+        assert counted in http.get("/metrics").text
+
+
+class TestPacked:
+    @pytest.fixture
+    def door(self, open_door: Open, model: str) -> Door:
+        return open_door(max_body=1000)
+
+    @staticmethod
+    def send(http: httpx.Client, body: bytes, coding: str = "gzip") -> httpx.Response:
+        return http.post(
+            "/v1/tasks", content=body, headers={"content-type": "application/json", "content-encoding": coding}
+        )
+
+    @staticmethod
+    def task(model: str, prompt: str = "def f") -> bytes:
+        return json.dumps({"model": model, "prompt": prompt}).encode()
+
+    @pytest.mark.parametrize("coding", ["gzip", "GZIP", "x-gzip", "identity"])
+    def test_a_packed_task_is_taken(self, http: httpx.Client, model: str, coding: str) -> None:
+        body = self.task(model)
+        answer = self.send(http, body if coding == "identity" else gzip.compress(body), coding)
+        assert answer.status_code == 202, answer.text
+
+    @pytest.mark.parametrize("unpacked", [2000, 50_000_000])
+    def test_what_unpacks_to_too_much_is_refused(self, http: httpx.Client, model: str, unpacked: int) -> None:
+        packed = b"".join((pack := zlib.compressobj(9, wbits=31), pack.compress(b" " * unpacked), pack.flush())[1:])
+        answer = self.send(http, packed)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            b"{}",
+            PACKED[:-3],
+            PACKED[:-8] + b"\0" * 8,
+            PACKED + b"more",
+            PACKED[:10] + b"\xff" * 20,
+        ],
+    )
+    def test_what_is_not_gzip_is_said_to_be_none(self, http: httpx.Client, broken: bytes) -> None:
+        answer = self.send(http, broken)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_gzip")
+
+    @pytest.mark.parametrize("coding", ["br", "zstd", "deflate", "gzip, gzip", ""])
+    def test_other_codings_are_refused(self, http: httpx.Client, model: str, coding: str) -> None:
+        answer = self.send(http, self.task(model), coding)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert answer.headers["accept-encoding"] == "gzip"
+
+
+class TestWebPages:
+    def test_no_page_may_call_unless_it_is_said(self, http: httpx.Client) -> None:
+        assert http.options("/v1/models", headers=ASKED).status_code == 405
+        assert "access-control-allow-origin" not in http.get("/v1/models", headers={"origin": PAGE}).headers
+
+    @pytest.mark.parametrize("origins", [(PAGE,), ("http://localhost:3000", PAGE)])
+    def test_a_page_of_a_known_origin_may_call_and_read_errors(
+        self, open_door: Open, model: str, origins: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        door = open_door(cors_origins=origins)
+
+        def broken() -> None:
+            raise RuntimeError
+
+        with httpx.Client(base_url=door.url, timeout=60) as http:
+            before = http.options("/v1/chat/completions", headers=ASKED)
+            assert before.status_code == 200
+            assert before.headers["access-control-allow-origin"] == PAGE
+            assert "authorization" in before.headers["access-control-allow-headers"]
+            monkeypatch.setattr(door.app.state.gateway.client, "models", broken)
+            for path, status in (("/v1/models/tiny", 200), ("/v1/tasks/x", 404), ("/v1/models", 500)):
+                answer = http.get(path, headers={"origin": PAGE})
+                assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+    def test_others_may_not(self, open_door: Open, model: str) -> None:
+        with httpx.Client(base_url=open_door(cors_origins=(PAGE,)).url, timeout=60) as http:
+            other = {"origin": "https://evil.example"}
+            assert http.options("/v1/models", headers=ASKED | other).status_code == 400
+            assert "access-control-allow-origin" not in http.get("/v1/models", headers=other).headers
+
+
+def test_the_page_at_the_root_leads_on(http: httpx.Client) -> None:
+    answer = http.get("/")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    links = re.findall('href="(.+?)"', answer.text)
+    assert {"/v1/models", "/metrics", "/readyz", "/openapi.json"} <= set(links)
+    assert {http.get(link).status_code for link in links} == {200}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (True, "true"),
+        ("a\nb", r'"a\nb"'),
+        (["é", None, False], '["é", null, false]'),
+        ({"a": None}, '{"a": null}'),
+        ("\u202e", r'"\u202e"'),
+        ("\ud800", r'"\ud800"'),
+    ],
+)
+def test_errors_show_values_as_the_caller_wrote_them(http: httpx.Client, model: str, value: Any, said: str) -> None:
+    answer = http.post(
+        "/v1/completions",
+        content=json.dumps({"model": model, "prompt": "x", "temperature": value}),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.json()["error"]["message"].startswith(f"temperature is {said}; ")
