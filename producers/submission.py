@@ -175,9 +175,10 @@ def _failed(what: str, error: Exception) -> SubmitFailed:
 
 def _unknown(model: str, names: list[str]) -> str:
     if not names:
-        return f"There is no model {model!r}: none is published in this store; start a worker, which publishes its own"
+        none = f"There is no model {shown(model)}: none is published in this store"
+        return f"{none}; start a worker, which publishes its own"
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"There is no model {model!r}; models here: {', '.join(names[:20])}{more}"
+    return f"There is no model {shown(model)}; models here: {', '.join(names[:20])}{more}"
 
 
 def _monotonic_ms() -> int:

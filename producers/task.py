@@ -102,10 +102,13 @@ def _tier(value: Any) -> Any:
 Tier = Literal["priority", "default", "flex", "batch"]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Ids = Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[int])]
+Ids = Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[Count])]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, float])]
-Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=str | list[int])]
+Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
+#: What OpenAPI says of a prompt; `_prompt` sees to it.
+PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
+PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
 
 
 class Task(BaseModel):
@@ -129,20 +132,36 @@ class Task(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
     logit_bias: Biases = Field(
-        default_factory=dict, max_length=1024, description="at most 1024 numbers from -100 to 100 by token id"
+        default_factory=dict,
+        max_length=1024,
+        description="at most 1024 numbers from -100 to 100 by token id",
+        json_schema_extra={"maxProperties": 1024, "propertyNames": {"pattern": f"^({_DECIMAL.pattern})$"}},
     )
     allowed_token_ids: Ids = Field(
-        (), max_length=4096, description="a list of at most 4096 token ids, of which banned_token_ids leaves some"
+        (),
+        max_length=4096,
+        json_schema_extra={"maxItems": 4096},
+        description="a list of at most 4096 token ids, of which banned_token_ids leaves some",
     )
-    banned_token_ids: Ids = Field((), max_length=4096, description="a list of at most 4096 token ids")
-    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_tuple, json_schema_input_type=list[str])] = Field(
-        (), max_length=64, description="a list of at most 64 strings, each of 1 to 256 characters"
+    banned_token_ids: Ids = Field(
+        (), max_length=4096, json_schema_extra={"maxItems": 4096}, description="a list of at most 4096 token ids"
+    )
+    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_tuple, json_schema_input_type=list[Text])] = Field(
+        (),
+        max_length=64,
+        json_schema_extra={"maxItems": 64},
+        description="a list of at most 64 strings, each of 1 to 256 characters",
     )
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field(
-        (), max_length=16, description="a string, or a list of at most 16, each of 1 to 256 characters"
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=Text | list[Text])] = Field(
+        (),
+        max_length=16,
+        json_schema_extra={"maxItems": 16},
+        description="a string, or a list of at most 16, each of 1 to 256 characters",
     )
-    stop_token_ids: Ids = Field((), max_length=64, description="a list of at most 64 token ids")
+    stop_token_ids: Ids = Field(
+        (), max_length=64, json_schema_extra={"maxItems": 64}, description="a list of at most 64 token ids"
+    )
     include_stop: bool = Field(False, description="true (the text keeps the stop string that ended it) or false")
     ignore_eos: bool = Field(False, description="true or false")
     n: int = Field(1, ge=1, le=64, description="an integer from 1 to 64")
@@ -236,17 +255,20 @@ class Task(BaseModel):
         """Raise InvalidTask where the model of this card (`engine.text.card`) cannot run the task."""
         context, vocabulary = int(card["context_length"]), int(card["vocab_size"])
         if "generate" not in card["capabilities"]:
-            raise InvalidTask(f"model {self.model!r} generates no text", param="model", code="unsupported_model")
+            raise InvalidTask(f"model {shown(self.model)} generates no text", param="model", code="unsupported_model")
         if not isinstance(self.prompt, str) and max(self.prompt) >= vocabulary:
             raise InvalidTask(
-                f"prompt has token id {max(self.prompt)}; {self.model!r} has ids 0 to {vocabulary - 1}", param="prompt"
+                f"prompt has token id {max(self.prompt)}; {shown(self.model)} has ids 0 to {vocabulary - 1}",
+                param="prompt",
             )
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias"):
             highest = max(getattr(self, name), default=0)
             if highest >= vocabulary:
-                raise InvalidTask(f"{name} has {highest}; {self.model!r} has ids 0 to {vocabulary - 1}", param=name)
+                raise InvalidTask(
+                    f"{name} has {highest}; {shown(self.model)} has ids 0 to {vocabulary - 1}", param=name
+                )
         if len(set(self.banned_token_ids)) >= vocabulary:
-            raise InvalidTask(f"banned_token_ids bans all tokens of {self.model!r}", param="banned_token_ids")
+            raise InvalidTask(f"banned_token_ids bans all tokens of {shown(self.model)}", param="banned_token_ids")
         prompt = self.prompt_tokens or 1
         output = max(self.min_tokens, 1) if self.max_tokens is None else self.max_tokens
         self._check_size(prompt, context)
@@ -256,7 +278,7 @@ class Task(BaseModel):
                 f"This model's maximum context length is {context} tokens. However, you requested "
                 f"{'' if self.prompt_tokens else 'at least '}{prompt + output} tokens ({prompt} in the prompt, "
                 f"{output} in the completion). Shorten the prompt, lower max_tokens, or use a model with "
-                f"more context than {self.model!r}.",
+                f"more context than {shown(self.model)}.",
                 param="prompt" if prompt >= context else "max_tokens",
                 code="context_length_exceeded",
             )
@@ -264,7 +286,7 @@ class Task(BaseModel):
         capacity, needed = int(card.get("kv_capacity", context)), max(prompt, prompt + output - 1)
         if needed > capacity:
             raise InvalidTask(
-                f"prompt and output need {needed} tokens of KV cache; the workers of {self.model!r} have room for "
+                f"prompt and output need {needed} tokens of KV cache; the workers of {shown(self.model)} have room for "
                 f"{capacity}; shorten the prompt, lower max_tokens or serve with a larger KV cache",
                 param="prompt" if prompt > capacity else "max_tokens",
                 code="kv_capacity_exceeded",
@@ -319,14 +341,20 @@ def read_json(body: str | bytes) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: not longer than a line, and what JSON has words for in these."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
+    """A value as a message shows it: as JSON writes it, and not longer than a line."""
     try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, RecursionError):  # a caller of the library may give anything
         text = repr(value)
     except ValueError:  # Python prints no integer of more than 4,300 digits
         text = f"a huge {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+    text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def _visible(sign: str) -> str:
+    """What shows, and what would not or is no character by itself, as JSON writes it."""
+    return sign if sign.isprintable() else json.dumps(sign)[1:-1]
 
 
 def label(name: str) -> str:
@@ -342,7 +370,7 @@ def likely(name: str, names: Iterable[str]) -> str | None:
 
 def _unknown(name: str) -> InvalidTask:
     near = likely(name, Task.model_fields)
-    hint = f"; did you mean {near!r}?" if near else f"; a task has {', '.join(Task.model_fields)}"
+    hint = f"; did you mean {shown(near)}?" if near else f"; a task has {', '.join(Task.model_fields)}"
     return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
 
 

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from producers import keys
 from producers.gateway.errors import RETRY_AFTER, Problem
+from producers.task import shown
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
         data = await store.execute_command("GET", keys.blob(digest))
         if data is None:
             raise unavailable(
-                f"{name} of model {card['name']!r} is not in the store; start a worker, which puts it there."
+                f"{name} of model {shown(card['name'])} is not in the store; start a worker, which puts it there."
             )
         if hashlib.sha256(data).hexdigest() != digest:
             logger.error("%s of %s (%s) is not what its name says", name, card["name"], keys.blob(digest))
@@ -40,7 +41,7 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
 
 def broken(model: str, name: str) -> Problem:
     return unavailable(
-        f"{name} of model {model!r} in the store is broken; restart a worker of it, which puts it there anew."
+        f"{name} of model {shown(model)} in the store is broken; restart a worker of it, which puts it there anew."
     )
 
 

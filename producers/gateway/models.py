@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from producers.gateway.context import gateway_of
-from producers.gateway.views import ErrorView, ModelList, ModelView
+from producers.gateway.views import ModelList, ModelView, errors
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -16,7 +16,7 @@ async def listed(request: Request) -> ModelList:
     return ModelList(data=[ModelView.of(card) for card in await gateway_of(request).client.models()])
 
 
-@router.get("/{name:path}", response_model=ModelView, responses={404: {"model": ErrorView}})
+@router.get("/{name:path}", response_model=ModelView, responses=errors(404))
 async def one(request: Request, name: str) -> ModelView:
     """One model. Its name may have slashes."""
     return ModelView.of(await gateway_of(request).client.card(name))

@@ -18,6 +18,7 @@ from producers.gateway.blobs import TOKENIZER, broken, read_blobs
 from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
 from producers.gateway.lane import Lane, LaneBusy, LaneClosed
+from producers.task import shown
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,9 @@ class Prompts:
     async def _encoder(self, card: Mapping[str, Any]) -> _Encoder:
         digest = card["files"].get(TOKENIZER)
         if digest is None:
-            raise InvalidTask(f"model {card['name']!r} has no tokenizer; give the prompt as token ids", param="prompt")
+            raise InvalidTask(
+                f"model {shown(card['name'])} has no tokenizer; give the prompt as token ids", param="prompt"
+            )
         return await self._encoders.get(digest, lambda: self._load(card))
 
     async def _load(self, card: Mapping[str, Any]) -> _Encoder:

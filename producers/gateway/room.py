@@ -25,7 +25,7 @@ from producers.aio import AsyncClient
 from producers.connect import SILENT_S
 from producers.gateway.errors import Problem
 from producers.steps import FAILURES
-from producers.task import Task
+from producers.task import Task, shown
 
 #: Of the bound, how much a tier may find taken: by all tiers, for the priority tier by itself. Never less than one
 #: task, so that a small bound refuses no tier where nothing waits.
@@ -100,7 +100,11 @@ class Room:
             seconds = max(SHORTEST_S, count.line - now)
         seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - those who were refused together should not come together
         whose = (
-            "of this model and tier" if tenant is None else f"of tenant {tenant!r}" if tenant else "without a tenant"
+            "of this model and tier"
+            if tenant is None
+            else f"of tenant {shown(tenant)}"
+            if tenant
+            else "without a tenant"
         )
         raise Problem(
             429,

@@ -34,6 +34,16 @@ logger = logging.getLogger(__name__)
 #: The first line: how soon (ms) an EventSource comes back when the connection breaks.
 PREAMBLE = b"retry: 1000\n\n"
 HEARTBEAT = b": still here\n\n"
+#: What OpenAPI says of each event.
+EVENT = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "id": {"type": "string", "description": "the position; an error has none"},
+        "event": {"enum": ["prompt", "token", "end", "error"]},
+        "data": {"type": "string", "description": "JSON"},
+    },
+}
 
 
 def logprobs_view(logprobs: Logprobs) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
@@ -14,16 +14,16 @@ from producers.gateway import outcome
 from producers.gateway.body import read_task
 from producers.gateway.context import gateway_of
 from producers.gateway.errors import Problem
-from producers.gateway.sse import EventStream
-from producers.gateway.views import Cancelled, ErrorView, TaskView
+from producers.gateway.sse import EVENT, EventStream
+from producers.gateway.views import Cancelled, TaskView, errors
 from producers.reader import MAX_POSITION
-from producers.task import Task
+from producers.task import Task, shown
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
+_POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
 #: How long a cancel waits for the worker that runs the task, seconds: some steps.
 CANCEL_S: Final = 1.0
-NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {404: {"model": ErrorView}}
 
 
 @router.post(
@@ -31,7 +31,7 @@ NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {404: {"model": ErrorView}}
     status_code=202,
     response_model=TaskView,
     response_model_exclude_unset=True,
-    responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 429, 503)},
+    responses=errors(404, 413, 415, 429),
     openapi_extra={
         "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}}
     },
@@ -62,7 +62,7 @@ async def submit(request: Request, response: Response) -> TaskView:
     )
 
 
-@router.get("/{task_id}", response_model=TaskView, responses={**NOT_FOUND, 503: {"model": ErrorView}})
+@router.get("/{task_id}", response_model=TaskView, responses=errors(404))
 async def look(request: Request, task_id: str) -> Response:
     """A task's state; with its outputs once it is final."""
     gateway = gateway_of(request)
@@ -76,15 +76,15 @@ async def look(request: Request, task_id: str) -> Response:
 @router.get(
     "/{task_id}/events",
     status_code=200,
-    response_class=EventStream,
+    response_class=Response,
     responses={
         200: {
             "description": "Server-sent events: `prompt` for the prompt's log probabilities, where asked for; "
-            "`token` for each token; then one `end`."
+            "`token` for each token; then one `end`.",
+            "content": {EventStream.media_type: {"schema": EVENT}},
         },
         204: {"description": "The stream ended before the position asked for: do not come back."},
-        400: {"model": ErrorView},
-        **NOT_FOUND,
+        **errors(404),
     },
     openapi_extra={
         "parameters": [
@@ -92,8 +92,14 @@ async def look(request: Request, task_id: str) -> Response:
                 "name": "from",
                 "in": "query",
                 "description": "the first position to send; the header Last-Event-ID, one less, goes before it",
-                "schema": {"type": "integer", "minimum": 0, "default": 0},
-            }
+                "schema": _POSITION | {"default": 0},
+            },
+            {
+                "name": "Last-Event-ID",
+                "in": "header",
+                "description": "the last position that was read, as an EventSource says when it comes back",
+                "schema": _POSITION,
+            },
         ]
     },
 )
@@ -114,7 +120,7 @@ async def follow(request: Request, task_id: str) -> Response:
     return EventStream(batches, gateway.streams, first=first, heartbeat=settings.heartbeat, stall=settings.stall)
 
 
-@router.post("/{task_id}/cancel", response_model=Cancelled, responses=NOT_FOUND)
+@router.post("/{task_id}/cancel", response_model=Cancelled, responses=errors(404))
 async def cancel(request: Request, task_id: str) -> Response:
     """Ask for a task's end, and answer with the task. Once accepted, it ends `cancelled`: at once where nobody runs it,
     else within a step of its worker. To ask again changes nothing."""
@@ -142,10 +148,9 @@ def _start(request: Request) -> int:
 
 def _position(text: str, name: str) -> int:
     if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_POSITION:
-        shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise Problem(
             400,
-            f"{name} is {shown!r}; it must be a position in the stream, from 0 up.",
+            f"{name} is {shown(text)}; it must be a position in the stream, from 0 up.",
             code="invalid_value",
             param=name,
         )

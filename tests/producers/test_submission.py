@@ -84,7 +84,7 @@ def test_a_refused_task_leaves_nothing_behind(client: Face, valkey: Redis, field
 
 def test_an_unknown_model_is_told_which_there_are(client: Face, valkey: Redis) -> None:
     valkey.hset(keys.MODELS, "small", json.dumps(CARD | {"name": "small"}))
-    with pytest.raises(UnknownModel, match=re.escape("There is no model 'tin'; models here: small, tiny")) as refused:
+    with pytest.raises(UnknownModel, match=re.escape('There is no model "tin"; models here: small, tiny')) as refused:
         client.submit(model="tin", prompt="x")
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
 

@@ -123,10 +123,10 @@ def test_the_message_gives_value_and_limits() -> None:
         Task(model="tiny", prompt="x", top_p=1.5)
     with pytest.raises(InvalidTask, match=r"prompt\[1\] is -7; a token id is an integer from 0 to 2147483647"):
         Task(model="tiny", prompt=(1, -7))
-    with pytest.raises(InvalidTask, match="did you mean 'temperature'"):
+    with pytest.raises(InvalidTask, match='did you mean "temperature"'):
         Task.parse({"model": "tiny", "prompt": "x", "temprature": 1})
     for fields in ({"metadata": {"k": "a\udc80"}}, {"metadata": {"a\udc80": "v"}}, {"stop": ["a\udc80"]}):
-        with pytest.raises(InvalidTask, match=r"is not valid Unicode: 'a\\udc80' has a lone surrogate"):
+        with pytest.raises(InvalidTask, match=r'is not valid Unicode: "a\\udc80" has a lone surrogate'):
             Task(model="tiny", prompt="x", **fields)
     with pytest.raises(InvalidTask, match="prompt is missing"):
         Task.parse({"model": "tiny"})
@@ -167,7 +167,7 @@ def test_what_is_null_was_left_out(name: str) -> None:
 
 def test_unknown_fields_are_not_counted_up() -> None:
     """One is enough to refuse a body that has nothing else: pydantic would make a message for each."""
-    with pytest.raises(InvalidTask, match="unknown field 'k0'") as refused:
+    with pytest.raises(InvalidTask, match='unknown field "k0"') as refused:
         Task.parse({f"k{at}": at for at in range(100_000)})
     assert refused.value.__context__ is None
 
@@ -221,7 +221,7 @@ def test_what_the_model_cannot_run_is_refused(fields: dict[str, Any], param: str
 )
 def test_what_no_workers_cache_has_room_for_is_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(
-        InvalidTask, match=r"10[1-9] tokens of KV cache; the workers of 'tiny' have room for 100;"
+        InvalidTask, match=r'10[1-9] tokens of KV cache; the workers of "tiny" have room for 100;'
     ) as no:
         Task(model="tiny", **fields).check(CARD | {"kv_capacity": 100})
     assert (no.value.param, no.value.code) == (param, "kv_capacity_exceeded")

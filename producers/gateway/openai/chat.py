@@ -21,19 +21,18 @@ from producers.gateway.foreground import Foreground
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
-from producers.gateway.openai.messages import read_messages
+from producers.gateway.openai.messages import MESSAGE, read_messages
 from producers.gateway.openai.outputs import News, news
-from producers.gateway.openai.parameters import Asked, count, flag, read, refusal, request_body
+from producers.gateway.openai.parameters import RESPONSES, Asked, count, flag, read, refusal, request_body
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
-from producers.gateway.views import ErrorView
-from producers.task import Task
+from producers.task import Task, shown
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
 
 MAX_TOP_LOGPROBS: Final = 20
 #: The endpoint's own parameters, with their JSON schemas.
 OWN: Final[dict[str, dict[str, Any]]] = {
-    "messages": {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
+    "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
     "logprobs": {"type": "boolean"},
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
     "add_generation_prompt": {"type": "boolean"},
@@ -67,7 +66,7 @@ class _Chat:
     "/completions",
     response_class=JSONResponse,
     response_model=None,
-    responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 429, 503)},
+    responses=RESPONSES,
     openapi_extra=request_body(OWN, RENAMED, required="messages"),
 )
 async def create(request: Request) -> Response:
@@ -137,7 +136,7 @@ async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: 
         task.check(card)
         if "chat" not in card["capabilities"]:
             raise InvalidTask(
-                f"model {task.model!r} has no chat template; send its prompts to /v1/completions",
+                f"model {shown(task.model)} has no chat template; send its prompts to /v1/completions",
                 param="model",
                 code="unsupported_model",
             )

@@ -21,10 +21,9 @@ from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed
 from producers.gateway.openai.logprobs import COMPLETION, CompletionLogprobs
 from producers.gateway.openai.outputs import News, news, weight
-from producers.gateway.openai.parameters import request_body
+from producers.gateway.openai.parameters import RESPONSES, request_body
 from producers.gateway.openai.prompts import OWN, RENAMED, Completion, read_completion
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
-from producers.gateway.views import ErrorView
 from producers.task import Task
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -34,7 +33,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
     "/completions",
     response_class=JSONResponse,
     response_model=None,
-    responses={status: {"model": ErrorView} for status in (400, 404, 413, 415, 429, 503)},
+    responses=RESPONSES,
     openapi_extra=request_body(OWN, RENAMED, required="prompt"),
 )
 async def create(request: Request) -> Response:

@@ -17,6 +17,25 @@ PASSED_ON: Final = ("name", "tool_call_id", "reasoning_content")
 #: An assistant's message comes with these when it is sent back as it was received: they hold nothing then. Whatever
 #: else a message has, such as an id or another service's `cache_control`, is a client's own, and not looked at.
 EMPTY_AS_RECEIVED: Final = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+_PART: Final = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+#: What OpenAPI says of a message.
+MESSAGE: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]},
+        **{name: {"type": ["string", "null"]} for name in PASSED_ON},
+    },
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+    ],
+}
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from producers.errors import InvalidTask, UnknownModel
 from producers.gateway.errors import Problem
+from producers.gateway.views import errors
 from producers.task import MAX_SEED, MAX_TENANT, Task, likely, shown
 
 #: The result of a foreground request is kept this long (s), for who looks into what happened.
@@ -47,6 +48,7 @@ HINTS: Final[dict[str, type]] = {
     "prompt_cache_retention": str,
     "prompt_cache_options": dict,
 }
+_KINDS: Final[Mapping[type, str]] = {str: "string", dict: "object"}
 #: Not offered -> the values that ask for nothing beyond what is.
 NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "tools": ([],),
@@ -68,6 +70,11 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "use_beam_search": (False,),
+}
+#: What OpenAPI says of the endpoints' answers: in one piece, or as a stream.
+RESPONSES: Final = {
+    200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}},
+    **errors(404, 409, 413, 415, 429, 504),
 }
 #: OpenAI's, and vLLM's `continuous_usage_stats`, which load generators ask for.
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
@@ -120,10 +127,12 @@ class Asked:
 
 
 def request_body(own: Mapping[str, Any], renamed: dict[str, str], *, required: str) -> dict[str, Any]:
-    """What OpenAPI says of an endpoint's body: the parameters that do something, with a task's limits."""
+    """What OpenAPI says of an endpoint's body: all that is taken, with a task's limits."""
     task = Task.model_json_schema()["properties"]
     properties = {
         "model": task["model"],
+        **{name: {"type": _KINDS[kind], "description": "taken, and not used"} for name, kind in HINTS.items()},
+        **{name: {"enum": [None, *nothing]} for name, nothing in NOT_OFFERED.items()},
         **own,
         **{name: task[name] for name in SAME},
         **{name: task[field] for name, field in (OTHER_NAMES | renamed).items()},
@@ -135,12 +144,23 @@ def request_body(own: Mapping[str, Any], renamed: dict[str, str], *, required: s
             "properties": {name: {"type": "boolean"} for name in ("include_usage", "continuous_usage_stats")},
         },
     }
-    schema = {"type": "object", "required": ["model", required], "properties": properties}
+    schema = {
+        "type": "object",
+        "required": ["model", required],
+        "properties": properties,
+        "additionalProperties": False,
+    }
+    if alike := [names for field in set(renamed.values()) if len(names := _called(renamed, field)) > 1]:
+        schema["not"] = {"anyOf": [{"required": names} for names in alike]}
     tenant = {"name": TENANT, "in": "header", "description": "the tenant whose turn it is", "schema": task["tenant"]}
     return {
         "parameters": [tenant],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
     }
+
+
+def _called(renamed: Mapping[str, str], field: str) -> list[str]:
+    return [name for name, ours in renamed.items() if ours == field]
 
 
 def read(
@@ -285,7 +305,7 @@ def _same(value: Any, nothing: Any) -> bool:
 
 def _unknown(name: str, known: set[str]) -> Problem:
     near = likely(name, known)
-    hint = f"; did you mean {near!r}?" if near else "; see docs/http.md for what is taken"
+    hint = f"; did you mean {shown(near)}?" if near else "; see docs/http.md for what is taken"
     return Problem(400, f"unknown parameter {shown(name)}{hint}", code="unknown_parameter", param=name)
 
 

@@ -12,16 +12,29 @@ from producers.gateway.context import Gateway
 from producers.gateway.errors import Problem
 from producers.gateway.openai.parameters import Asked, flag, read
 from producers.gateway.prompts import InvalidPrompt
-from producers.task import MAX_LOGPROBS, Task, shown
+from producers.task import MAX_INT32, MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task, shown
 
 P = TypeVar("P")
 T = TypeVar("T")
 
+#: Prompts in one request.
+MAX_PROMPTS: Final = 256
+_TEXT: Final = {"type": "string", "maxLength": MAX_PROMPT_BYTES}
+_IDS: Final = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_PROMPT_TOKENS,
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32},
+}
 #: The endpoint's own parameters, with their JSON schemas.
 OWN: Final[dict[str, dict[str, Any]]] = {
     "prompt": {
         "description": "text, a list of texts, token ids, or a list of lists of token ids",
-        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}],
+        "anyOf": [
+            _TEXT,
+            _IDS,
+            {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [_TEXT, _IDS]}},
+        ],
     },
     "echo": {"type": "boolean"},
     "add_special_tokens": {"type": "boolean"},
@@ -29,7 +42,6 @@ OWN: Final[dict[str, dict[str, Any]]] = {
 RENAMED: Final = {name: name for name in ("max_tokens", "best_of", "logprobs")}
 #: OpenAI's default.
 MAX_TOKENS: Final = 16
-MAX_PROMPTS: Final = 256
 #: Tokens of all choices of all prompts that an answer in one piece may have: some tens of megabytes.
 MAX_ANSWER: Final = 1 << 23
 Prompt = str | list[int]
@@ -169,7 +181,7 @@ def _beginning(card: Mapping[str, Any]) -> tuple[int, ...]:
     tokens = [token for token in (card["bos_token_id"], *card["eos_token_ids"]) if token is not None]
     if not tokens:
         raise InvalidTask(
-            f"prompt is empty, and model {card['name']!r} has no token for a beginning; give text, or a token id",
+            f"prompt is empty, and model {shown(card['name'])} has no token for a beginning; give text, or a token id",
             param="prompt",
             code="empty_prompt",
         )

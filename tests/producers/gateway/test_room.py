@@ -64,7 +64,7 @@ def test_a_tenant_has_a_bound_of_its_own(post: Callable[..., httpx.Response], va
     refused = post(bound, tenant="greedy")
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "tenant_queue_full"
-    assert "of tenant 'greedy', 3 may wait" in refused.json()["error"]["message"]
+    assert 'of tenant "greedy", 3 may wait' in refused.json()["error"]["message"]
     assert post(bound, tenant="other").status_code == 202
     assert post(bound).status_code == 202
     valkey.zrem(keys.turn(QUEUE, "greedy"), "1")

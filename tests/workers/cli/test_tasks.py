@@ -119,10 +119,10 @@ class TestSubmit:
     @pytest.mark.parametrize(
         ("args", "says"),
         [
-            (("huge", "x"), "There is no model 'huge'; models here: tiny"),
+            (("huge", "x"), 'There is no model "huge"; models here: tiny'),
             (("tiny", ""), "prompt is empty"),
             (("tiny", "x", "--temperature", "-1"), "temperature is -1"),
-            (("tiny", "x", "--tier", "gold"), "tier is 'gold'"),
+            (("tiny", "x", "--tier", "gold"), 'tier is "gold"'),
             (("tiny", "x", "--metadata", "k"), "--metadata is 'k'; it looks like KEY=TEXT"),
             (("tiny", "x", "--max-tokens", "many"), "as an integer"),
             (("tiny",), "'prompt'"),

@@ -115,7 +115,7 @@ class TestPrompts:
             ([], "prompt", "empty"),
             ([[5], []], "prompt[1]", "prompt[1] is empty"),
             ([[5], [-1]], "prompt[1]", "prompt[1][0] is -1"),
-            ([5, "a"], "prompt", "prompt[1] is 'a'"),
+            ([5, "a"], "prompt", 'prompt[1] is "a"'),
             ([5, [6]], "prompt", "prompt[1] is [6]"),
             ([[5], [[6]]], "prompt[1]", "prompt[1][0] is [6]"),
             ({"a": 1}, "prompt", "text or a list"),

@@ -1,0 +1,118 @@
+"""Whatever is sent, no answer is a fault of ours or one that /openapi.json does not describe.
+
+schemathesis draws requests from that document, right ones and wrong ones, the same each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+import schemathesis
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from producers.gateway import GatewaySettings, create_app
+from producers.record import Record
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+EXAMPLES = 15
+#: What the model and the other fields have no say in.
+ALONE = {"temperature", "top_p", "min_p", "n", "stop", "stream", "service_tier", "tier", "echo", "logprobs"}
+DOCUMENT = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1")).openapi()
+OPERATIONS = [
+    (mode, method, path)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, known in methods.items()
+    for mode in GenerationMode
+    # Of what takes nothing but a path there is nothing wrong to be sent.
+    if mode is GenerationMode.POSITIVE or "requestBody" in known or path.endswith("/events")
+]
+
+
+def answer(worker: FakeWorker, record: Record) -> None:
+    """As soon as it is there: with text, or, where more than that was asked for, as one that somebody cancelled."""
+    if record.task.get("logprobs") is None and record.task.get("prompt_logprobs") is None:
+        says("x", n=record.n)(worker, record)
+    else:
+        worker.finish(record.id, [0] * record.n, status="cancelled")
+
+
+@pytest.mark.parametrize(("mode", "method", "path"), OPERATIONS)
+def test_every_answer_is_described(
+    door: Door, model: str, answering: Answering, mode: GenerationMode, method: str, path: str
+) -> None:
+    answering.scripts = [answer]
+    body = {"model": model, **({"messages": MESSAGES} if "chat" in path else {"prompt": "def f"})}
+    task = httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": "x"}, timeout=60).json()
+    known_path = {"name": model, "task_id": task["id"]}
+    operation = schemathesis.openapi.from_url(f"{door.url}/openapi.json")[path][method]
+
+    @seed(1)
+    @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
+    @given(operation.as_strategy(mode), st.booleans())
+    def holds(case: schemathesis.Case, known: bool) -> None:
+        if known and isinstance(case.body, dict):
+            case.body = body | {name: value for name, value in case.body.items() if name in ALONE}
+        if known:
+            case.path_parameters = {name: known_path[name] for name in case.path_parameters}
+        case.call_and_validate(checks=CHECKS, timeout=60)
+
+    holds()
+
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"max_tokens": 1, "max_completion_tokens": 1}),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "robot", "content": "x"}]}),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}),
+        ("/v1/chat/completions", CHAT | {"tools": [{}]}),
+        ("/v1/chat/completions", CHAT | {"temprature": 1}),
+        ("/v1/completions", {"model": "tiny", "prompt": []}),
+        ("/v1/completions", {"model": "tiny", "prompt": [5, -1]}),
+        ("/v1/completions", {"model": "tiny", "prompt": [[]]}),
+        ("/v1/completions", {"model": "tiny", "prompt": ["x"] * 257}),
+        ("/v1/tasks", {"model": "tiny", "prompt": ""}),
+        ("/v1/tasks", {"model": "tiny", "prompt": []}),
+        ("/v1/tasks", {"model": "tiny", "prompt": [-1]}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "stop_token_ids": [-1]}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "logit_bias": {"-1": 1}}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "logit_bias": {"1": 101}}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "bad_words": [""]}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "stop": ["x"] * 17}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "bad_words": ["x"] * 65}),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "allowed_token_ids": [1] * 4097}),
+    ],
+)
+def test_what_is_refused_the_document_does_not_allow(
+    http: httpx.Client, model: str, path: str, body: dict[str, Any]
+) -> None:
+    schema = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert http.post(path, json=body).status_code == 400
+    assert not jsonschema_rs.is_valid(schema, body)
+
+
+def test_a_position_beyond_all_streams_is_refused_and_not_allowed(http: httpx.Client) -> None:
+    parameters = DOCUMENT["paths"]["/v1/tasks/{task_id}/events"]["get"]["parameters"]
+    for name, most in (
+        (one["name"], one["schema"]["maximum"]) for one in parameters if one["in"] in ("query", "header")
+    ):
+        for position, status in ((most, 404), (most + 1, 400)):
+            given = {"params" if name == "from" else "headers": {name: str(position)}}
+            assert http.get("/v1/tasks/x/events", **given).status_code == status
