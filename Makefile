@@ -7,7 +7,7 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test lint .venv clean
+.PHONY: run test lint figures .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
@@ -24,6 +24,9 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+figures: .venv  ## Measure the headline figures again and write them into docs/
+	$(BIN)/python -m tests.bench.figures
 
 .venv: .venv/.installed  ## Only install
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -44,9 +45,7 @@ from workers.chaos.checker.rest import at_rest
 #: Share of the requests, and the time within which its tasks are worth anything, in times of `task_s`.
 TIERS = {"priority": (0.15, 5.0), "default": (0.45, 15.0), "flex": (0.2, 37.5), "batch": (0.2, 75.0)}
 TENANTS = {"big": 0.7, "small": 0.2, "": 0.1}
-#: Tasks that run alone.
-ALONE = 40
-#: Their tokens, on average; and seconds for each where the capacity is not known yet.
+#: Tokens of tasks that run alone, on average; and seconds for each where the capacity is not known yet.
 SHORT, LONG_S = 8, 600.0
 
 
@@ -211,13 +210,13 @@ async def measure(redis: Redis, port: int, args: argparse.Namespace, vocab: int,
     def load(seed: object, task_s: float | None = None, output: int = args.output) -> Load:
         return Load(random.Random(str(seed)), vocab, args.prompt, output, task_s)
 
-    await closed(load(args.seed), http, args.rows, 3.0)  # warms everything up
+    await closed(load(args.seed), http, args.rows, min(3.0, args.seconds))  # warms everything up
     capacity = await closed(load(args.seed), http, args.rows, args.seconds / 2)
     task_s = args.rows * args.output / capacity
     print(json.dumps({"capacity_tokens_per_s": round(capacity, 1), "task_s": round(task_s, 2)}), flush=True)
     cores.begin()
-    idle = await alone(redis, load(f"{args.seed} alone", output=min(SHORT, args.output)), http, ALONE)
-    print(json.dumps({"alone": ALONE, **idle, "cores": cores.since()}), flush=True)
+    idle = await alone(redis, load(f"{args.seed} alone", output=min(SHORT, args.output)), http, args.alone)
+    print(json.dumps({"alone": args.alone, **idle, "cores": cores.since()}), flush=True)
     found = []
     for share in args.loads:
         rate = share * capacity / args.output
@@ -225,7 +224,7 @@ async def measure(redis: Redis, port: int, args: argparse.Namespace, vocab: int,
         figures = await open_loop(redis, load(f"{args.seed} {share}", task_s), http, rate, args.seconds)
         found.append(figures)
         print(json.dumps({"load": share, **figures, "cores": cores.since()}), flush=True)
-    best = max(one["good_tokens_per_s"] for one in found)
+    best = max(one["good_tokens_per_s"] for one in found) or math.inf  # none where nothing ended in time
     ratio = found[-1]["priority_ttft_ms_p95"] / idle["priority_ttft_ms_p95"]
     print(json.dumps({"priority_ttft": round(ratio, 2), "goodput": round(found[-1]["good_tokens_per_s"] / best, 3)}))
 
@@ -234,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
+    parser.add_argument("--alone", type=int, default=40, help="priority tasks that run one after the other")
     parser.add_argument("--max-queued", type=int, default=100, help="0: no bound")
     parser.add_argument("--model", default="tiny", metavar="DIR", help="bundled name, or folder (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of the engine")

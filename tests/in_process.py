@@ -1,0 +1,35 @@
+"""Commands of ours run in this process, which spares their imports."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+
+def start(module: str, *arguments: str) -> None:
+    """Runs it as `python -m` does. Raises SystemExit where it fails."""
+    with unchanged(), patch.object(sys, "argv", [module, *arguments]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # it is imported already
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Afterwards torch's threads and the cores that this process may use are as before."""
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, cores)
