@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -53,16 +52,6 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[str]:
-    """Lines that call penstock, in README and in the pages that it sends its reader to for them."""
-    pages = [README, *((ROOT / "docs" / name).read_text("utf-8") for name in ("commands.md", "http.md"))]
-    found = [line for page in pages for line in re.findall(r"^    (?:\.venv/bin/)?penstock (.*)$", page, re.MULTILINE)]
-    found += [line.partition(": penstock ")[2] for line in (ROOT / "Procfile").read_text("utf-8").splitlines()]
-    # ${NAME:+--option $NAME}: said where NAME is set, as here.
-    found = [re.sub(r"\$\{\w+:\+([^}]*)\}", r"\1", line) for line in found]
-    return list(dict.fromkeys(re.sub(r"\$\{[^}]*\}+|\$[A-Z_]+", "1", line) for line in found))
-
-
 def test_the_families_are_those_of_the_registry() -> None:
     assert row("Models").startswith(", ".join(CALLED))
     assert sorted(name for names in CALLED.values() for name in names) == sorted(FAMILIES)
@@ -97,19 +86,6 @@ def test_the_bundled_models_are_as_large_and_as_good_as_it_says() -> None:
         assert f"`{name}`" in README
         (measured,) = re.findall(r"perplexity (\d+\.\d+)", (models[name] / "README.md").read_text("utf-8"))
         assert f"{float(measured):.1f}" in README
-
-
-@pytest.mark.parametrize("line", commands())
-def test_a_command_is_taken_as_it_is_written(line: str) -> None:
-    """Parsed with all its options, and not run."""
-    command: Any = typer.main.get_command(app)
-    words = shlex.split(line, comments=True)
-    context = command.make_context("penstock", list(words))
-    while hasattr(command, "resolve_command"):  # a group of commands
-        name, found, words = command.resolve_command(context, words)
-        assert found is not None
-        command = found
-        context = command.make_context(name, words, parent=context)
 
 
 @pytest.mark.parametrize("source", [source for source in blocks("python") if "import" in source])

@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     config = EngineConfig(
-        dtype=args.dtype, device="cpu", threads=args.threads, kv_cache_bytes=256 << 20, max_model_len=2048
+        dtype=args.dtype, device="cpu", threads=args.threads, kv_cache_bytes=256 << 20, max_model_len=1024
     )
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
     with ExitStack() as stack:

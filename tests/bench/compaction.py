@@ -7,6 +7,7 @@ The tokens are those of this repository's own architecture page, by the bundled 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -24,7 +25,7 @@ from producers.script import run
 from tests.processes import running_valkey
 
 ROOT = Path(__file__).parents[2]
-COUNTS = (10, 100, 1000, 10_000)
+COUNTS = [10, 100, 1000, 10_000]
 
 
 def tokens(count: int, top: int | None) -> list[str]:
@@ -52,9 +53,9 @@ def settled(redis: Redis, task_id: str, entries: list[str]) -> None:
     run(redis, protocol.settle(task_id))
 
 
-async def measure(redis: Redis, url: str) -> None:
+async def measure(redis: Redis, url: str, counts: list[int]) -> None:
     async with AsyncClient(url) as client:
-        for (name, top), count in itertools.product({"plain": None, "5 logprobs": 5}.items(), COUNTS):
+        for (name, top), count in itertools.product({"plain": None, "5 logprobs": 5}.items(), counts):
             times = max(1, 2000 // count)
             entries = tokens(count, top)
             for k in range(times):
@@ -89,11 +90,14 @@ async def measure(redis: Redis, url: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=COUNTS, help="of a stream")
+    args = parser.parse_args()
     with running_valkey() as server:
         url = f"redis://127.0.0.1:{server.port}/0"
         with Redis.from_url(url) as redis:
             redis.set(keys.lease("w"), "{}")
-            asyncio.run(measure(redis, url))
+            asyncio.run(measure(redis, url, args.tokens))
 
 
 if __name__ == "__main__":

@@ -31,10 +31,12 @@ from tests.bench.inflated import disturb, inflate
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "workers" / "models" / "tiny-v2"
-PROMPT, OUTPUT = 96, 128
+PROMPT = 96
 
 
-def jobs(engine: Engine, count: int, turn: int, temperature: float) -> tuple[list[list[int]], list[SamplingParams]]:
+def jobs(
+    engine: Engine, count: int, turn: int, how: argparse.Namespace
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts cut out of this repository's own code, other ones each turn."""
     assert engine.tokenizer is not None
     source = random.Random(turn)
@@ -47,14 +49,14 @@ def jobs(engine: Engine, count: int, turn: int, temperature: float) -> tuple[lis
             prompts.append(ids[start : start + PROMPT])
     params = [
         SamplingParams(
-            max_tokens=OUTPUT, temperature=temperature, top_p=0.95, seed=source.getrandbits(32), ignore_eos=True
+            max_tokens=how.output, temperature=how.temperature, top_p=0.95, seed=source.getrandbits(32), ignore_eos=True
         )
         for _ in prompts
     ]
     return prompts, params
 
 
-def agreement(draft: Path, temperature: float) -> float:
+def agreement(draft: Path, how: argparse.Namespace) -> float:
     """The part of single guesses that are right."""
     config = EngineConfig(
         device="cpu",
@@ -66,25 +68,25 @@ def agreement(draft: Path, temperature: float) -> float:
         speculate_adaptive=False,
     )
     with Engine.load(MODEL, config) as engine:
-        engine.generate(*jobs(engine, 16, 0, temperature))
+        engine.generate(*jobs(engine, 16, 0, how))
         stats = engine.stats()
     return stats.draft_accepted / stats.drafted
 
 
-def draft_of(wanted: float, folder: Path, temperature: float) -> tuple[Path, float]:
+def draft_of(wanted: float, folder: Path, how: argparse.Namespace) -> tuple[Path, float]:
     """A draft model that agrees about as often as is `wanted`."""
     low, high = 0.0, 4.0
     for _ in range(7):
         noise = (low + high) / 2
-        found = agreement(disturb(MODEL, folder, noise), temperature)
+        found = agreement(disturb(MODEL, folder, noise), how)
         if abs(found - wanted) < 0.015:
             break
         low, high = (noise, high) if found > wanted else (low, noise)
     return folder, found
 
 
-def timed(engine: Engine, count: int, turn: int, temperature: float) -> tuple[float, float, list[list[int]]]:
-    prompts, params = jobs(engine, count, turn, temperature)
+def timed(engine: Engine, count: int, turn: int, how: argparse.Namespace) -> tuple[float, float, list[list[int]]]:
+    prompts, params = jobs(engine, count, turn, how)
     began, cpu = time.perf_counter(), time.process_time()
     found = engine.generate(prompts, params)
     return time.perf_counter() - began, time.process_time() - cpu, [one.token_ids for one in found]
@@ -105,13 +107,13 @@ def compare(large: Path, config: EngineConfig, plain: EngineConfig, args: argpar
         for name in args.workload.split(","):
             count = int(name[1:])
             for engine in (without, guessing):
-                timed(engine, count, 10_000, args.temperature)
+                timed(engine, count, 10_000, args)
             before = guessing.stats()
             clock, processor, itself, same = [], [], [], 0
             for turn in range(args.rounds):
-                first = timed(without, count, turn, args.temperature)
-                ours = timed(guessing, count, turn, args.temperature)
-                last = timed(without, count, turn, args.temperature)
+                first = timed(without, count, turn, args)
+                ours = timed(guessing, count, turn, args)
+                last = timed(without, count, turn, args)
                 clock.append((first[0] + last[0]) / 2 / ours[0])
                 processor.append((first[1] + last[1]) / 2 / ours[1])
                 itself.append(first[1] / last[1])
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--lookup", action="store_true", help="prompt lookup in place of a draft model")
     parser.add_argument("--workload", default="W1,W8,W32", help="W and how many sequences; several by commas")
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--output", type=int, default=128, help="tokens")
     parser.add_argument("--tokens", type=int, default=5, help="guessed at a time, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -173,7 +176,7 @@ def main() -> None:
         if not args.lookup:
             how = {}
             for wanted in map(float, args.agreement.split(",")):
-                folder, found = draft_of(wanted, Path(place) / f"draft-{wanted}", args.temperature)
+                folder, found = draft_of(wanted, Path(place) / f"draft-{wanted}", args)
                 how[f"draft, agreement {found:.2f}"] = {"speculate": "draft", "draft_model": str(folder)}
         for name, settings in how.items():
             print(name, flush=True)

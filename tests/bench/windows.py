@@ -1,7 +1,7 @@
 """What sliding windows save: `python -m tests.bench.windows`.
 
 A Gemma 3 of random weights, five of six layers behind a window, and the same weights with a window that no sequence
-outgrows. Four sequences of 4,000 prompt tokens decode; times are of the processor, on one thread.
+outgrows. Four sequences of `--prompt` tokens decode; times are of the processor, on one thread.
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ def measure(window: int, sequences: int, prompt: int, steps: int) -> dict[str, o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--window", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=4000, help="tokens")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for window in (args.window, CONTEXT):
-        print(json.dumps(measure(window, 4, 4000, args.steps)))
+        print(json.dumps(measure(window, 4, args.prompt, args.steps)))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ A process of its own, since Triton chooses when it is imported whether kernels a
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -135,7 +135,17 @@ def built(cache: Path, arch: str, group: str) -> dict[str, list[dict[str, Any]]]
     return found
 
 
+def _asked(text: str) -> str:
+    arch, _, group = text.partition(":")
+    if not arch or group not in GROUPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ARCH:GROUP, with one of the groups {', '.join(GROUPS)}")
+    return text
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="+", type=_asked, metavar="ARCH:GROUP", help=f"of {', '.join(GROUPS)}")
+    groups = parser.parse_args().groups
     # One cache: what is compiled in C beside the kernels is the same for all.
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps({asked: built(Path(folder), *asked.split(":")) for asked in sys.argv[1:]}))
+        print(json.dumps({asked: built(Path(folder), *asked.split(":")) for asked in groups}))

@@ -1,0 +1,171 @@
+"""Each command that README and the pages name is started: with the arguments that they give it, and as a tiny run.
+
+`penstock ...` is parsed as it is written, and not run. `make TARGET` is made dry. `python -m MODULE ...` takes the
+documented arguments; then the module runs with those of TINY, or another test file runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from engine.kernels.native import load_library
+from tests.bench import figures
+from tests.in_process import start
+from tests.processes import ROOT
+from workers.cli.app import app
+from workers.library.reference import bundled
+
+MODEL = bundled()["tiny"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Module -> what it is run with. MODEL is a bundled model, OTHER a build of the native kernels.
+TINY = {
+    "engine.bench": ["--model MODEL --workload W1 --repeats 1 --threads 1 --breakdown"],
+    "tests.bench.attention": ["--against OTHER --layers 1 --rounds 1"],
+    "tests.bench.chat": ["--rounds 1"],
+    "tests.bench.checkpoints": ["MODEL MODEL --workload W1 --rounds 1 --threads 1"],
+    "tests.bench.compaction": ["--tokens 1000"],
+    "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
+    "tests.bench.flame": ["STACKS --title Steps --out OUT"],
+    "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
+    "tests.bench.plan": ["--sequences 2 --steps 3"],
+    "tests.bench.products": ["--rows 1 --rounds 1", "--rows 1 --rounds 1 --against OTHER"],
+    "tests.bench.quantised": ["--matrices 1 --outputs 64 --inputs 128 --turns 1"],
+    "tests.bench.runs": ["--sequences 2 --layers 1 --rounds 1"],
+    "tests.bench.sampled": ["--calls 1"],
+    "tests.bench.speculation": ["--lookup --workload W1 --rounds 1 --output 2"],
+    "tests.bench.windows": ["--prompt 20 --steps 2"],
+    "tests.protocol.model": ["--scenario lost"],
+}
+#: Module -> the test file that runs it, in small. `test_figures.py` runs those of `figures.REDUCED`.
+ELSEWHERE = {
+    "tests.bench.figures": "test_figures.py",
+    "tests.chaos": "chaos/test_suite.py",
+    "tests.chaos.drain": "chaos/test_drain.py",
+    "tests.chaos.kill_between_calls": "chaos/test_kill_between_calls.py",
+    "tests.engine.kernels.triton.builds": "engine/kernels/triton/test_builds.py",
+    "tests.fuzz.on_http": "fuzz/test_on_http.py",
+    "tests.fuzz.on_queue": "fuzz/test_on_queue.py",
+    "tests.fuzz.soak": "fuzz/test_soak.py",
+}
+#: Benches of the native kernels.
+NATIVE = {"attention", "products", "quantised", "runs", "compressed_kv"}
+
+
+def snippets() -> Iterator[tuple[str, bool]]:
+    """Lines of code blocks, which are whole; and code within sentences, which may leave out what is not spoken of."""
+    for page in PAGES:
+        text = page.read_text("utf-8").replace("\\\n", "")
+        yield from ((line, True) for line in re.findall(r"^    +(\S.*)$", text, re.MULTILINE))
+        sentences = re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
+        yield from ((" ".join(code.split()), False) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", sentences))
+
+
+def named(pattern: str) -> dict[str, bool]:
+    """What follows the pattern in any snippet, without remarks and brackets; and whether it is whole."""
+    found: dict[str, bool] = {}
+    for snippet, whole in snippets():
+        if one := re.search(rf"(?:^|\s|/)(?:{pattern}) (.*)$", snippet):
+            line = re.sub(r"\s+#.*|[\[\]]", "", one[1])
+            found[line] = found.get(line, False) or (whole and " ... " not in line)
+    return found
+
+
+def modules() -> dict[str, list[str]]:
+    """Each module of ours that is run by `python -m`, and the arguments that it is given."""
+    found: dict[str, list[str]] = {}
+    for line in named("python -m"):
+        module, _, arguments = line.partition(" ")
+        if (ROOT / module.partition(".")[0] / "__init__.py").exists():
+            found.setdefault(module, []).append(arguments)
+    return found
+
+
+def of_procfile() -> list[str]:
+    lines = [line.partition(": penstock ")[2] for line in (ROOT / "Procfile").read_text("utf-8").splitlines()]
+    # ${NAME:+--option $NAME}: said where NAME is set, as here.
+    found = [re.sub(r"\$\{\w+:\+([^}]*)\}", r"\1", line) for line in lines]
+    return list(dict.fromkeys(re.sub(r"\$\{[^}]*\}+|\$[A-Z_]+", "1", line) for line in found))
+
+
+class Parsed(Exception):
+    """Arguments were taken; nothing was run."""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"), [(module, line) for module, lines in modules().items() for line in lines]
+)
+def test_documented_arguments_are_taken(module: str, arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(*given: Any) -> None:
+        parse(*given)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    with pytest.raises(Parsed):
+        start(module, *shlex.split(arguments))
+
+
+@pytest.mark.parametrize("module", sorted(modules().keys() - TINY.keys() - figures.REDUCED.keys()))
+def test_a_documented_module_is_run_by_some_test(module: str) -> None:
+    assert module in ELSEWHERE, f"the documentation names {module}, and no test runs it: add it to TINY"
+    package, _, name = module.rpartition(".")
+    text = (ROOT / "tests" / ELSEWHERE[module]).read_text("utf-8")
+    assert module in text or f"from {package} import {name}\n" in text
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    """What the words in capital letters stand for."""
+    library = load_library()
+    stacks = tmp_path / "stacks"
+    stacks.write_text("Pipeline.step (engine/pipeline.py);work (engine/work.py) 10\n")
+    built = "" if library is None else str(ROOT / f"engine/kernels/native/_{library.isa}.so")
+    found = {"MODEL": MODEL, "OTHER": built, "STACKS": stacks, "OUT": tmp_path / "out"}
+    return {name: str(one) for name, one in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "arguments"), [(module, line) for module, lines in TINY.items() for line in lines])
+def test_a_tiny_run_ends_well(module: str, arguments: str, places: dict[str, str]) -> None:
+    if module.rpartition(".")[2] in NATIVE and load_library() is None:
+        pytest.skip("native kernels are not built for this CPU")
+    start(module, *(places.get(word, word) for word in arguments.split()))
+
+
+@pytest.mark.parametrize("target", [line.partition(" ")[0] for line in named("make")])
+def test_a_target_can_be_made(target: str) -> None:
+    subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("line", list(dict.fromkeys([*named("penstock"), *of_procfile()])))
+def test_a_command_and_its_options_are_there(line: str) -> None:
+    """Nothing is parsed: what is left out may be what it cannot do without."""
+    command: Any = typer.main.get_command(app)
+    words = shlex.split(line.removeprefix("COMMAND "))
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        command = command.commands[words.pop(0)]
+    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= {*known, "--help"}
+
+
+@pytest.mark.parametrize("line", [line for line, whole in named("penstock").items() if whole] + of_procfile())
+def test_a_command_is_taken_as_it_is_written(line: str) -> None:
+    """Parsed with all its options, and not run."""
+    command: Any = typer.main.get_command(app)
+    words = shlex.split(line)
+    context = command.make_context("penstock", list(words))
+    while hasattr(command, "resolve_command"):  # a group of commands
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None
+        command = found
+        context = command.make_context(name, words, parent=context)
