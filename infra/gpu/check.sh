@@ -98,9 +98,9 @@ alone() {
     return $status
 }
 
-kernels() { tests kernels engine tests/engine/kernels tests/engine/device; }
+kernels() { tests kernels engine tests/engine/kernels tests/engine/execution/device; }
 parity() { tests parity parity tests/parity; }
-engine() { tests engine engine tests/engine --ignore tests/engine/kernels --ignore tests/engine/device; }
+engine() { tests engine engine tests/engine --ignore tests/engine/kernels --ignore tests/engine/execution/device; }
 
 report() {
     "$python" infra/gpu/report.py "$out" "${parts[@]}"
