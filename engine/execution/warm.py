@@ -3,8 +3,8 @@
     shape_of (registry) -> DeviceRunner on the device "meta" -> `rehearse` as at load, below `compiling_for`
 
 What is compiled is what these steps launch: prompts, decodes of every recorded size, all ways to choose tokens. No
-weights are read. Kernels depend on a model's shape and dtype, on the GPU's architecture, and on nothing of a step but
-what is run through there.
+weights are read, but scales and the like of a quantised checkpoint. Kernels depend on a model's shape and dtype, on the
+GPU's architecture, and on nothing of a step but what is run through there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ import torch
 from engine.errors import EngineError
 from engine.execution.device import DeviceRunner, rehearse
 from engine.execution.device.rehearsal import CONTEXTS, PROMPTS
+from engine.kernels.fp8 import CAPABILITY
 from engine.kv import KvSpace
 from engine.models import Model, shape_of
 
@@ -55,6 +57,7 @@ def warm(
     *,
     dtype: str = "auto",
     quantization: str = "none",
+    kv_cache_dtype: str = "auto",
     deterministic: bool = False,
     max_num_seqs: int = 64,
     block_size: int = 16,
@@ -66,15 +69,22 @@ def warm(
     try:
         from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu
         from engine.kernels.gpu import Fp8Gpu, Gpu, interpreted
-        from engine.kernels.triton.ahead import compiling_for
+        from engine.kernels.triton.ahead import compiling_for, target_of
     except ModuleNotFoundError as error:
         raise EngineError(f"{error.name} is not installed; it comes with: pip install 'penstock[gpu]'") from error
     if interpreted():
         raise EngineError("TRITON_INTERPRET is set: kernels are interpreted then, not compiled; unset it")
+    if kv_cache_dtype != "auto" and deterministic:
+        raise EngineError(f"kv_cache_dtype={kv_cache_dtype!r} with deterministic=True is for CPUs; use one of the two")
+    least = 10 * CAPABILITY[0] + CAPABILITY[1]
+    if "fp8" in (quantization, kv_cache_dtype) and target_of(arch).arch < least:
+        raise EngineError(f"{arch} has no 8-bit floats: quantization='fp8' and kv_cache_dtype='fp8' need sm_{least}")
     began = time.perf_counter()
     sets: tuple[type[Gpu], type[Gpu]] = (DeterministicGpu, DeterministicFp8Gpu) if deterministic else (Gpu, Fp8Gpu)
-    model = shape_of(folder, dtype, sets[quantization == "fp8"])
+    chosen = sets[quantization == "fp8"]
+    kernels = chosen if deterministic else partial(chosen, kv_cache_dtype=kv_cache_dtype)
     with compiling_for(arch, cache) as builds:
+        model = shape_of(folder, dtype, kernels, quantization)
         _launch_all(model, max_num_seqs, block_size)
     seconds = time.perf_counter() - began
     # Triton knows what it compiled for this target by now, but not for another of the same kind: it asks the cache.

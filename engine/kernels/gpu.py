@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import SCALE_BYTES
-from engine.kernels.fp8 import fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
+from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended, RaggedBatch
@@ -25,6 +26,14 @@ from engine.kernels.triton.products.quantised import int4_linear, int8_linear
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on a CPU."""
     return bool(knobs.runtime.interpret)
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Also of tensors without memory, by the GPU that kernels are compiled for."""
+    if device.type != "meta":
+        return multiplies_fp8(device)
+    major, minor = CAPABILITY
+    return bool(driver.active.get_current_target().arch >= 10 * major + minor)
 
 
 class Gpu(Reference):
@@ -59,7 +68,7 @@ class Gpu(Reference):
         return int4_linear(weight, bias) if isinstance(weight, Int4Weight) else int8_linear(weight, bias)
 
     def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
-        if self.compute_dtype != torch.bfloat16 or not multiplies_fp8(values.device):
+        if self.compute_dtype != torch.bfloat16 or not _multiplies_fp8(values.device):
             return super().prepare_fp8(values, scales, bias)
         self.keeps(values.shape, values.nbytes + scales.nbytes)
         return fp8_product(len(values), padded(values), scales, bias, quantise_rows)

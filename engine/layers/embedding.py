@@ -50,7 +50,7 @@ class Embedding:
 
     def pack(self) -> None:
         if self._stored is not None:
-            matrix = self._stored.read()
+            matrix = self._stored.read().on(self.device)
             found = matrix.table()
             self._table = matrix.dequantise().to(self._dtype) if found is None else found
             self._stored = None

@@ -82,10 +82,12 @@ class Linear:
         quantised = [part for part in parts if isinstance(part, Quantised)]
         whole = stacked(quantised) if len(quantised) == len(parts) else None
         if whole is not None:
-            return whole.prepare(self._kernels, self._bias)
+            return whole.on(self.device).prepare(self._kernels, self._bias)
         biases = [self._biases.get(name) for name in self.parts]
         runs = [
-            part.prepare(self._kernels, bias) if isinstance(part, Quantised) else self._prepare(part, bias)
+            part.on(self.device).prepare(self._kernels, bias)
+            if isinstance(part, Quantised)
+            else self._prepare(part, bias)
             for part, bias in zip(parts, biases, strict=True)
         ]
         return lambda x: torch.cat([run(x) for run in runs], 1)

@@ -27,6 +27,7 @@ class Quantisable(Protocol):
 class Adopted:
     exact: frozenset[str]
     """Names of tensors that are copied as they are, without rounding."""
+    stored: tuple[Stored, ...]
     canonical: Callable[[str], str | None]
     """As the model's, which in addition passes over what nothing uses."""
 
@@ -45,11 +46,13 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
             held[matrix][end] = found.stored
     exact: set[str] = set()
     ignored: set[str] = set()
+    every: list[Stored] = []
 
     def form_of(name: str, outputs: int, inputs: int, device: torch.device, *, head: bool) -> Stored | None:
         own = scheme.head if head and scheme.head is not None else scheme
         one = stored_as(own, name, outputs, inputs, held[name], device)
         if one is not None:
+            every.append(one)
             exact.update(f"{name}.{end}" for end in one.places)
             ignored.update(f"{name}.{end}" for end in one.ignored() - one.places.keys())
         return one
@@ -70,4 +73,4 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
         ours = model.canonical(name)
         return None if ours in ignored else ours
 
-    return Adopted(frozenset(exact), canonical)
+    return Adopted(frozenset(exact), tuple(every), canonical)

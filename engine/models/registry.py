@@ -18,7 +18,7 @@ from engine.layers import Embedding, Linear
 from engine.memory import check_weights
 from engine.models.loader import load_weights, locate, match
 from engine.models.quantised import adopt
-from engine.quant.formats import read_scheme
+from engine.quant.formats import Scheme, read_scheme
 from engine.text.config import Config, architectures, read_config
 
 #: Architecture as config.json names it -> module and class.
@@ -112,15 +112,13 @@ def load_model(
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
-    if read_scheme(config) is not None and quantization != "none":
-        raise ModelError(f"{path}: the checkpoint is quantised already; leave quantization={quantization!r} out")
+    scheme = _scheme(path, config, quantization)
     kernel_set = (
         select(device, weight_dtype, kernels, quantization, deterministic, kv_cache_dtype)
         if isinstance(kernels, str)
         else kernels(weight_dtype)
     )
     located = locate(path)
-    scheme = read_scheme(config)
     layers = config.integer("num_hidden_layers")
     if layers > len(located):
         raise ModelError(f"{path}: config.json asks for {layers} layers; the checkpoint has {len(located)} tensors")
@@ -138,17 +136,35 @@ def load_model(
     return model
 
 
-def shape_of(folder: str | Path, dtype: str, kernels: Callable[[torch.dtype], Kernels]) -> Model:
-    """The model in `folder` by its config.json alone, on the device "meta": it computes shapes, and has no weights.
+def shape_of(
+    folder: str | Path, dtype: str, kernels: Callable[[torch.dtype], Kernels], quantization: str = "none"
+) -> Model:
+    """The model in `folder` on the device "meta": it computes shapes, and has no weights.
 
-    Raises ModelError.
+    It takes config.json alone; of a checkpoint that is quantised its files too, of which the scales, zero points and
+    orders are read. Raises ModelError.
     """
-    make, config, weight_dtype = _read(Path(folder), dtype)
-    if read_scheme(config) is not None:
-        raise ModelError(f"{folder}: the shapes of a quantised checkpoint are not in its config.json alone")
+    path = Path(folder)
+    make, config, weight_dtype = _read(path, dtype)
+    scheme = _scheme(path, config, quantization)
     model = make(config, kernels(weight_dtype), weight_dtype, torch.device("meta"))
+    if scheme is not None:
+        located = locate(path)
+        kept = adopt(path, model, scheme, located)
+        found = match(path, located, model.weights(), kept.canonical)
+        for one in kept.stored:
+            one.to_host()
+        places = {name: place for name, place in model.weights().items() if not place.is_meta}
+        load_weights(found, places, weight_dtype, exact=kept.exact)
     model.pack()
     return model
+
+
+def _scheme(path: Path, config: Config, quantization: str) -> Scheme | None:
+    scheme = read_scheme(config)
+    if scheme is not None and quantization != "none":
+        raise ModelError(f"{path}: the checkpoint is quantised already; leave quantization={quantization!r} out")
+    return scheme
 
 
 def _read(path: Path, dtype: str) -> tuple[type[Model], Config, torch.dtype]:

@@ -1,4 +1,4 @@
-"""Steps as they come, launched where kernels were compiled ahead: python -m ... MODEL CACHE ARCH SEQUENCES
+"""Steps as they come, launched where kernels were compiled ahead: python -m ... MODEL CACHE ARCH SEQUENCES [KV_DTYPE]
 
 Prints as JSON what was compiled for them, which should be nothing. A process of its own, since Triton chooses when it
 is imported whether kernels are compiled or interpreted, and since it must know of the kernels by the cache alone.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,9 +36,10 @@ WAYS = [
 def main() -> None:
     folder, cache, arch, slots = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     draw = random.Random(1)
-    model = shape_of(folder, "auto", Gpu)
+    kind = sys.argv[5] if len(sys.argv) > 5 else "auto"
     launches = 0
     with compiling_for(arch, cache) as builds:
+        model = shape_of(folder, "auto", partial(Gpu, kv_cache_dtype=kind))
         runner = DeviceRunner(
             model,
             spaces=[KvSpace(5000, group.window) for group in model.kv_groups],

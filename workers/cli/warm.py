@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure
-from workers.cli.options import Deterministic, DType, Quantization
+from workers.cli.options import Deterministic, DType, KvCacheDType, Quantization
 from workers.cli.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ def warm(
     ] = None,
     dtype: DType = None,
     quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDType = None,
     deterministic: Deterministic = False,
     max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="Sequences in one batch, as the worker's.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compile a model's GPU kernels ahead, so that a worker starts without a compiler. Takes no GPU and no weights."""
+    """Compile a model's GPU kernels ahead, so that a worker starts without a compiler. Takes no GPU and no weights,
+    but those of a checkpoint that is quantised."""
     from workers.cli.processes import needs
 
     with needs("worker"):
@@ -45,6 +47,8 @@ def warm(
         from engine.execution.warm import warm as compile_all
     if quantization not in (None, "none", "fp8"):
         raise Failure(f"--quantization is {quantization!r}; it must be none or fp8")
+    if kv_cache_dtype not in (None, "auto", "int8", "fp8"):
+        raise Failure(f"--kv-cache-dtype is {kv_cache_dtype!r}; it must be auto, int8 or fp8")
     (found,) = find_models([model], lambda line: typer.echo(line, err=True))
     try:
         made = compile_all(
@@ -53,6 +57,7 @@ def warm(
             cache or default_cache(),
             dtype=dtype or "auto",
             quantization=quantization or "none",
+            kv_cache_dtype=kv_cache_dtype or "auto",
             deterministic=deterministic,
             max_num_seqs=max_num_seqs,
         )

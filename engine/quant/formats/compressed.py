@@ -51,7 +51,7 @@ class PackedMatrix(Stored):
         if index is not None and not bool((index == -1).all()):
             order = grouped_order(f"{self.name}.weight_g_idx", index, len(scales))
         if order is not None:
-            q = q.index_select(1, order)
+            q = q.index_select(1, order.to(q.device))
         return Matrix(bits, q.contiguous(), scales, zeros, order)
 
 

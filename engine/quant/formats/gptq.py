@@ -43,7 +43,7 @@ class GptqMatrix(Stored):
         if "g_idx" in places:
             order = grouped_order(f"{self.name}.g_idx", places["g_idx"], len(scales))
         if order is not None:
-            q = q.index_select(1, order)
+            q = q.index_select(1, order.to(q.device))
         return Matrix(bits, q.contiguous(), scales, beside_middle(zeros, bits), order)
 
 

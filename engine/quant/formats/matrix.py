@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,8 +15,14 @@ from engine.kernels import Kernels, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 
 
+@dataclass(frozen=True, slots=True)
 class Quantised(ABC):
     """[outputs, inputs], in whatever numbers."""
+
+    def on(self, device: torch.device) -> Self:
+        """The same with every tensor on `device`."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)})
 
     @abstractmethod
     def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:

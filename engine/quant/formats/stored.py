@@ -33,7 +33,7 @@ class Stored(ABC):
         self.name, self.outputs, self.inputs, self.scheme = name, outputs, inputs, scheme
         self.held, self.device = held, device
         self.places: dict[str, Tensor] = self.wanted()
-        """By the ends of the tensors' names."""
+        """By the ends of the tensors' names; the matrix itself is the first."""
 
     @abstractmethod
     def wanted(self) -> dict[str, Tensor]:
@@ -42,6 +42,11 @@ class Stored(ABC):
     @abstractmethod
     def read(self) -> Quantised:
         """Raises ModelError naming the tensor whose content cannot be."""
+
+    def to_host(self) -> None:
+        """Give all tensors but the matrix memory on the host: what they say decides which product it is prepared as."""
+        for end in list(self.places)[1:]:
+            self.places[end] = torch.empty_like(self.places[end], device="cpu")
 
     def ignored(self) -> frozenset[str]:
         """Ends of names of tensors that are there and change nothing."""

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import ModelError
+from engine.kernels.layer import PreparedLinear
 from engine.kernels.native import load_library
-from engine.models import Model, load_model
+from engine.kernels.reference import Reference
+from engine.models import Model, load_model, shape_of
 from tests.engine.quant.packers import Numbers, Pack, awq, compressed_config, gptq, numbers, packed, write_quantised
 
 CPU = torch.device("cpu")
@@ -125,6 +127,30 @@ def test_eight_bit_floats_are_written_out_on_a_cpu(tmp_path: Path, scale: str) -
     got = products(load_model(tmp_path / "packed", "float32", CPU, "reference"))
     for name, one in wanted.items():
         torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [*FORMS, *FP8_CONFIGS])
+def test_its_shape_alone_is_prepared_as_the_whole_is(tmp_path: Path, form: str) -> None:
+    """Without its matrices: zero points that are all the middle, and inputs in an order, are known by the rest."""
+    write_quantised(tmp_path, *(FORMS[form] if form in FORMS else (FP8_CONFIGS[form], _fp8(form))))
+    prepared: list[list[tuple[Any, ...]]] = []
+
+    class Told(Reference):
+        def keeps(self, shape: Any, nbytes: int) -> None:
+            prepared[-1].append((tuple(shape), nbytes))
+
+        def prepare_ordered(self, weight: Any, bias: Tensor | None, order: Tensor) -> PreparedLinear:
+            prepared[-1].append(("ordered", tuple(order.shape)))
+            return super().prepare_ordered(weight, bias, order)
+
+    for load in (shape_of, partial(load_model, device=CPU)):
+        prepared.append([])
+        load(tmp_path / "packed", "float32", kernels=Told)
+    assert prepared[0] == prepared[1]
+    shape = shape_of(tmp_path / "packed", "float32", Told)
+    for _, linear in shape.linears():
+        given = torch.empty(3, linear.inputs, device="meta")
+        assert linear(given).shape == (3, sum(linear.parts.values()))
 
 
 def test_parts_that_are_not_quantised_alike_run_beside_each_other(tmp_path: Path) -> None:

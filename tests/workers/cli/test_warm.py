@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from infra.gpu.step_parts import part_of
+from tests.engine.quant.packers import write_quantised
+from tests.engine.quant.test_checkpoints import FORMS, FP8_CONFIGS
+from tests.engine.quant.test_checkpoints import _fp8 as fp8
 from tests.processes import ROOT
 from tests.producers.gateway.conftest import TINY
 from tests.workers.cli.conftest import Run
@@ -56,6 +59,23 @@ def test_what_was_compiled_ahead_serves_any_step_and_is_not_compiled_again(tmp_p
     assert f"TRITON_CACHE_DIR={cache}" in again.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("form", "kind"), [("gptq", "int8"), ("channel", "fp8")])
+def test_quantised_checkpoints_and_compressed_keys_are_served_too(tmp_path: Path, form: str, kind: str) -> None:
+    config, pack = FORMS[form] if form in FORMS else (FP8_CONFIGS[form], fp8(form))
+    write_quantised(tmp_path, config, pack, dtype="bfloat16", max_position_embeddings=2048)
+    model, cache = str(tmp_path / "packed"), str(tmp_path / "cache")
+    asked = ("--arch", "sm_90", "--cache", cache, "--max-num-seqs", "2", "--kv-cache-dtype", kind)
+    made = python("-m", "workers.cli", "warm", model, *asked, "--json")
+    assert made.returncode == 0, made.stderr
+    own = {"gptq": "int4_kernel", "channel": "quantise_rows_kernel"}[form]
+    assert own in {one["kernel"] for one in json.loads(made.stdout)["kernels"]}
+    steps = python("-m", "tests.engine.warmed_steps", model, cache, "sm_90", "2", kind)
+    assert steps.returncode == 0, steps.stderr
+    assert json.loads(steps.stdout)["built"] == []
+
+
 class TestRefusal:
     @pytest.fixture(autouse=True)
     def compiling(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +118,27 @@ class TestRefusal:
         ran = run("warm", "tiny", "--arch", "sm_90", "--quantization", "int3")
         assert ran.status == 2
         assert "--quantization is 'int3'" in ran.err
+
+    @pytest.mark.parametrize(
+        ("asked", "said"),
+        [
+            (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; it must be auto, int8 or fp8"),
+            (("--kv-cache-dtype", "int8", "--deterministic"), "with deterministic=True is for CPUs"),
+            (("--kv-cache-dtype", "fp8", "--arch", "sm_80"), "sm_80 has no 8-bit floats"),
+            (("--quantization", "fp8", "--arch", "sm_86"), "sm_86 has no 8-bit floats"),
+        ],
+    )
+    def test_of_keys_and_values_that_are_not_served(
+        self, run: Run, tmp_path: Path, asked: tuple[str, ...], said: str
+    ) -> None:
+        ran = run("warm", "tiny", "--arch", "sm_90", "--cache", str(tmp_path / "cache"), *asked)
+        assert ran.status == 2
+        assert said in ran.err
+        assert not (tmp_path / "cache").exists()
+
+    def test_of_a_quantised_checkpoint_without_its_files(self, run: Run, tmp_path: Path) -> None:
+        write_quantised(tmp_path, *FORMS["gptq"])
+        (tmp_path / "packed" / "model.safetensors").unlink()
+        ran = run("warm", str(tmp_path / "packed"), "--arch", "sm_90", "--cache", str(tmp_path / "cache"))
+        assert ran.status == 2
+        assert "neither model.safetensors nor" in ran.err
