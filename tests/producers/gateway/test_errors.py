@@ -12,8 +12,7 @@ ROOT = Path(__file__).parents[3]
 SOURCES = [
     *(ROOT / "producers").rglob("*.py"),
     *(ROOT / "producers").rglob("*.lua"),
-    *(ROOT / "engine").glob("*.py"),
-    *(ROOT / "engine" / "text").glob("*.py"),
+    *(ROOT / "engine").rglob("*.py"),
     *(ROOT / "workers").glob("*.py"),
     *(ROOT / "workers" / "pool").rglob("*.py"),
 ]
@@ -76,6 +75,6 @@ def test_each_kind_of_source_is_read() -> None:
     """So that the comparison cannot hold for want of anything to compare."""
     assert "dead_lettered" in codes_of(ROOT / "producers" / "scripts" / "claim.lua")
     assert "engine_error" in codes_of(ROOT / "workers" / "publisher.py")
-    assert "kv_capacity_exceeded" in codes_of(ROOT / "engine" / "limits.py")
+    assert "kv_capacity_exceeded" in codes_of(ROOT / "engine" / "scheduling" / "limits.py")
     assert {"invalid_type", "invalid_value", "missing_parameter"} <= codes_of(ROOT / "producers" / "task.py")
     assert "failed" in codes_of(ROOT / "producers" / "gateway" / "foreground.py")
