@@ -30,7 +30,7 @@ local function place(list, e)
   end
 end
 
--- take out what has this number, and note that its tenant is served so much more
+-- take out what has this number, and note that its tenant is served so much more; `forget_rested` is to follow
 local function serve(list, tenant, number, charge)
   local turns, turn = 'penstock:turns:' .. list, 'penstock:turn:' .. list .. ':' .. tenant
   redis.call('ZREMRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)
@@ -40,14 +40,13 @@ local function serve(list, tenant, number, charge)
     redis.call('ZREM', turns, tenant)
     redis.call('ZADD', 'penstock:rested:' .. list, served, tenant)
   end
-  forget_rested(list)
 end
 
 -- Delivery `e` (as FETCH entered it) took `used` tokens: what it was charged more is given back, but nobody comes to
 -- stand better by that than whoever was served least, and what was charged before a rest is over with it.
 local function correct(e, used)
   local list, tenant, charge, weight = e[2], e[9], e[10], e[11]
-  if not tenant then -- an earlier release's
+  if not tenant or used == charge then -- none: an earlier release's
     return
   end
   local more = (used - charge) / weight

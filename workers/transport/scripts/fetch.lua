@@ -44,8 +44,10 @@ local function weight_of(tenant)
   return weight and weight >= 0.001 and weight <= 1000 and weight or 1
 end
 
+local counted = {}
 local function returns(id)
-  return tonumber(redis.call('HGET', reaped, id) or '0')
+  counted[id] = counted[id] or tonumber(redis.call('HGET', reaped, id) or '0')
+  return counted[id]
 end
 
 local function suspect(id)
@@ -151,7 +153,7 @@ for k = 1, nlists do
   sort(KEYS[before + k])
 end
 local heads, blocked = {}, 4
-local read = false
+local read, served = false, {}
 for u = 15 + nlists, #ARGV do
   local uuid = ARGV[u]
   local known = redis.call('HGET', inflight, uuid)
@@ -191,6 +193,7 @@ for u = 15 + nlists, #ARGV do
     local h = heads[best]
     local charge, weight = math.max(h.tokens, 1), weight_of(h.tenant)
     serve(h.list, h.tenant, h.number, charge / weight)
+    served[best] = true
     redis.call('HSET', unserved, h.list, now)
     local order = redis.call('INCR', 'penstock:deliveries')
     local entry = { order, h.list, h.id, h.raw, h.tier, h.seqs, h.tokens, h.number, h.tenant, charge, weight }
@@ -198,6 +201,9 @@ for u = 15 + nlists, #ARGV do
     give(uuid, h.list, h.raw, h.id, h.tier, h.seqs, h.tokens)
     heads[best] = head(best)
   end
+end
+for k in pairs(served) do
+  forget_rested(KEYS[before + k])
 end
 for _, told in ipairs(buried) do
   for k = 1, 4 do
