@@ -6,8 +6,8 @@ not ask each other, so that the bound may be passed by what they let in within o
 
 Lower tiers are refused first, so that a backlog of theirs leaves room for the others; the priority tier, which waits
 for none of them, is bounded by itself alone. Who is refused is told to come again when there will be a place, by how
-fast tasks were taken from the broker of late, and after those who were told so before: else all would come at once, and
-a gateway under more load would do nothing but refuse.
+fast tasks were taken from the broker while some waited, and after those who were told so before: else all would come at
+once, and a gateway under more load would do nothing but refuse.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from producers import keys
 from producers.aio import AsyncClient
 from producers.connect import SILENT_S
 from producers.gateway.errors import Problem
+from producers.script import text
 from producers.steps import FAILURES
 from producers.task import Task, shown
 
@@ -32,9 +33,13 @@ from producers.task import Task, shown
 PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
 #: A count is used for so long (s).
 FRESH_S: Final = 0.05
-#: Over how long the rate at which tasks are taken is measured (s), at least.
-RATE_S: Final = 1.0
-#: Bounds on what a caller is told to wait (s); the upper one also where nothing is taken.
+#: The rate at which tasks are taken is that of the last so many seconds in which some waited, the older the less.
+RATE_S: Final = 20.0
+#: What is assumed where nothing was seen yet: tasks a second, as if seen for so long (s).
+USUAL_RATE, USUAL_S = 10.0, 2.0
+#: Something waits at each look; between two that are further apart (s) the queue may have been empty all the same.
+APART_S: Final = 5.0
+#: Bounds on what a caller is told to wait (s); the upper one also where no worker serves the queue.
 SHORTEST_S, LONGEST_S = 0.25, 30.0
 
 
@@ -44,6 +49,8 @@ class _Count:
     waiting: dict[str, int] = field(default_factory=dict)
     """By tier."""
     tenants: dict[str, int] = field(default_factory=dict)
+    served: bool = False
+    """A worker takes from this queue."""
     line: float = -math.inf
     """When there will be a place for the last one that was told to come again, at the rate of late."""
     counting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -57,9 +64,10 @@ class Room:
         self._most = max_queued
         self._most_of_one = max_queued_per_tenant
         self._counts: dict[str, _Count] = {}
-        self._taken: tuple[float, int] | None = None
+        self._looked: tuple[float, int, bool] | None = None
+        """When the last look was, what had been taken by then, and whether anything waited."""
         self._away = False
-        self._rate = 0.0
+        self._taken, self._took_s = USUAL_RATE * USUAL_S, USUAL_S
 
     async def enter(self, tasks: Sequence[Task]) -> None:
         """Count them in. Raises Problem, 429 where they would be too many and 400 where they always will be, and what
@@ -72,7 +80,7 @@ class Room:
         async with count.counting:
             if time.monotonic() - count.at > FRESH_S:
                 count.tenants.clear()
-                count.waiting = await self._waiting(queue)
+                count.waiting, count.served = await self._waiting(queue)
                 count.at = time.monotonic()
             if self._most_of_one is not None and tenant not in count.tenants:
                 count.tenants[tenant] = await self._waiting_of(queue, tenant)
@@ -95,8 +103,9 @@ class Room:
                 param="prompt",
             )
         seconds, now = LONGEST_S, time.monotonic()
-        if self._rate > 0:
-            count.line = min(max(count.line, now) + (waiting + more - most) / self._rate, now + LONGEST_S)
+        if count.served:
+            need = (waiting + more - most) * self._took_s / max(self._taken, 1e-9)
+            count.line = min(max(count.line, now) + need, now + LONGEST_S)
             seconds = max(SHORTEST_S, count.line - now)
         seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - those who were refused together should not come together
         whose = (
@@ -118,9 +127,9 @@ class Room:
             },
         )
 
-    async def _waiting(self, queue: str) -> dict[str, int]:
-        """Of each tier of a pool; and how fast tasks are taken, from all queues of the broker. A broker that does not
-        answer is submit's to tell of."""
+    async def _waiting(self, queue: str) -> tuple[dict[str, int], bool]:
+        """Tasks of each tier of a pool, and whether a worker serves it. Measures how fast tasks are taken, from all
+        queues of the broker. A broker that does not answer is submit's to tell of."""
         names = [(tier, name) for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
         try:
             async with asyncio.timeout(SILENT_S), self._client.broker.pipeline(transaction=False) as pipe:
@@ -128,24 +137,29 @@ class Room:
                     pipe.execute_command("LLEN", name)
                     pipe.execute_command("ZCARD", keys.sorted_of(name))
                 pipe.execute_command("GET", keys.DELIVERIES)
-                *counts, taken = await pipe.execute()
+                pipe.execute_command("HVALS", keys.INCARNATIONS)
+                *counts, taken, pools = await pipe.execute()
         except FAILURES:
             self._away = True
-            return {}
+            return {}, False
         self._away = False
-        self._measure(int(taken or 0))
+        self._measure(int(taken or 0), any(counts))
         waiting = dict.fromkeys(keys.TIERS, 0)
         for (tier, _), arrived, by_tenant in zip(names, counts[::2], counts[1::2], strict=True):
             waiting[tier] += arrived + by_tenant
-        return waiting
+        return waiting, queue in map(text, pools)
 
-    def _measure(self, taken: int) -> None:
+    def _measure(self, taken: int, waits: bool) -> None:
+        """Time in which nothing waited says nothing of how fast workers are: it is passed over."""
         now = time.monotonic()
-        if self._taken is None or taken < self._taken[1]:  # the broker was emptied
-            self._taken = (now, taken)
-        elif now - self._taken[0] >= RATE_S:
-            self._rate = (taken - self._taken[1]) / (now - self._taken[0])
-            self._taken = (now, taken)
+        before, self._looked = self._looked, (now, taken, waits)
+        if before is None or taken < before[1]:  # the broker was emptied
+            return
+        took = now - before[0]
+        if waits and before[2] and took <= APART_S:
+            kept = math.exp(-took / RATE_S)
+            self._taken = self._taken * kept + taken - before[1]
+            self._took_s = self._took_s * kept + took
 
     async def _waiting_of(self, queue: str, tenant: str) -> int:
         """As far as workers have sorted what waits."""

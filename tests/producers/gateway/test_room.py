@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,7 +11,14 @@ import pytest
 from redis import Redis
 
 from producers import keys
+from producers.aio import AsyncClient
+from producers.gateway import room
+from producers.gateway.errors import Problem
+from producers.gateway.room import Room
+from producers.task import Task
 from tests.producers.gateway.conftest import QUEUE, Door, until
+
+LIST = keys.tier_list(QUEUE, "priority")
 
 
 @pytest.fixture
@@ -91,3 +99,55 @@ def test_more_prompts_than_may_ever_wait_are_the_callers_fault(
     assert "send 2 at a time" in answer.json()["error"]["message"]
     assert "x-should-retry" not in answer.headers
     assert not valkey.keys(keys.task("*"))
+
+
+def test_a_burst_on_an_idle_system_is_told_of_seconds_and_not_of_half_a_minute(
+    post: Callable[..., httpx.Response], valkey: Redis
+) -> None:
+    """Nothing was seen of its workers yet; each who is refused is told of the places of those before, too."""
+    valkey.hset(keys.INCARNATIONS, "w.1", QUEUE)
+    bound = {"max_queued": 20}
+    refused = [one for one in [post(bound) for _ in range(40)] if one.status_code == 429]
+    assert len(refused) == 40 - 19
+    waits = [int(one.headers["retry-after-ms"]) for one in refused]
+    assert waits[0] < 1_000
+    assert max(waits) < 10_000
+
+
+async def test_the_rate_is_that_of_time_in_which_tasks_waited(
+    valkey: Redis, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour without work makes nobody wait longer; workers that get slower do."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    valkey.hset(keys.INCARNATIONS, "w.1", QUEUE)
+    async with AsyncClient(valkey_url) as client:
+        bounds = Room(client, 1, None)
+        task = [Task(model=model, prompt=[1], tier="priority")]
+
+        async def look(after_s: float, taken: int, waiting: int = 1) -> float | None:
+            """When to come again, s; None where the task was let in."""
+            clock.now += after_s
+            valkey.incrby(keys.DELIVERIES, taken)
+            valkey.delete(LIST)
+            if waiting:
+                valkey.lpush(LIST, *["{}"] * waiting)
+            try:
+                await bounds.enter(task)
+            except Problem as refused:
+                return int(refused.headers["retry-after-ms"]) / 1000
+            return None
+
+        await look(0.0, 0)
+        for _ in range(100):
+            assert await look(1.0, 2)
+        assert await look(0.5, 1, waiting=0) is None
+        clock.now += 3600
+        assert await look(1.0, 0, waiting=0) is None
+        first = await look(3600.0, 0, waiting=4)
+        assert first
+        assert 2.0 <= first <= 2.0 * 1.25 * 1.05, "4 before it, 2 a second"
+        for _ in range(100):
+            slow = await look(4.0, 1)
+        assert slow
+        assert 4.0 * 0.95 <= slow <= 8.0 * 1.25
