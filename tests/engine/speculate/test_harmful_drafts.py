@@ -57,7 +57,9 @@ class Harmful:
         ("sdpa", False),
         ("cpu", False),
         ("cpu", True),
-        pytest.param("native", False, marks=pytest.mark.skipif(load_library() is None, reason="not built")),
+        pytest.param(
+            "native", False, marks=pytest.mark.skipif(load_library() is None, reason="not built for this CPU")
+        ),
     ],
 )
 def test_what_is_rejected_harms_nobody(
