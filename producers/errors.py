@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 
 class PenstockError(Exception):
     """Base of all errors of the client library."""
@@ -54,3 +57,20 @@ class TaskFailed(PenstockError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: as JSON writes it, and not longer than a line."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, RecursionError):  # a caller of the library may give anything
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = f"a huge {type(value).__name__}"
+    text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def _visible(sign: str) -> str:
+    """What shows, and what would not or is no character by itself, as JSON writes it."""
+    return sign if sign.isprintable() else json.dumps(sign)[1:-1]

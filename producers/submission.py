@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from producers import keys, protocol
 from producers.connect import SILENT_S
-from producers.errors import InvalidTask, SubmitFailed, TaskExists, UnknownModel
+from producers.errors import InvalidTask, SubmitFailed, TaskExists, UnknownModel, shown
 from producers.message import Message
 from producers.script import text
 from producers.steps import FAILURES, Read, Send, Steps, lost, persistently
-from producers.task import Task, shown
+from producers.task import Task
 from producers.trouble import CODES, Trouble, said, trouble
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
 def record_fields(task: Task, known: Known) -> dict[str, str | int]:
     """What ADMIT writes of a resolved task, see `producers.record`."""
     fields: dict[str, str | int] = {
-        "task": task.model_dump_json(),
+        "task": task.to_json(),
         "model": task.model,
         "queue": known.queue,
         "tier": task.tier,

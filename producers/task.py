@@ -13,9 +13,19 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
-from producers.errors import InvalidTask
+from producers.chat import MESSAGE, read_messages
+from producers.errors import InvalidTask, shown
 
 MAX_PROMPT_BYTES: Final = 1 << 20
 MAX_PROMPT_TOKENS: Final = 1_000_000
@@ -77,6 +87,22 @@ def _prompt(value: Any) -> Any:
     return value if isinstance(value, str) else tuple(value)
 
 
+def _messages(value: Any) -> Any:
+    """As a prompt: bounded by their size as JSON, which is what is kept of them."""
+    messages = read_messages(list(value) if isinstance(value, tuple) else value)
+    try:
+        size = len(_json(messages))
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise InvalidTask(f"messages cannot be kept as JSON: {error}", param="messages") from None
+    if size > MAX_PROMPT_BYTES:
+        raise InvalidTask(f"messages have {size} bytes as JSON; at most {MAX_PROMPT_BYTES} are taken", param="messages")
+    return tuple(messages)
+
+
+def _json(messages: Any) -> bytes:
+    return json.dumps(messages, ensure_ascii=False).encode()
+
+
 def _stops(value: Any) -> Any:
     return (value,) if isinstance(value, str) else _tuple(value)
 
@@ -105,20 +131,44 @@ Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Ids = Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[Count])]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
+MessageList = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[
+    tuple[dict[str, Any], ...],
+    BeforeValidator(_messages, json_schema_input_type=MessageList),
+]
 #: What OpenAPI says of a prompt; `_prompt` sees to it.
 PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
 PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
 
 
+def _no_default(schema: dict[str, Any]) -> None:
+    """What stands for a prompt that was left out is none that may be given."""
+    del schema["default"]
+
+
 class Task(BaseModel):
     """One generation. Raises InvalidTask naming the field, its value and its limits; types are not converted."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+    )
 
     # A field's description completes "it must be ..." in the message that refuses it.
     model: str = Field(min_length=1, max_length=200, description="the name of a model, 1 to 200 characters")
-    prompt: Prompt = Field(description="text or a list of token ids")
+    prompt: Prompt = Field(
+        (),
+        description="text or a list of token ids; this or messages must be given",
+        json_schema_extra=_no_default,
+    )
+    messages: Messages | None = Field(
+        None, description="a list of messages with role and content, in place of a prompt"
+    )
     max_tokens: int | None = Field(
         None, ge=0, le=MAX_INT32, description=f"an integer from 0 to {MAX_INT32} (unset: as far as the context goes)"
     )
@@ -197,7 +247,8 @@ class Task(BaseModel):
             if unknown is not None:
                 raise _unknown(unknown)
             # What is null was left out, but for what has to be there.
-            given = {k: v for k, v in fields.items() if v is not None or Task.model_fields[k].is_required()}
+            needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
+            given = {k: v for k, v in fields.items() if v is not None or k in needed}
             try:
                 super().__init__(**given)
                 return
@@ -209,6 +260,14 @@ class Task(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.messages is None and not self.prompt:
+            raise InvalidTask(
+                "prompt is missing: text or a list of token ids; or give messages",
+                param="prompt",
+                code="missing_parameter",
+            )
+        if self.messages is not None and self.prompt:
+            raise InvalidTask("prompt and messages are both given; a task has one of them", param="messages")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidTask(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", param="min_tokens"
@@ -233,10 +292,14 @@ class Task(BaseModel):
         """A task from JSON text. Raises InvalidTask where that is not UTF-8 or not JSON."""
         return cls.parse(read_json(body))
 
+    def to_json(self) -> str:
+        """The task as its record keeps it: with its prompt or its messages."""
+        return self.model_dump_json(exclude={"messages" if self.messages is None else "prompt"})
+
     @property
     def prompt_tokens(self) -> int | None:
         """The prompt's length, where it came as token ids."""
-        return None if isinstance(self.prompt, str) else len(self.prompt)
+        return None if isinstance(self.prompt, str) or self.messages is not None else len(self.prompt)
 
     @property
     def width(self) -> int:
@@ -246,17 +309,24 @@ class Task(BaseModel):
     def kv_tokens(self, context_length: int) -> int:
         """KV tokens that the task may need, as can be told without a tokenizer: prompt once, output for each choice."""
         prompt = self.prompt_tokens
-        if isinstance(self.prompt, str):
-            prompt = -(-len(self.prompt.encode()) // BYTES_PER_TOKEN)
+        if prompt is None:
+            text = str(self.prompt).encode() if self.messages is None else _json(self.messages)
+            prompt = -(-len(text) // BYTES_PER_TOKEN)
         output = ASSUMED_OUTPUT if self.max_tokens is None else self.max_tokens
-        return min((prompt or 0) + output * self.width, context_length * self.width)
+        return min(prompt + output * self.width, context_length * self.width)
 
     def check(self, card: Mapping[str, Any]) -> None:
         """Raise InvalidTask where the model of this card (`engine.text.card`) cannot run the task."""
         context, vocabulary = int(card["context_length"]), int(card["vocab_size"])
         if "generate" not in card["capabilities"]:
             raise InvalidTask(f"model {shown(self.model)} generates no text", param="model", code="unsupported_model")
-        if not isinstance(self.prompt, str) and max(self.prompt) >= vocabulary:
+        if self.messages is not None and "chat" not in card["capabilities"]:
+            raise InvalidTask(
+                f"model {shown(self.model)} has no chat template; give a prompt in place of messages",
+                param="messages",
+                code="unsupported_model",
+            )
+        if not isinstance(self.prompt, str) and max(self.prompt, default=0) >= vocabulary:
             raise InvalidTask(
                 f"prompt has token id {max(self.prompt)}; {shown(self.model)} has ids 0 to {vocabulary - 1}",
                 param="prompt",
@@ -338,23 +408,6 @@ def read_json(body: str | bytes) -> Any:
         raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
     except (ValueError, RecursionError) as error:
         raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
-
-
-def shown(value: Any) -> str:
-    """A value as a message shows it: as JSON writes it, and not longer than a line."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, RecursionError):  # a caller of the library may give anything
-        text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
-        text = f"a huge {type(value).__name__}"
-    text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-    return text if text.isprintable() else "".join(map(_visible, text))
-
-
-def _visible(sign: str) -> str:
-    """What shows, and what would not or is no character by itself, as JSON writes it."""
-    return sign if sign.isprintable() else json.dumps(sign)[1:-1]
 
 
 def label(name: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers import keys
+from producers.errors import shown
 from producers.gateway.errors import RETRY_AFTER, Problem
-from producers.task import shown
 
 logger = logging.getLogger(__name__)
 

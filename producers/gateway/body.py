@@ -11,9 +11,9 @@ from typing import Any, Final, TypeVar
 
 from fastapi import Request
 
-from producers.errors import InvalidTask
+from producers.errors import InvalidTask, shown
 from producers.gateway.errors import Problem
-from producers.task import Task, read_json, shown
+from producers.task import Task, read_json
 
 T = TypeVar("T")
 

@@ -13,12 +13,11 @@ from typing import Any, Final, TypeVar
 from redis.asyncio import Redis
 
 from engine.text import ModelError, RequestError, Tokenizer
-from producers.errors import InvalidTask
+from producers.errors import InvalidTask, shown
 from producers.gateway.blobs import TOKENIZER, broken, read_blobs
 from producers.gateway.errors import RETRY_AFTER, Problem
 from producers.gateway.kept import Kept
 from producers.gateway.lane import Lane, LaneBusy, LaneClosed
-from producers.task import shown
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,11 @@ from typing import Final
 from producers import keys
 from producers.aio import AsyncClient
 from producers.connect import SILENT_S
+from producers.errors import shown
 from producers.gateway.errors import Problem
 from producers.script import text
 from producers.steps import FAILURES
-from producers.task import Task, shown
+from producers.task import Task
 
 #: Of the bound, how much a tier may find taken: by all tiers, for the priority tier by itself. Never less than one
 #: task, so that a small bound refuses no tier where nothing waits.

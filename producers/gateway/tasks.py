@@ -9,6 +9,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
+from producers.errors import shown
 from producers.events import Event
 from producers.gateway import outcome
 from producers.gateway.body import read_task
@@ -17,7 +18,7 @@ from producers.gateway.errors import Problem
 from producers.gateway.sse import EVENT, EventStream
 from producers.gateway.views import Cancelled, TaskView, errors
 from producers.reader import MAX_POSITION
-from producers.task import Task, shown
+from producers.task import Task
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
@@ -42,7 +43,12 @@ async def submit(request: Request, response: Response) -> TaskView:
     task = await read_task(request, gateway.settings.max_body)
     request.state.tier = task.tier
     card = await gateway.client.card(task.model)
-    if isinstance(task.prompt, str):
+    if task.messages is not None:
+        task.check(card)
+        text = await gateway.templates.render(card, task.messages)
+        ids = await gateway.prompts.encode(card, text, special=False)
+        task = task.model_copy(update={"prompt": ids, "messages": None})
+    elif isinstance(task.prompt, str):
         task.check(card)
         task = task.model_copy(update={"prompt": await gateway.prompts.encode(card, task.prompt)})
     await gateway.room.enter([task])

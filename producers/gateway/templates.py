@@ -78,9 +78,6 @@ class _Renderer:
     async def render(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
         if self._lane.waiting >= WAITING:
             raise _busy(f"{WAITING} requests wait for this model's chat template already")
-        if "developer" not in self._template.source.text:
-            # OpenAI's newer name of the role; nearly all templates know the older one.
-            messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
         try:
             return await self._lane.run(partial(self._template.render, messages, **options), patience=PATIENCE_S)
         except LaneBusy:

@@ -20,6 +20,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "empty_prompt"),
     ({"prompt": []}, "prompt", "empty_prompt"),
     ({"prompt": None}, "prompt", "invalid_type"),
+    ({"messages": [{"role": "user", "content": "x"}]}, "messages", "invalid_value"),
+    ({"prompt": None, "messages": []}, "messages", "empty_array"),
+    ({"prompt": None, "messages": "x"}, "messages", "invalid_type"),
+    ({"prompt": None, "messages": [{"role": "user"}]}, "messages[0].content", "invalid_type"),
+    (
+        {"prompt": None, "messages": [{"role": "user", "content": "é" * (MAX_PROMPT_BYTES // 2 - 10)}]},
+        "messages",
+        "invalid_value",
+    ),
     ({"prompt": b"bytes"}, "prompt", "invalid_type"),
     ({"prompt": {"text": "x"}}, "prompt", "invalid_type"),
     ({"prompt": "a lone \udc80 surrogate"}, "prompt", "invalid_value"),
@@ -315,3 +324,13 @@ def test_what_was_refused_is_not_kept(fields: dict[str, Any]) -> None:
             Task(model="m", **fields)
     gc.collect()
     assert [kept for kept in gc.get_objects() if type(kept) is InvalidTask] == []
+
+
+def test_messages_are_counted_as_their_text() -> None:
+    """In the record they come back as they went in."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "é" * 300}]}]
+    task = Task(model="tiny", messages=messages, max_tokens=10)
+    assert task.messages == ({"role": "user", "content": "é" * 300},)
+    assert task.prompt_tokens is None
+    assert 200 + 10 <= task.kv_tokens(4096) <= 220 + 10
+    assert Task.parse_json(task.to_json()) == task

@@ -54,6 +54,9 @@ def add_to(app: typer.Typer) -> None:
 def submit(
     model: Annotated[str, typer.Argument(help="A model that `up` or a worker serves.")],
     prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="PROMPT is a user's message, which the model's chat template writes.")
+    ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tier: Annotated[str, typer.Option(help="priority, default, flex or batch.")] = "default",
     max_tokens: MaxTokens = None,
@@ -98,9 +101,10 @@ def submit(
 ) -> None:
     """Queue a task and print its id, or its text as it comes."""
     gateway = _gateway(url)
+    text = text_from(sys.stdin.read) if prompt == "-" else prompt
     asked = {
         "model": model,
-        "prompt": text_from(sys.stdin.read) if prompt == "-" else prompt,
+        **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
         "tier": tier,
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,

@@ -24,9 +24,11 @@ from producers import keys
 from producers.complaints import complain
 from producers.errors import InvalidTask
 from producers.protocol import Claimed, claim, is_last_chance, read_claim, release
+from producers.record import Record
 from producers.script import Call, run_many
 from producers.task import DEFAULTS, Task
 from workers.connect import LOST, connect
+from workers.pool.chat import ChatPrompts
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json
 from workers.pool.stream import read_first, tokens_of
@@ -50,6 +52,7 @@ class Claimer(threading.Thread):
         self._runtime = runtime
         self._redis = connect(runtime.settings.store)
         self._queue: queue.SimpleQueue[tuple[Delivery, Arrival | None] | None] = queue.SimpleQueue()
+        self._chat = ChatPrompts(runtime.files, runtime.engine.tokenizer)
         self._suspects: deque[Delivery] = deque()
         #: What came while a suspect had or awaited its turn: not claimed before that is over, or it would be counted
         #: dead with it.
@@ -239,10 +242,9 @@ class Claimer(threading.Thread):
         task = Task.parse_json(record.fields.get("task", ""))
         if task.n != record.n:
             raise InvalidTask(f"the record says n = {record.n}, its task n = {task.n}", param="n")
-        prompt = task.prompt
         return Request(
             id=delivery.uuid,
-            prompt_ids=self._runtime.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            prompt_ids=self._prompt_ids(task, record),
             params=self._params(task, delivery),
             tier=keys.TIERS[task.tier][0],
             salt=task.tenant or "",
@@ -250,6 +252,12 @@ class Claimer(threading.Thread):
             weight=self._runtime.weights.get(task.tenant or "", 1.0),
             resume=self._published(delivery) if any(delivery.base) else [],
         )
+
+    def _prompt_ids(self, task: Task, record: Record) -> list[int]:
+        if task.messages is not None:
+            return self._chat.encode(task.messages, record.time("created"))
+        prompt = task.prompt
+        return self._runtime.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
         """The task's own, else the card's, else everybody's; without what earlier workers have published as a whole."""

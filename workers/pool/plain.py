@@ -49,7 +49,7 @@ def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str,
     except InvalidTask as exc:
         fields["task"] = json.dumps(kwargs, default=str)
         return Plain(fields, error_json(exc.code, str(exc), exc.param))
-    fields |= {"task": task.model_dump_json(exclude_none=True), "tier": task.tier, "n": task.n}
+    fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n}
     if task.ttl is not None:
         fields["ttl"] = task.ttl
     deadline = _deadline_ms(runtime, headers, task)
@@ -60,6 +60,7 @@ def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str,
 
 def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The fields, with the one positional argument as the prompt: a chain or chord puts a parent's result there.
+    Of a task that names messages it is the last message, a user's.
 
     Raises InvalidTask where there are more, or a prompt is named as well.
     """
@@ -76,6 +77,8 @@ def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
             "the result before; leave one out, or make the signature immutable (.si)",
             param="prompt",
         )
+    if isinstance(messages := kwargs.get("messages"), list):
+        return {**kwargs, "messages": [*messages, {"role": "user", "content": _said(args[0])}]}
     return {**kwargs, "prompt": _said(args[0])}
 
 

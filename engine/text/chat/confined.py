@@ -61,13 +61,21 @@ class ConfinedTemplate:
         /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        now: float | None = None,
         **variables: Any,
     ) -> str:
-        """As ChatTemplate.render. Raises RequestError, with the code "template_stopped", where it was stopped."""
+        """As ChatTemplate.render; a template that knows no `developer` is told `system`.
+
+        Raises RequestError, with the code "template_stopped", where it was stopped.
+        """
+        if "developer" not in self.source.text:
+            # OpenAI's newer name of the role; nearly all templates know the older one.
+            messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
         asked = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "now": now,
             "variables": variables,
         }
         frame = _frame(asked)

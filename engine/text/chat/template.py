@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,9 +104,11 @@ class ChatTemplate:
         /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        now: float | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt as text, special tokens included. `variables` are passed on, for instance `tools`.
+        """The prompt as text, special tokens included. `variables` are passed on, for instance `tools`. `now`: the time
+        that a template which writes the date is told, in UTC (s since the epoch); None: the clock's, in local time.
 
         `continue_final_message`: the text ends where the last message's content does, so that the model goes on with
         it; `add_generation_prompt` should be False then. Both mean what they mean in transformers.
@@ -116,6 +119,8 @@ class ChatTemplate:
         given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **variables}
         given |= {"messages": [_reasoning_by_all_names(message) for message in messages]}
         given = _plain(given | {"add_generation_prompt": add_generation_prompt})
+        if now is not None:
+            given["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
         final = self._mark(given["messages"]) if continue_final_message else None
         try:
             text = self._template.render(given)

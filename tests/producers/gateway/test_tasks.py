@@ -12,7 +12,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from engine.text import Tokenizer
+from engine.text import ChatTemplate, Tokenizer
 from producers import keys, protocol
 from producers.gateway import tasks
 from producers.record import Record
@@ -46,6 +46,14 @@ class TestSubmit:
     def test_text_is_queued_as_token_ids(self, submit: Submit, valkey: Redis) -> None:
         task = record_of(valkey, submit(prompt="def fibonacci(n):")).task
         assert task["prompt"] == Tokenizer.from_folder(TINY).encode("def fibonacci(n):")
+
+    def test_messages_are_queued_as_their_template_writes_them(self, submit: Submit, valkey: Redis) -> None:
+        messages = [{"role": "user", "content": "def f"}]
+        template = ChatTemplate.from_folder(TINY)
+        assert template is not None
+        text = template.render(messages)
+        ids = Tokenizer.from_folder(TINY).encode(text, add_special_tokens=False)
+        assert record_of(valkey, submit(prompt=None, messages=messages)).task["prompt"] == ids
 
     @pytest.mark.parametrize("length", [4_000, 4_097, 20_000])
     def test_long_text_is_encoded_as_short_text_is(self, http: httpx.Client, model: str, length: int) -> None:

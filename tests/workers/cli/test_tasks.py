@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from redis import Redis
 
+from engine.text import ChatTemplate, Tokenizer
 from producers import keys
 from producers.record import Record
 from tests.producers.fake_worker import FakeWorker
@@ -96,6 +98,15 @@ class TestSubmit:
         monkeypatch.setattr(sys, "stdin", io.StringIO("def f"))
         ran = penstock("submit", "tiny", "-")
         assert task_of(valkey, ran.out.strip())["prompt"] == task_of(valkey, submitted(penstock))["prompt"]
+
+    def test_sends_the_prompt_as_a_user_s_message(self, penstock: Run, valkey: Redis) -> None:
+        folder = Path(__file__).parents[3] / "workers" / "models" / "tiny"
+        template = ChatTemplate.from_folder(folder)
+        assert template is not None
+        text = template.render([{"role": "user", "content": "def f"}])
+        ran = penstock("submit", "tiny", "def f", "--chat")
+        ids = Tokenizer.from_folder(folder).encode(text, add_special_tokens=False)
+        assert task_of(valkey, ran.out.strip())["prompt"] == ids
 
     def test_streams_the_text_as_it_is(self, penstock: Run, worker: FakeWorker) -> None:
         serving = served(worker, "(x):\n", "    return \x1b[31m", "é\u2028")

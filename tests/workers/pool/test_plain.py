@@ -120,6 +120,14 @@ def test_a_parent_s_result_that_is_no_prompt_is_refused(args: list[Any], said: s
     assert said in error({"args": args, "kwargs": {}})["message"]
 
 
+def test_a_parent_s_result_is_the_last_message_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CARD, "capabilities", ["generate", "chat"])
+    system = {"role": "system", "content": "Translate."}
+    plain = plain_fields(RUNTIME, {}, {"args": [{"text": "said"}], "kwargs": {"messages": [system]}})
+    assert plain.error is None, plain.error
+    assert json.loads(str(plain.fields["task"]))["messages"] == [system, {"role": "user", "content": "said"}]
+
+
 def test_a_prompt_may_not_be_given_twice() -> None:
     assert error({"args": ["x"], "kwargs": {"prompt": "y"}})["message"].startswith("prompt is given twice")
 

@@ -1,4 +1,4 @@
-"""The messages of a chat request, checked and made into what chat templates take."""
+"""The messages of a chat, checked and made into what chat templates take."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from producers.gateway.errors import Problem
-from producers.task import shown
+from producers.errors import InvalidTask, shown
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 #: Parts of a content are texts, each of them a paragraph of its own.
@@ -39,11 +38,11 @@ MESSAGE: Final[dict[str, Any]] = {
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """`role`, `content` (a string), and what else templates may use. Raises Problem naming message and part."""
+    """`role`, `content` (a string), and what else templates may use. Raises InvalidTask naming message and part."""
     if not isinstance(value, list):
         raise _refused("messages", value, "a list of messages", "invalid_type")
     if not value:
-        raise Problem(400, "messages is empty; give at least one message", code="empty_array", param="messages")
+        raise InvalidTask("messages is empty; give at least one message", code="empty_array", param="messages")
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
@@ -62,8 +61,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         if (name in PASSED_ON and part is not None) or (name == "reasoning" and isinstance(part, str)):
             read[name] = _string(part, f"{place}.{name}")
         elif name in EMPTY_AS_RECEIVED and part:
-            raise Problem(
-                400,
+            raise InvalidTask(
                 f"{place} has {name}, which is not offered here; a message has role, content, "
                 f"{', '.join(PASSED_ON)}, tool_calls",
                 code="unsupported_parameter",
@@ -132,5 +130,5 @@ def _string(value: Any, place: str) -> str:
     return value
 
 
-def _refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> Problem:
-    return Problem(400, f"{place} is {shown(value)}; it must be {wanted}", code=code, param=place)
+def _refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> InvalidTask:
+    return InvalidTask(f"{place} is {shown(value)}; it must be {wanted}", code=code, param=place)
