@@ -1,4 +1,4 @@
-"""Celery's consumer, taught to keep what it cannot read, and to print nothing of what callers sent."""
+"""Celery's consumer, taught to keep what it cannot read, to print nothing of what callers sent, and whom to hold up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any, Final
 
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer as Stock
+
+from producers.message import is_plain
+from workers import control  # noqa: F401 - registers its commands
 
 logger = get_logger(__name__)
 
@@ -16,7 +19,8 @@ ARGUMENTS: Final = ("argsrepr", "kwargsrepr")
 
 
 class Consumer(Stock):
-    """Stock acknowledges a message whose body cannot be decoded, which loses it, and logs the bodies of others."""
+    """Stock acknowledges a message whose body cannot be decoded, which loses it, and logs the bodies of others; and its
+    rate limits hold up every task, also those of HTTP and the clients, for whom the gateway has bounds of its own."""
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         logger.critical("A message cannot be decoded (%s: %s): dead-lettered", type(exc).__name__, exc)
@@ -30,6 +34,17 @@ class Consumer(Stock):
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
         super().on_invalid_task(UNSHOWN, message, exc)
+
+    def _limit_task(self, request: Any, bucket: Any, tokens: int) -> Any:
+        if is_plain(request.request_dict):
+            return super()._limit_task(request, bucket, tokens)
+        return self._limit_move_to_pool(request)
+
+    def _limit_post_eta(self, request: Any, bucket: Any, tokens: int) -> Any:
+        if is_plain(request.request_dict):
+            return super()._limit_post_eta(request, bucket, tokens)
+        self.qos.decrement_eventually()
+        return self._limit_move_to_pool(request)
 
 
 def _without_arguments(message: Any) -> Any:
