@@ -39,9 +39,13 @@ local function whole(value)
   return type(value) == 'number' and math.floor(value) or 0
 end
 
+local weighs = {}
 local function weight_of(tenant)
-  local weight = tonumber(redis.call('HGET', weights, tenant) or '1')
-  return weight and weight >= 0.001 and weight <= 1000 and weight or 1
+  if not weighs[tenant] then
+    local weight = tonumber(redis.call('HGET', weights, tenant) or '1')
+    weighs[tenant] = weight and weight >= 0.001 and weight <= 1000 and weight or 1
+  end
+  return weighs[tenant]
 end
 
 local counted = {}
@@ -119,7 +123,7 @@ local function sort(list)
 end
 
 -- the head of list k: the oldest message of whoever was served least and is not `passed` over
-local passed = {}
+local passed, waits = {}, {} -- `waits`: since when each list's head has waited, where this call has looked
 local function head(k)
   local list, place, tenant = KEYS[before + k], 0, nil
   repeat
@@ -132,11 +136,12 @@ local function head(k)
     end
     return nil
   end
-  local since = tonumber(redis.call('HGET', unserved, list))
+  local since = waits[k] or tonumber(redis.call('HGET', unserved, list))
   if not since or since > now then -- later than now: the clock was set back
     since = now
     redis.call('HSET', unserved, list, now)
   end
+  waits[k] = since
   local number = redis.call('ZRANGE', 'penstock:turn:' .. list .. ':' .. tenant, 0, 0)[1]
   local e = cmsgpack.unpack(redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1])
   local h = { number = e[1], raw = e[2], id = e[3], list = list, tenant = tenant, tier = tonumber(ARGV[14 + k]) }
@@ -194,7 +199,10 @@ for u = 15 + nlists, #ARGV do
     local charge, weight = math.max(h.tokens, 1), weight_of(h.tenant)
     serve(h.list, h.tenant, h.number, charge / weight)
     served[best] = true
-    redis.call('HSET', unserved, h.list, now)
+    if waits[best] ~= now then
+      redis.call('HSET', unserved, h.list, now)
+      waits[best] = now
+    end
     local order = redis.call('INCR', 'penstock:deliveries')
     local entry = { order, h.list, h.id, h.raw, h.tier, h.seqs, h.tokens, h.number, h.tenant, charge, weight }
     redis.call('HSET', inflight, uuid, cmsgpack.pack(entry))
