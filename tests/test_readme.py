@@ -17,7 +17,7 @@ import typer
 from engine.models.registry import FAMILIES
 from engine.params import SamplingParams
 from engine.text.checkpoint import count_parameters
-from producers import keys
+from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
 from producers.gateway.openai.completions import OWN, RENAMED

@@ -10,9 +10,9 @@ from celery.exceptions import Reject
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
-from producers import keys
-from producers.connect import kombu_url
-from producers.trouble import trouble
+from producers.connection.connect import kombu_url
+from producers.connection.trouble import trouble
+from producers.contract import keys
 from workers.finisher import Finisher
 from workers.settings import WorkerSettings
 from workers.task import register

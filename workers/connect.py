@@ -1,11 +1,11 @@
-"""Connections to the broker and the store: `producers.connect`, and what a worker makes of their errors."""
+"""Connections to the broker and the store: `producers.connection.connect`, and what a worker makes of their errors."""
 
 from __future__ import annotations
 
 from redis.exceptions import RedisError
 
-from producers import servers
-from producers.connect import connect
+from producers.connection.connect import connect
+from producers.store import servers
 from workers.errors import Refused
 
 __all__ = ["LOST", "check_server", "connect"]

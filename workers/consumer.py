@@ -7,7 +7,7 @@ from typing import Any, Final
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer as Stock
 
-from producers.message import is_plain
+from producers.contract.message import is_plain
 from workers import control  # noqa: F401 - registers its commands
 
 logger = get_logger(__name__)

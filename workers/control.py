@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from celery.worker.control import control_command, inspect_command, nok
 
-from producers.script import run
-from workers.transport import broker
+from producers.broker import redis as broker
+from producers.connection.script import run
 
 #: Countdown tasks that one answer shows.
 SHOWN: Final = 100

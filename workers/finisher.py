@@ -19,12 +19,12 @@ from celery import states
 from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
-from producers.complaints import complain
+from producers.connection.log_throttle import complain
+from producers.connection.script import run_many
+from producers.contract.record import Record
+from producers.contract.result import collect, failure, summary
 from producers.errors import TaskFailed
-from producers.protocol import release, settle
-from producers.record import Record
-from producers.result import collect, failure, summary
-from producers.script import run_many
+from producers.store.protocol import release, settle
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery
 from workers.pool.plain import error_json

@@ -18,21 +18,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from producers import keys
-from producers.complaints import complain
-from producers.deserted import takers_of
-from producers.expiry import expire_late
-from producers.protocol import release
-from producers.readers import LapsedReaders
-from producers.script import Call, run, run_many, text
-from producers.steps import Read, Step, drive
-from producers.tenants import read_weights
+from producers.admin.tenants import read_weights
+from producers.broker import redis as broker
+from producers.client.steps import Read, Step, drive
+from producers.connection.log_throttle import complain
+from producers.connection.script import Call, run, run_many, text
+from producers.contract import keys
+from producers.store.protocol import release
+from producers.sweeper.deadlines import expire_late
+from producers.sweeper.orphaned_queues import takers_of
+from producers.sweeper.reader_leases import LapsedReaders
 from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery
 from workers.serving import announce
 from workers.strays import Strays
-from workers.transport import broker
 from workers.transport.waker import PING_S
 
 if TYPE_CHECKING:

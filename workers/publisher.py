@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import NOT_FINITE, EngineError
 from engine.logprobs import TokenLogprobs
 from engine.request import Event
-from producers.complaints import complain
-from producers.events import encode_prompt, encode_token, quote
-from producers.protocol import Append, append, finish, prompt, read_append
-from producers.script import run, run_many, text
+from producers.connection.log_throttle import complain
+from producers.connection.script import run, run_many, text
+from producers.contract.events import encode_prompt, encode_token, quote
+from producers.store.protocol import Append, append, finish, prompt, read_append
 from workers import probe
 from workers.connect import LOST, connect
 from workers.pool.delivery import Delivery

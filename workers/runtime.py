@@ -20,8 +20,8 @@ from typing import Any
 
 from celery.worker import state
 
-from producers import keys
-from producers.message import is_plain
+from producers.contract import keys
+from producers.contract.message import is_plain
 from workers.drain import Drain
 from workers.finisher import Finisher
 from workers.gpu_facts import GpuFacts

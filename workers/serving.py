@@ -11,7 +11,7 @@ from typing import Any
 from redis import Redis
 from redis.client import Pipeline
 
-from producers import keys
+from producers.contract import keys
 from workers.errors import Refused
 from workers.library import find_model, verify
 

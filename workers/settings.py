@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from producers.protocol import MAX_DEATHS
-from producers.readers import LEASE_S
+from producers.store.protocol import MAX_DEATHS
+from producers.sweeper.reader_leases import LEASE_S
 
 
 @dataclass(frozen=True, slots=True)

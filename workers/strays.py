@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from redis import Redis
 
-from producers.protocol import release
-from producers.script import run, run_many
+from producers.broker import redis as broker
+from producers.connection.script import run, run_many
+from producers.store.protocol import release
 from workers.incarnation import Incarnation
-from workers.transport import broker
 
 if TYPE_CHECKING:
     from workers.runtime import Runtime

@@ -6,8 +6,8 @@ from typing import Any
 
 from celery import Celery, Task
 
+from producers.contract.keys import TASK_NAME
 from producers.errors import PenstockError, TaskFailed
-from producers.keys import TASK_NAME
 
 #: Where the finisher leaves the outcome in the request's headers.
 OUTCOME = "penstock_outcome"

@@ -16,9 +16,9 @@ from celery.apps.worker import install_cry_handler
 from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
 from celery.worker import state
 
-from producers import keys
-from producers.complaints import complain
-from producers.trouble import trouble
+from producers.connection.log_throttle import complain
+from producers.connection.trouble import trouble
+from producers.contract import keys
 from workers.app import attach, make_app
 from workers.connect import LOST, check_server, connect
 from workers.health import Health

@@ -12,18 +12,21 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
-from producers import sweeper
-from producers.aio import AsyncClient
-from producers.gateway import errors, front, health, metrics, models, openai, tasks, views
+from producers.client.aio import AsyncClient
+from producers.gateway import front, health, metrics, models, openai
+from producers.gateway.admission.limits import Room
 from producers.gateway.context import Gateway
-from producers.gateway.edge import Edge
+from producers.gateway.http import errors
+from producers.gateway.http.edge import Edge
+from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
-from producers.gateway.prompts import Prompts
-from producers.gateway.room import Room
 from producers.gateway.settings import GatewaySettings
-from producers.gateway.sse import Streams
-from producers.gateway.templates import Templates
-from producers.readers import ReaderLeases
+from producers.gateway.tasks import routes as tasks
+from producers.gateway.tasks import views
+from producers.gateway.text.prompts import Prompts
+from producers.gateway.text.templates import Templates
+from producers.sweeper import sweeper
+from producers.sweeper.reader_leases import ReaderLeases
 
 #: Large results (`large.LARGE`) in memory at once; each may have some tens of megabytes.
 LARGE_RESULTS: Final = 4

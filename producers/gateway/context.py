@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from producers.aio import AsyncClient
+from producers.client.aio import AsyncClient
+from producers.gateway.admission.limits import Room
+from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
-from producers.gateway.prompts import Prompts
-from producers.gateway.room import Room
 from producers.gateway.settings import GatewaySettings
-from producers.gateway.sse import Streams
-from producers.gateway.templates import Templates
-from producers.readers import ReaderLeases
+from producers.gateway.text.prompts import Prompts
+from producers.gateway.text.templates import Templates
+from producers.sweeper.reader_leases import ReaderLeases
 
 
 @dataclass(frozen=True, slots=True)

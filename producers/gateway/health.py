@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from redis.asyncio import Redis
 
+from producers.client.steps import FAILURES
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.errors import RETRY_AFTER, Problem, body_of
+from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.pools import read_fleet
-from producers.gateway.views import ErrorView
-from producers.steps import FAILURES
+from producers.gateway.tasks.views import ErrorView
 
 router = APIRouter(tags=["health"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from producers.gateway.context import gateway_of
-from producers.gateway.views import ModelList, ModelView, errors
+from producers.gateway.tasks.views import ModelList, ModelView, errors
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers import keys
-from producers.script import text
+from producers.connection.script import text
+from producers.contract import keys
 
 QUEUE_PREFIX: Final = keys.model_queue("")
 

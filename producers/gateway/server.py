@@ -14,9 +14,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from producers.gateway.app import create_app
-from producers.gateway.connection import limited
+from producers.gateway.http.connection import limited
+from producers.gateway.http.sse import Streams
 from producers.gateway.settings import GatewaySettings
-from producers.gateway.sse import Streams
 
 #: Open files that are no caller's connection: to store and broker, and whatever else there is.
 OTHER_FILES: Final = 128

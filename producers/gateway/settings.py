@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from producers.readers import LEASE_S
+from producers.sweeper.reader_leases import LEASE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,12 @@ from pathlib import Path
 from redis import Redis
 from tokenizers import Tokenizer
 
-from producers import AsyncClient, keys, protocol
-from producers.compact import compact
-from producers.events import encode_token
-from producers.script import run
+from producers import AsyncClient
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.events import encode_token
+from producers.store import protocol
+from producers.sweeper.compact import compact
 from tests.processes import running_valkey
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import Worker, fill, valkey
 
 

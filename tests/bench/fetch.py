@@ -13,11 +13,11 @@ import time
 
 from redis import Redis
 
-from producers import keys
-from producers.message import Message
-from producers.script import run, run_many
+from producers.broker import redis as broker
+from producers.connection.script import run, run_many
+from producers.contract import keys
+from producers.contract.message import Message
 from tests.processes import valkey
-from workers.transport import broker
 
 QUEUE = keys.pool_queue("m", "1", "bench")
 INC = "w.1"

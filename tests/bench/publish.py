@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.request import Event
-from producers import keys
-from producers.protocol import claim, read_claim
-from producers.script import run
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store.protocol import claim, read_claim
 from tests.processes import fill, valkey
 from workers.incarnation import Incarnation
 from workers.pool.delivery import Delivery

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from producers import protocol
-from producers.script import Script, script
-from workers.transport import broker
+from producers.broker import redis as broker
+from producers.connection.script import Script, script
+from producers.store import protocol
 
 #: Said when a connection is made or looked after: nothing lasts of them.
 MANNERS = frozenset({b"HELLO", b"AUTH", b"SELECT", b"PING", b"ECHO", b"INFO", b"CLIENT", b"SCRIPT", b"TIME", b"MULTI"})

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import token
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from producers.connect import connect
+from producers.connection.connect import connect
 from tests.chaos import clock
 from tests.chaos.processes import wait_for
 from tests.chaos.stage import BOOT_S, HAND_BACK_S, SILENT_S, Shape, Stage

@@ -15,8 +15,10 @@ from typing import Any
 from celery import Celery
 from redis import Redis
 
-from producers import Client, keys, protocol
-from producers.script import run, text
+from producers import Client
+from producers.connection.script import run, text
+from producers.contract import keys
+from producers.store import protocol
 from tests.chaos.calls import Call, sources
 from tests.chaos.streams import Stored
 from tests.stub_engine import load, logprob, prompt_logprob, text_of, token

@@ -9,8 +9,8 @@ from typing import Any
 
 from redis import Redis
 
-from producers import keys
-from producers.record import Record
+from producers.contract import keys
+from producers.contract.record import Record
 
 
 @dataclass(frozen=True, slots=True)

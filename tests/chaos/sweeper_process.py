@@ -8,9 +8,9 @@ import json
 import logging
 import sys
 
-from producers.sweeper import SweeperSettings
+from producers.broker import redis as broker
+from producers.sweeper.sweeper import SweeperSettings
 from workers.cli.processes import sweep
-from workers.transport import broker
 
 #: Times in seconds.
 HASTY = {"every": 1.0, "unsent_after": 3.0, "unsettled_after": 3.0, "reader_lease": 3.0}

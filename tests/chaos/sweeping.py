@@ -15,13 +15,15 @@ from typing import Any, Self
 
 from redis import Redis
 
-from producers import Event, keys, protocol
-from producers.aio import AsyncClient
-from producers.events import encode_token
-from producers.script import run
-from producers.sweeper import SweeperSettings, lead
+from producers import Event
+from producers.broker import redis as broker
+from producers.client.aio import AsyncClient
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.events import encode_token
+from producers.store import protocol
+from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.warm import template
-from workers.transport import broker
 
 QUEUE = keys.pool_queue("tiny", "1", "chaos")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.connect import connect
+from producers.connection.connect import connect
 from workers.chaos.checker import Stores
 from workers.chaos.injector import Injector
 from workers.chaos.journal import Journal

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from redis import Redis
 
-from producers import keys
-from producers.connect import connect
+from producers.connection.connect import connect
+from producers.contract import keys
 from workers.chaos.checker import Stores
 from workers.chaos.checker.rest import LOOKS, at_rest, held_by
 

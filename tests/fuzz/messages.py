@@ -13,8 +13,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from producers import keys
-from producers.message import Message
+from producers.contract import keys
+from producers.contract.message import Message
 from tests.fuzz.trees import VALUES, Raw, json_bytes, spoiled, spoiled_bytes
 
 #: Stands where a message's id is to be, which is given when it is sent: no two have the same by chance.

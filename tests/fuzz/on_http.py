@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.fuzz.answers import Malformed, faults, take
 from tests.fuzz.drawing import drawn
 from tests.fuzz.requests import Route, Visit, routes, visits

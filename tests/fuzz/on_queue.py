@@ -23,14 +23,14 @@ from typing import Any
 
 from redis import Redis
 
-from producers import keys
+from producers.broker.redis import lists
+from producers.contract import keys
 from tests.fuzz.drawing import drawn
 from tests.fuzz.ends import Ends, sent_id
 from tests.fuzz.messages import Fuzzed, messages
 from tests.fuzz.watch import Held, held
 from tests.processes import Worker, fill, running_valkey
 from workers.chaos.checker.rest import at_rest, held_by
-from workers.transport.broker import lists
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bundled": {

@@ -28,12 +28,12 @@ from engine.text import Tokenizer
 from engine.text.chat.template import TemplateSource
 from engine.text.checkpoint import read_header
 from engine.text.config import Config, read_config
-from producers.dead_letters import Letter
+from producers.admin.dead_letters import Letter
+from producers.contract.message import is_plain
+from producers.contract.task import Task, read_json
 from producers.errors import InvalidTask
-from producers.gateway.errors import Problem, body_of, problem_of
+from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.openai import parameters
-from producers.message import is_plain
-from producers.task import Task, read_json
 from tests.fuzz.drawing import drawn
 from tests.fuzz.messages import messages, tasks
 from tests.fuzz.requests import body_for
@@ -43,10 +43,10 @@ TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
 #: Modules in which what an example reaches is looked at.
 GUIDED = (
     "engine.text",
-    "producers.task",
+    "producers.contract.task",
     "producers.gateway.openai",
-    "producers.dead_letters",
-    "producers.message",
+    "producers.admin.dead_letters",
+    "producers.contract.message",
     "json",
 )
 CORPUS = Path(__file__).parent / "corpus"

@@ -12,8 +12,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from producers.contract.task import Task
 from producers.gateway.openai.parameters import HINTS, NOT_OFFERED
-from producers.task import Task
 from tests.fuzz.messages import tasks
 from tests.fuzz.trees import VALUES, json_bytes, spoiled, spoiled_bytes
 

@@ -12,14 +12,15 @@ from typing import Any
 import httpx
 from redis import Redis
 
-from producers import AsyncClient, keys
+from producers import AsyncClient
+from producers.broker.redis import lists
+from producers.contract import keys
 from producers.errors import PenstockError
 from tests.fuzz.drawing import drawn
 from tests.fuzz.ends import Ends
 from tests.fuzz.messages import messages
 from tests.fuzz.on_http import Findings, call
 from tests.fuzz.requests import Route, visits
-from workers.transport.broker import lists
 
 PROMPTS = ("def f(", "import os\n\ndef read(path):\n    ", "class Queue:\n", "x", "for i in range(10):\n" * 20)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.fuzz import on_queue
 from tests.fuzz.ends import Ends, sent_id
 from tests.fuzz.messages import Fuzzed

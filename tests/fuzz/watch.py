@@ -9,7 +9,7 @@ from typing import Any
 
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 
 
 @dataclass(frozen=True, slots=True)

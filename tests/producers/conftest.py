@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import Client, keys
+from producers import Client
+from producers.contract import keys
 from tests.producers.faces import AsyncFace, Face
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from producers import AsyncClient, AsyncHandle, Client, Event, Handle, Record, Result
-from producers.portal import Portal
+from producers.client.portal import Portal
 
 
 class AsyncFace:

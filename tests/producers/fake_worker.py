@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from redis import Redis
 
-from producers import keys, protocol
-from producers.events import Logprobs, encode_prompt, encode_token
-from producers.protocol import Append, Claimed
-from producers.script import run, text
+from producers.connection.script import run, text
+from producers.contract import keys
+from producers.contract.events import Logprobs, encode_prompt, encode_token
+from producers.store import protocol
+from producers.store.protocol import Append, Claimed
 
 
 class FakeWorker:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import AsyncClient, Client, End, PenstockError, Prompt, TaskFailed, TaskNotFound, Token, keys
+from producers import AsyncClient, Client, End, PenstockError, Prompt, TaskFailed, TaskNotFound, Token
+from producers.contract import keys
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
@@ -273,7 +274,8 @@ def test_a_client_that_was_reading_survives_a_fork_in_parent_and_child(valkey_ur
     code = """
 import json, os, sys, threading
 from redis import Redis
-from producers import AsyncClient, Client, keys
+from producers import AsyncClient, Client
+from producers.contract import keys
 from tests.producers.conftest import CARD
 from tests.producers.fake_worker import FakeWorker
 

@@ -20,7 +20,7 @@ def loaded(code: str) -> set[str]:
     [
         ("import producers", {"pydantic", "redis", "celery", "kombu"}),
         ("from producers import Task, InvalidTask", {"redis", "celery", "kombu"}),
-        ("from producers import *; import producers.sweeper", {"celery"}),
+        ("from producers import *; import producers.sweeper.sweeper", {"celery"}),
         ("from producers import Client; Client('redis://127.0.0.1:1').close()", {"celery"}),
     ],
 )

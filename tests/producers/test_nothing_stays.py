@@ -8,14 +8,16 @@ from typing import Any
 
 from redis import Redis
 
-from producers import AsyncClient, keys, protocol
-from producers.message import Message
-from producers.readers import hold
-from producers.script import run
-from producers.sweeper import SweeperSettings, lead
+from producers import AsyncClient
+from producers.broker import redis as broker
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.message import Message
+from producers.store import protocol
+from producers.sweeper.reader_leases import hold
+from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
-from workers.transport import broker
 
 OLD = keys.pool_queue("tiny", "0ld", "cafe")
 #: Models, where their tasks go, and what sweepers counted.

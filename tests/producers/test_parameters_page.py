@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from producers.task import DEFAULTS, Task
+from producers.contract.task import DEFAULTS, Task
 
 PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from producers import keys
+from producers.broker import redis as broker
+from producers.contract import keys
 from tests.protocol.broker_reference import Sent
 from tests.protocol.messages import good
-from workers.transport import broker
 
 if TYPE_CHECKING:
     from tests.protocol.test_broker import BrokerMachine

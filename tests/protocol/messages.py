@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from producers import keys
+from producers.contract import keys
 from tests.protocol.broker_reference import Sent
 
 GOOD = {"properties": {"delivery_info": {}}, "headers": {"id": "x", "task": keys.TASK_NAME}, "body": "e30="}

@@ -12,8 +12,8 @@ from typing import Any
 
 from redis import Redis
 
-from producers import keys
-from producers.script import Call, Script, run, script
+from producers.connection.script import Call, Script, run, script
+from producers.contract import keys
 
 
 @dataclass(frozen=True, slots=True)

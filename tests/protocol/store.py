@@ -23,7 +23,7 @@ TTL = 500
 FAR, PASSED = 9_000_000_000_000, 1
 DEADLINES = {"t2": FAR, "p": FAR}
 INCS = ("i1", "i2", "i3")
-#: Every field that a record may have (see `producers.record`), but for `next:<choice>`.
+#: Every field that a record may have (see `producers.contract.record`), but for `next:<choice>`.
 FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain", "n"),
     *(

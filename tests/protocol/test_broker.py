@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from redis import Redis
 
-from producers import keys
+from producers.broker import redis as broker
+from producers.contract import keys
 from tests.protocol.broker_histories import run_histories
 from tests.protocol.broker_reference import Broker, Sent
 from tests.protocol.messages import SEQS, TOKENS, good, messages
 from tests.protocol.server import Mutant, Server
-from workers.transport import broker
 
 QUEUES = ["penstock:m", "penstock:m@1"]
 INCS = ("i1", "i2")

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from redis import Redis
 
-from producers import keys, protocol
-from producers.events import encode_prompt, encode_token
-from producers.script import text
+from producers.connection.script import text
+from producers.contract import keys
+from producers.contract.events import encode_prompt, encode_token
+from producers.store import protocol
 from tests.protocol.model import ALL, scripts
 from tests.protocol.server import Mutant
 from tests.protocol.store import DEADLINES, INCS, LIMIT, TASKS, Pair, begun

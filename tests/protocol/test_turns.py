@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 from redis import Redis
 
-from producers import keys
-from producers.message import Message
-from producers.script import run
-from workers.transport import broker
+from producers.broker import redis as broker
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.message import Message
 
 QUEUE = keys.pool_queue("m", "1", "test")
 INC = "w.1"

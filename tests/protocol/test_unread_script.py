@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from redis import Redis
 
-from producers import keys, protocol
-from producers.readers import hold
-from producers.script import text
+from producers.connection.script import text
+from producers.contract import keys
+from producers.store import protocol
+from producers.sweeper.reader_leases import hold
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant

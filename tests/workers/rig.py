@@ -12,10 +12,11 @@ from typing import Any
 from celery import Celery
 from redis import Redis
 
-from producers import Client, keys
-from producers.protocol import cancel
-from producers.record import Record
-from producers.script import run
+from producers import Client
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.record import Record
+from producers.store.protocol import cancel
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import StubEngine, token
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import fill
 from tests.workers.rig import Rig
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from producers import Client, Handle, keys
+from producers import Client, Handle
+from producers.contract import keys
 from tests.stub_engine import STALLED
 from tests.workers.rig import Rig
 

@@ -13,9 +13,9 @@ import pytest
 from celery import Celery, chain, chord, group
 from celery.result import AsyncResult
 
-from producers import keys
-from producers.protocol import cancel
-from producers.script import run
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store.protocol import cancel
 from tests.stub_engine import text_of
 from tests.workers.rig import MODEL, Rig
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from producers import keys
+from producers.contract import keys
 from tests.workers.rig import Rig
 
 SEEDS = itertools.count(5000)

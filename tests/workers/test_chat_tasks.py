@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine.text import ChatTemplate, Tokenizer
-from producers import AsyncClient, Client, InvalidTask, keys
+from producers import AsyncClient, Client, InvalidTask
+from producers.contract import keys
 from tests.workers.rig import Rig, rig
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import Worker, valkey
 from tests.workers.rig import MODEL, Rig
 from workers.app import make_app

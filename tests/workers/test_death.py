@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from producers import Client, keys
+from producers import Client
+from producers.contract import keys
 from tests.processes import Worker
 from tests.stub_engine import DEADLY, STALLED
 from tests.workers.rig import Rig

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from producers import AsyncClient, Client, keys
-from producers.sweeper import SweeperSettings, lead
+from producers import AsyncClient, Client
+from producers.broker import redis as broker
+from producers.contract import keys
+from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.stub_engine import STALLED
 from tests.workers.rig import POOL, Rig
-from workers.transport import broker
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import Client, keys
-from producers.events import Token
+from producers import Client
+from producers.contract import keys
+from producers.contract.events import Token
 from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import Rig
 from workers.cli.supervisor import Child, Program

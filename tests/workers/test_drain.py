@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from producers import keys
+from producers.contract import keys
 from tests.stub_engine import STALLED
 from tests.workers.rig import TIMES, Rig, two_servers
 from workers.signals import SAME_S

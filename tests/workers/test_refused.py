@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from producers import Client, TaskFailed, keys
+from producers import Client, TaskFailed
+from producers.contract import keys
 from tests.stub_engine import PANIC, STALLED
 from tests.workers.rig import Rig
 

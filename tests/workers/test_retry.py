@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from producers import keys
+from producers.contract import keys
 from tests.workers.rig import TIMES, Rig
 
 #: Between two tries there is time enough for a test to do something.

@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 
-from producers import keys
+from producers.contract import keys
 from tests.workers.rig import Rig
 
 

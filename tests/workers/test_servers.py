@@ -11,7 +11,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from producers import Client, SubmitFailed, keys
+from producers import Client, SubmitFailed
+from producers.contract import keys
 from tests.chaos.servers import Server
 from tests.processes import TESTS, Worker
 from tests.workers.rig import Rig

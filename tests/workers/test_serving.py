@@ -8,7 +8,7 @@ from typing import Any
 
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.producers.gateway.conftest import CARD
 from workers.serving import announce
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from producers import keys
-from producers.protocol import cancel, claim
+from producers.contract import keys
+from producers.store.protocol import cancel, claim
 from tests.processes import Worker
 from tests.workers.rig import Rig
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.workers.rig import Rig
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from producers import keys
+from producers.contract import keys
 from tests.stub_engine import STALLED
 from tests.workers.rig import POOL, Rig
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from producers import keys
-from producers.readers import hold
-from producers.script import run
+from producers.connection.script import run
+from producers.contract import keys
+from producers.sweeper.reader_leases import hold
 from tests.workers.rig import Rig
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import Worker, free_port
 from tests.stub_engine import SPOILED
 from tests.workers.rig import POOL, TIMES, Rig, two_servers

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
-from producers.connect import connect
+from producers.connection.connect import connect
 from workers.chaos.journal import Journal
 from workers.chaos.plan import Fault, Plan
 from workers.chaos.pulse import Pulse

@@ -20,7 +20,7 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
-from producers.connect import connect
+from producers.connection.connect import connect
 from workers.chaos.checker.rest import workers_of
 from workers.chaos.injector import Gone, Handle, Healing
 from workers.chaos.plan import KINDS, PROCESSES, SERVERS, Fault, Plan

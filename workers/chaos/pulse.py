@@ -12,7 +12,7 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
-from producers.connect import connect
+from producers.connection.connect import connect
 from workers.chaos.journal import Journal
 
 #: Between two looks (s).

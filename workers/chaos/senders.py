@@ -10,9 +10,9 @@ from typing import Any, Final, Self
 
 from celery import Celery
 
-from producers import keys
-from producers.aio import AsyncClient
-from producers.connect import kombu_url
+from producers.client.aio import AsyncClient
+from producers.connection.connect import kombu_url
+from producers.contract import keys
 from workers.bench.connection import Connections
 from workers.chaos.load import LINKS
 

@@ -10,9 +10,9 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers.client.steps import FAILURES
+from producers.contract.events import Event, Prompt, Token
 from producers.errors import PenstockError, SubmitFailed, TaskExists, TaskNotFound
-from producers.events import Event, Prompt, Token
-from producers.steps import FAILURES
 from workers.bench.connection import Broken
 from workers.chaos.checker.history import Seen
 from workers.chaos.journal import Journal

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from producers.connect import connect
+from producers.connection.connect import connect
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
 from workers.chaos.checker.store import letters_of, wait_until_over
 from workers.chaos.client import Settings

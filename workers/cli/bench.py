@@ -214,7 +214,7 @@ def _number(value: float | None) -> str:
 
 
 def _weights(text: str) -> dict[str, float]:
-    from producers.keys import TIERS
+    from producers.contract.keys import TIERS
 
     weights = {}
     for part in text.split(","):

@@ -82,8 +82,8 @@ def chaos(
 
     from redis.exceptions import RedisError
 
-    from producers import keys
-    from producers.connect import connect, shown
+    from producers.connection.connect import connect, shown
+    from producers.contract import keys
     from workers.chaos.load import Load
     from workers.chaos.operated import Operated, Process, say_plan
     from workers.chaos.plan import Plan, draw
@@ -179,6 +179,6 @@ def _kinds(asked: str | None) -> list[str]:
 
 def _line() -> str:
     """What was typed, for whoever reads the report: without passwords, which are in URLs."""
-    from producers.connect import shown
+    from producers.connection.connect import shown
 
     return shlex.join(shown(word) if "://" in word else word for word in sys.argv[1:])

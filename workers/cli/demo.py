@@ -62,7 +62,7 @@ async def _use(system: System, tasks: int) -> None:
 
     from rich.console import Console
 
-    from producers.aio import AsyncClient
+    from producers.client.aio import AsyncClient
     from producers.gateway.pools import read_fleet
     from workers.cli.client import Gateway
     from workers.cli.demo_load import Load

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from producers import keys
+from producers.contract import keys
 from producers.gateway.pools import Fleet
 from workers.bench import percentile
 from workers.cli.demo_load import Task

@@ -16,8 +16,8 @@ from workers.cli.processes import AnyBroker, Store
 from workers.cli.show import printable
 
 if TYPE_CHECKING:
-    from producers.aio import AsyncClient
-    from producers.dead_letters import Letter
+    from producers.admin.dead_letters import Letter
+    from producers.client.aio import AsyncClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Keys = Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Letters by their keys, or by task ids.")]
@@ -73,7 +73,7 @@ def show(
     """Show what a letter holds: its message, and what is known of its task and of the workers that it lost."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.dead_letters import BrokenRecord, record_of
+        from producers.admin.dead_letters import BrokenRecord, record_of
 
         for letter in await _chosen(client, keys, False, None, None):
             record, broken = None, ""
@@ -119,7 +119,7 @@ def replay(
     """
 
     async def work(client: AsyncClient) -> None:
-        from producers.dead_letters import replay as once_more
+        from producers.admin.dead_letters import replay as once_more
         from producers.errors import PenstockError
 
         failed = 0
@@ -156,7 +156,7 @@ def purge(
     """Forget letters. Their tasks' records stay as long as those of others."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.dead_letters import purge as forget
+        from producers.admin.dead_letters import purge as forget
 
         found = await _chosen(client, keys, every, reason, older_than)
         if not yes:
@@ -173,7 +173,7 @@ async def _chosen(
     client: AsyncClient, named: list[str] | None, every: bool, reason: str | None, older_than: float | None
 ) -> list[Letter]:
     """Those that the options name. Raises Failure where they name none, or one that is not there."""
-    from producers.dead_letters import letters
+    from producers.admin.dead_letters import letters
 
     if not named and not every:
         raise Failure("say which: by their keys (penstock dlq ls shows them), or --all")
@@ -199,11 +199,11 @@ def with_client(broker: str | None, store: str | None, work: Callable[[AsyncClie
     """Run with a client. Raises Failure for a URL that is none and for a server that does not answer."""
     import asyncio
 
-    from producers.aio import AsyncClient
-    from producers.connect import shown
-    from producers.local import servers
-    from producers.steps import FAILURES
-    from producers.trouble import Trouble, said, trouble
+    from producers.client.aio import AsyncClient
+    from producers.client.steps import FAILURES
+    from producers.connection.connect import shown
+    from producers.connection.local import servers
+    from producers.connection.trouble import Trouble, said, trouble
 
     async def within() -> None:
         async with AsyncClient(*urls) as client:

@@ -1,7 +1,7 @@
 """The data directory of one machine's system, and the Valkey server that keeps broker and store in it.
 
 DIR/lock           held by the owner, and by the server as long as that lives
-DIR/port           where the server was last, so that its URL stays what it was, and clients find it (`producers.local`)
+DIR/port           where the server was last, so that its URL stays the same, and clients find it
 DIR/appendonlydir  what it knows, written through at each change and to the disk every second
 DIR/valkey.log
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from producers.local import HOST, PORT
+from producers.connection.local import HOST, PORT
 from workers.cli.exits import Exit, Failure
 from workers.cli.supervisor import Child, Program, ended
 

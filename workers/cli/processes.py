@@ -44,7 +44,7 @@ from workers.cli.options import (
 from workers.cli.references import MODEL, complete_model
 
 if TYPE_CHECKING:
-    from producers.sweeper import SweeperSettings
+    from producers.sweeper.sweeper import SweeperSettings
 
 Broker = Annotated[
     str,
@@ -282,8 +282,8 @@ def sweeper(
     """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Compact streams. One leads."""
     import asyncio
 
-    from producers.sweeper import SweeperSettings
-    from workers.transport import broker as scripts
+    from producers.broker import redis as scripts
+    from producers.sweeper.sweeper import SweeperSettings
 
     _log(log_level)
     settings = SweeperSettings(
@@ -309,8 +309,8 @@ async def sweep(settings: SweeperSettings) -> None:
     import signal
     from contextlib import suppress
 
-    from producers.aio import AsyncClient
-    from producers.sweeper import lead
+    from producers.client.aio import AsyncClient
+    from producers.sweeper.sweeper import lead
 
     async with AsyncClient(settings.broker, settings.store) as client:
         task = asyncio.create_task(lead(client, settings))
@@ -343,7 +343,7 @@ def needs(extra: str) -> Iterator[None]:
 
 def _look_at(broker: str, store: str | None) -> None:
     """Raises ServerRefused for servers that cannot be used; those that are away are waited for."""
-    from producers.servers import check_server
+    from producers.store.servers import check_server
 
     for url, role in {store or broker: "store", broker: "broker"}.items():
         check_server(url, role, must_answer=False)
@@ -351,7 +351,7 @@ def _look_at(broker: str, store: str | None) -> None:
 
 @contextmanager
 def _bad_urls() -> Iterator[None]:
-    from producers.servers import ServerRefused
+    from producers.store.servers import ServerRefused
 
     try:
         yield

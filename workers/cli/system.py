@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Final
 
 from engine.execution.threads import threads_of_each
-from producers.aio import AsyncClient
+from producers.client.aio import AsyncClient
+from producers.client.steps import FAILURES
+from producers.connection.local import HOST
 from producers.gateway.pools import read_fleet
-from producers.local import HOST
-from producers.steps import FAILURES
 from workers.cli import embedded
 from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure

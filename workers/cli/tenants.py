@@ -15,7 +15,7 @@ from workers.cli.processes import AnyBroker, Store
 from workers.cli.show import printable
 
 if TYPE_CHECKING:
-    from producers.aio import AsyncClient
+    from producers.client.aio import AsyncClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
@@ -36,7 +36,7 @@ def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False)
     """List tenants of whom tasks wait, by tier, and those with a weight of their own."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.tenants import tenants
+        from producers.admin.tenants import tenants
 
         found, unsorted = await tenants(client)
         for one in found:
@@ -63,7 +63,7 @@ def weigh(
     """Set a tenant's share of each tier. It holds from the next fetch on; in running engines within seconds."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.tenants import weigh as set_weight
+        from producers.admin.tenants import weigh as set_weight
 
         await set_weight(client, tenant, weight)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from producers.local import DATA_DIR
+from producers.connection.local import DATA_DIR
 from workers.cli.exits import PROCESS_STATUS
 from workers.cli.options import (
     DEFAULT_URL,
@@ -174,7 +174,7 @@ def up(
 async def _serve(system: System) -> None:
     import asyncio
 
-    from producers.connect import shown
+    from producers.connection.connect import shown
     from workers.cli.client import Gateway
 
     models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]

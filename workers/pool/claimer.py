@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.request import Request
-from producers import keys
-from producers.complaints import complain
+from producers.connection.log_throttle import complain
+from producers.connection.script import Call, run_many
+from producers.contract import keys
+from producers.contract.record import Record
+from producers.contract.task import DEFAULTS, Task
 from producers.errors import InvalidTask
-from producers.protocol import Claimed, claim, is_last_chance, read_claim, release
-from producers.record import Record
-from producers.script import Call, run_many
-from producers.task import DEFAULTS, Task
+from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
 from workers.connect import LOST, connect
 from workers.pool.chat import ChatPrompts
 from workers.pool.delivery import Delivery

@@ -9,7 +9,7 @@ from typing import Any
 from celery.worker.state import task_ready
 
 from engine.request import Event
-from producers.record import Record
+from producers.contract.record import Record
 from workers.incarnation import Incarnation
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from producers import keys
+from producers.contract import keys
+from producers.contract.task import Task
 from producers.errors import InvalidTask
-from producers.task import Task
 from workers.pool.delivery import Plain
 
 if TYPE_CHECKING:

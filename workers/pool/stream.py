@@ -8,8 +8,8 @@ from typing import Any
 
 from redis import Redis
 
-from producers import keys
-from producers.events import Event, decode, stream_position
+from producers.contract import keys
+from producers.contract.events import Event, decode, stream_position
 
 CHUNK = 2000
 

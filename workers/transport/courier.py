@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from producers.complaints import complain
-from producers.protocol import release
-from producers.script import Call, run_many
+from producers.broker import redis as broker
+from producers.connection.log_throttle import complain
+from producers.connection.script import Call, run_many
+from producers.store.protocol import release
 from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
-from workers.transport import broker
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from producers import keys
-from producers.complaints import complain
-from producers.script import run
+from producers.broker import redis as broker
+from producers.connection.log_throttle import complain
+from producers.connection.script import run
+from producers.contract import keys
 from workers.connect import LOST, connect
 from workers.incarnation import Incarnation
 from workers.pool.ledger import Ledger, Size
 from workers.settings import WorkerSettings
-from workers.transport import broker
 from workers.transport.courier import Courier
 from workers.transport.waker import Waker
 

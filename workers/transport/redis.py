@@ -15,9 +15,9 @@ from kombu.transport import redis as stock
 from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 
-from producers import keys
-from producers.connect import connection_pool
-from producers.trouble import trouble
+from producers.connection.connect import connection_pool
+from producers.connection.trouble import trouble
+from producers.contract import keys
 
 #: The scheme under which kombu finds this transport, and the transport option that carries the worker's runtime.
 SCHEME = "penstock"

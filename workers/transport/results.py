@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from celery.backends.redis import RedisBackend
 
-from producers.connect import connection_pool
+from producers.connection.connect import connection_pool
 
 #: The name under which Celery finds it, once `workers.app` has told.
 NAME: Final = "penstock"

@@ -14,9 +14,9 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from producers.complaints import complain
-from producers.connect import connection_pool
-from producers.trouble import Trouble, trouble
+from producers.connection.connect import connection_pool
+from producers.connection.log_throttle import complain
+from producers.connection.trouble import Trouble, trouble
 from workers.connect import LOST
 
 logger = logging.getLogger(__name__)

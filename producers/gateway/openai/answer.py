@@ -11,14 +11,14 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from producers import keys
-from producers.events import End
+from producers.client.submission import Known
+from producers.contract import keys
+from producers.contract.events import End
 from producers.gateway.context import Gateway
-from producers.gateway.errors import body_of, problem_of
-from producers.gateway.foreground import Foreground, stopping
+from producers.gateway.http.errors import body_of, problem_of
+from producers.gateway.http.sse import LiveStream
 from producers.gateway.openai.parameters import Asked
-from producers.gateway.sse import LiveStream
-from producers.submission import Known
+from producers.gateway.tasks.foreground import Foreground, stopping
 
 T = TypeVar("T")
 

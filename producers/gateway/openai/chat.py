@@ -12,20 +12,20 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from producers.chat import MESSAGE, read_messages
+from producers.contract.chat import MESSAGE, read_messages
+from producers.contract.events import End
+from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
-from producers.events import End
-from producers.gateway.body import read_object
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.errors import Problem
-from producers.gateway.foreground import Foreground
+from producers.gateway.http.body import read_object
+from producers.gateway.http.errors import Problem
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
 from producers.gateway.openai.outputs import News, news
 from producers.gateway.openai.parameters import RESPONSES, Asked, count, flag, read, refusal, request_body
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
-from producers.task import Task
+from producers.gateway.tasks.foreground import Foreground
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
 

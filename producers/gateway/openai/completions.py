@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from producers.events import End
-from producers.gateway.body import read_object
+from producers.contract.events import End
+from producers.contract.task import Task
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.foreground import Foreground
+from producers.gateway.http.body import read_object
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed
@@ -24,7 +24,7 @@ from producers.gateway.openai.outputs import News, news, weight
 from producers.gateway.openai.parameters import RESPONSES, request_body
 from producers.gateway.openai.prompts import OWN, RENAMED, Completion, read_completion
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
-from producers.task import Task
+from producers.gateway.tasks.foreground import Foreground
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 

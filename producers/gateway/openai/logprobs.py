@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from engine.text import Tokenizer
-from producers.events import Logprobs, Prompt, Token
+from producers.contract.events import Logprobs, Prompt, Token
 from producers.gateway.openai.arrays import Arrays, joined
 
 #: A choice's log probabilities in lists by name: a chat's, and the legacy endpoint's.

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
-from producers.events import End, Event, Logprobs, Prompt, Token
+from producers.contract.events import End, Event, Logprobs, Prompt, Token
 
 #: What OpenAI's endpoints call the reasons that only `/v1/tasks` knows: cut off by a limit, here that of time.
 WORDS: Final = {"deadline": "length"}

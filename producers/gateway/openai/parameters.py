@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers.contract.task import MAX_SEED, MAX_TENANT, Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
-from producers.gateway.errors import Problem
-from producers.gateway.views import errors
-from producers.task import MAX_SEED, MAX_TENANT, Task, likely
+from producers.gateway.http.errors import Problem
+from producers.gateway.tasks.views import errors
 
 #: The result of a foreground request is kept this long (s), for who looks into what happened.
 KEPT_S: Final = 300

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from producers.contract.task import MAX_INT32, MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
-from producers.gateway.errors import Problem
+from producers.gateway.http.errors import Problem
 from producers.gateway.openai.parameters import Asked, flag, read
-from producers.gateway.prompts import InvalidPrompt
-from producers.task import MAX_INT32, MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
+from producers.gateway.text.prompts import InvalidPrompt
 
 P = TypeVar("P")
 T = TypeVar("T")

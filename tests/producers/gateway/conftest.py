@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from redis import Redis
 
 from engine.text import ModelCard
-from producers import keys
+from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.server import configured, listen
 from tests.producers.fake_worker import FakeWorker

@@ -9,9 +9,10 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import AsyncClient, keys
-from producers.blocks import BLOCK
-from producers.compact import compact
+from producers import AsyncClient
+from producers.contract import keys
+from producers.contract.blocks import BLOCK
+from producers.sweeper.compact import compact
 from tests.producers.fake_worker import FakeWorker
 
 

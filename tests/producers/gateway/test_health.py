@@ -9,11 +9,11 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from producers.gateway import health
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
-from tests.producers.gateway.test_sse import follow
+from tests.producers.gateway.http.test_sse import follow
 from tests.producers.proxy import Proxy
 
 #: Nothing listens there.

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from producers import AsyncClient, Task, readers, submission
-from producers.gateway import metrics, room
-from producers.gateway.room import Room
-from producers.readers import ReaderLeases
+from producers import AsyncClient, Task
+from producers.client import submission
+from producers.gateway import metrics
+from producers.gateway.admission import limits as room
+from producers.gateway.admission.limits import Room
+from producers.sweeper import reader_leases as readers
+from producers.sweeper.reader_leases import ReaderLeases
 from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.test_metrics import figures
 

@@ -10,7 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, Door, until
 from tests.producers.gateway.test_health import NOWHERE

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.producers.gateway.conftest import CARD
 
 

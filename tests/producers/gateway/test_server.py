@@ -15,7 +15,7 @@ from producers.gateway import GatewaySettings, serve
 from producers.gateway.server import listen
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import until
-from tests.producers.gateway.test_sse import follow, subscribers
+from tests.producers.gateway.http.test_sse import follow, subscribers
 
 
 @contextmanager

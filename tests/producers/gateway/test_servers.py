@@ -9,11 +9,12 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import aio, hub, keys, reader
+from producers.client import aio, hub, reader
+from producers.contract import keys
 from tests.chaos.links import Links
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
-from tests.producers.gateway.test_sse import follow
+from tests.producers.gateway.http.test_sse import follow
 
 Open = Callable[..., Door]
 

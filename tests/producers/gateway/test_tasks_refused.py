@@ -11,7 +11,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.producers.gateway.conftest import CARD, Door, until
 
 Submit = Callable[..., str]
@@ -142,7 +142,7 @@ class TestRefused:
     ) -> None:
         before = valkey.dbsize()
         head = "POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-        with caplog.at_level("INFO", "producers.gateway.edge"):
+        with caplog.at_level("INFO", "producers.gateway.http.edge"):
             with socket.create_connection(("127.0.0.1", door.port)) as leaving:
                 leaving.sendall(head.encode() + b'{"model"')
             until(lambda: caplog.records)

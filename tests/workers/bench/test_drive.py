@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Scripted, door, model, open_door, scripted, worker

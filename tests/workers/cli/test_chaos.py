@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from producers import keys
-from producers.connect import connect
+from producers.connection.connect import connect
+from producers.contract import keys
 from tests.chaos.stage import Shape, Stage
 from tests.producers.gateway.conftest import until
 from tests.workers.cli.conftest import Run, Scripted

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from producers import keys
+from producers.contract import keys
 from producers.gateway.pools import Fleet, Pool
 from workers.bench import percentile
 from workers.cli.client import Gateway

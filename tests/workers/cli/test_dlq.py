@@ -7,7 +7,7 @@ import json
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.workers.cli.conftest import Run
 
 LIST = "penstock:queue:tiny#0"

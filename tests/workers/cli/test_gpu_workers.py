@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import keys
+from producers.contract import keys
 from tests.processes import ROOT, fill
 from tests.producers.gateway.conftest import until
 from workers import signals

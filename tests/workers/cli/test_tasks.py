@@ -15,8 +15,8 @@ import pytest
 from redis import Redis
 
 from engine.text import ChatTemplate, Tokenizer
-from producers import keys
-from producers.record import Record
+from producers.contract import keys
+from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Ran, Run

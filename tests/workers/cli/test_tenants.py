@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from producers import keys
-from producers.message import Message
-from producers.script import run as call
+from producers.broker import redis as broker
+from producers.connection.script import run as call
+from producers.contract import keys
+from producers.contract.message import Message
 from tests.workers.cli.conftest import Run
-from workers.transport import broker
 
 QUEUE = keys.pool_queue("tiny", "1", "test")
 

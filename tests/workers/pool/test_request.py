@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from kombu import Message
 
-from producers.keys import TASK_NAME
+from producers.contract.keys import TASK_NAME
 from workers.pool.request import EngineRequest
 from workers.task import EngineTask
 

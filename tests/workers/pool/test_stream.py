@@ -8,8 +8,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from producers import keys
-from producers.events import Token, encode_token
+from producers.contract import keys
+from producers.contract.events import Token, encode_token
 from workers.pool.stream import CHUNK, read_first, read_stream, tokens_of
 
 

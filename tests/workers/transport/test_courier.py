@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from producers import keys
-from producers.message import Message
-from producers.script import run
+from producers.broker import redis as broker
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.message import Message
 from tests.producers.proxy import Proxy
 from workers.incarnation import Incarnation
-from workers.transport import broker
 from workers.transport.courier import Courier
 
 QUEUE = "penstock:queue:x"

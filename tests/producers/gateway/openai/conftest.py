@@ -11,8 +11,8 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import keys
-from producers.record import Record
+from producers.contract import keys
+from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE
 

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from engine.text import ChatTemplate, Tokenizer
-from producers.record import Record
+from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, TINY
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, says

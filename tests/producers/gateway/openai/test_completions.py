@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from engine.text import Tokenizer
-from producers import keys
+from producers.contract import keys
 from tests.producers.gateway.conftest import CARD, QUEUE, TINY, publish
 from tests.producers.gateway.openai.conftest import Answering, chunks, nothing_written, says
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from producers.contract.task import Task
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
 from producers.gateway.openai.chat import OWN as CHAT
 from producers.gateway.openai.chat import RENAMED as CHAT_RENAMED
 from producers.gateway.openai.completions import OWN as COMPLETIONS
 from producers.gateway.openai.completions import RENAMED as COMPLETIONS_RENAMED
-from producers.task import Task
 
 PAGE = (Path(__file__).parents[4] / "docs" / "http.md").read_text()
 

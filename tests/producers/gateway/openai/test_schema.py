@@ -21,8 +21,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
-from producers.record import Record
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says

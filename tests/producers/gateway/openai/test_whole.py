@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from producers.gateway import app, large
+from producers.gateway import app
 from producers.gateway.openai import whole
+from producers.gateway.tasks import large
 from tests.producers.gateway.conftest import Door, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 from tests.producers.gateway.openai.test_echo import scores

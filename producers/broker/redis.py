@@ -1,0 +1,168 @@
+"""The broker's side of the protocol: one function a script, each giving the `Call` to send and reading its answer.
+
+The preconditions and effects stand at the head of each `scripts/*.lua`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.connection.script import Call, script, text
+from producers.contract import keys
+
+PACKAGE: Final = "producers.broker"
+
+#: Messages of each list that one FETCH sorts: a round trip's worth of the server's time, also with all lists full.
+BITE: Final = 64
+
+
+def lists(queues: Sequence[str]) -> list[tuple[str, int]]:
+    """The lists of the queues, each with its tier's rank, best tier first."""
+    ranked = sorted((rank, tier) for tier, (rank, _) in keys.TIERS.items())
+    return [(name, rank) for rank, tier in ranked for queue in queues for name in keys.tier_lists(queue, tier)]
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Room for tasks, per tier (index is its rank): what is free, and what lower tiers hold."""
+
+    seqs: tuple[int, int, int, int]
+    tokens: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """One delivery as the broker gave it. `list_name` is the list it came from, `raw` the message (JSON).
+
+    With a reason for which it was `buried`, it is none: the broker has made it a dead letter.
+    """
+
+    uuid: str
+    list_name: str
+    raw: bytes
+    condemned: bool
+    buried: str = ""
+
+
+def fetch(
+    incarnation: str,
+    queues: Sequence[str],
+    uuids: Sequence[str],
+    credit: Credit,
+    *,
+    capacity: tuple[int, int],
+    plain_tokens: int,
+    ageing_ms: int,
+    max_redeliveries: int,
+    bite: int = BITE,
+) -> Call:
+    """`capacity` is (sequences, tokens) of the whole engine: a task that wants more is counted as that much. Of each
+    list `bite` messages are sorted by tenant, at most."""
+    named = lists(queues)
+    return Call(
+        script(PACKAGE, "fetch"),
+        (
+            keys.lease(incarnation),
+            keys.inflight(incarnation),
+            keys.delayed(queues[0]),
+            keys.DEAD,
+            keys.REAPED,
+            keys.UNSERVED,
+            keys.RETURNED,
+            keys.ARRIVALS,
+            keys.WEIGHTS,
+            *(name for name, _ in named),
+        ),
+        (
+            ageing_ms,
+            max_redeliveries,
+            *capacity,
+            plain_tokens,
+            bite,
+            *credit.seqs,
+            *credit.tokens,
+            *(rank for _, rank in named),
+            *uuids,
+        ),
+    )
+
+
+def read_fetch(answer: Sequence[Any]) -> list[Fetched] | None:
+    """None where the incarnation's lease is gone."""
+    if len(answer) == 1:
+        return None
+    found = []
+    for uuid, list_name, raw, said in zip(
+        answer[::4], answer[1::4], answer[2::4], map(text, answer[3::4]), strict=True
+    ):
+        condemned, buried = said == "condemned", "" if uuid else said
+        found.append(Fetched(text(uuid), text(list_name), raw, condemned, buried))
+    return found
+
+
+def ack(incarnation: str, uuid: str, reason: str = "", used: int = 0, settled: str = "") -> Call:
+    """With a reason, the message is kept on the dead-letter list. Its tenant is charged the KV tokens `used` in place
+    of the estimate. `settled`: the task of which the worker says so.
+
+    Answers 1, 0 where there is no such delivery, -1 where that task is not settled.
+    """
+    return Call(
+        script(PACKAGE, "ack"),
+        (keys.inflight(incarnation), keys.REAPED, keys.DEAD, keys.task(settled)),
+        (uuid, reason, used, int(bool(settled))),
+    )
+
+
+def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
+    """Return a delivery to the front of its list. Answers 1, or 0 where there is no such delivery."""
+    names = (keys.inflight(incarnation), keys.delayed(queue), keys.RETURNED)
+    return Call(script(PACKAGE, "back"), names, (uuid, delay_ms))
+
+
+def scheduled(queue: str, count: int) -> Call:
+    """Answers the messages (JSON) that wait there for their time, soonest first, `count` at most."""
+    return Call(script(PACKAGE, "scheduled"), (keys.delayed(queue),), (count,))
+
+
+def recall(queue: str, pools: Sequence[str], count: int) -> Call:
+    """Where no worker of these pools lives, which are those that take from a queue: what was sorted of it goes back to
+    the fronts of its lists. Answers how many messages, `count` at most (fewer were the last); -1 where one lives."""
+    return Call(script(PACKAGE, "recall"), (keys.INCARNATIONS, *(name for name, _ in lists([queue]))), (count, *pools))
+
+
+def adopt(source: str, target: str) -> Call:
+    """Move what waits in a queue without workers to the front of another's lists. Answers how many messages."""
+    names = [name for pair in zip(lists([source]), lists([target]), strict=True) for name, _ in pair]
+    return Call(script(PACKAGE, "adopt"), (keys.delayed(source), keys.delayed(target), *names), ())
+
+
+def reap(incarnation: str) -> Call:
+    """Answers how many deliveries of a dead incarnation went back to their lists; -1 while it lives."""
+    return Call(
+        script(PACKAGE, "reap"),
+        (keys.lease(incarnation), keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED, keys.RETURNED),
+        (incarnation,),
+    )
+
+
+def strays(incarnation: str, held: Sequence[str]) -> Call:
+    """`held`: what its worker knows of. Answers `[uuid, task id, ...]`, see `read_strays`."""
+    return Call(script(PACKAGE, "strays"), (keys.inflight(incarnation),), held)
+
+
+def read_strays(answer: Sequence[Any]) -> dict[str, str]:
+    """Task ids by delivery."""
+    return {text(uuid): text(task_id) for uuid, task_id in zip(answer[::2], answer[1::2], strict=True)}
+
+
+def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool, queue: str | None = None) -> Call:
+    """Take or renew a worker's lease; `about`: what it says of itself. On the broker, `queue` lists it with its pool's.
+    Answers 1, or 0 where it is gone."""
+    listed = () if queue is None else (keys.INCARNATIONS,)
+    return Call(
+        script(PACKAGE, "lease"),
+        (keys.lease(incarnation), *listed),
+        (incarnation, about, ttl_ms, int(take), queue or ""),
+    )

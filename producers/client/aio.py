@@ -1,0 +1,205 @@
+"""The asyncio client: it writes the envelope itself, so that submitting never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+from redis.asyncio import Redis
+
+from producers.client import operations
+from producers.client.hub import CLOSED, Hub
+from producers.client.reader import Reader
+from producers.client.steps import Pause, Send, Step, Steps, T, adrive
+from producers.client.submission import Directory, Known, submit
+from producers.connection.connect import SILENT_S, connect_async
+from producers.connection.local import servers
+from producers.connection.script import Call, arun
+from producers.contract.events import Event
+from producers.contract.message import Message
+from producers.contract.record import Record
+from producers.contract.result import Result, collect
+from producers.contract.task import Task
+from producers.errors import PenstockError
+
+
+class AsyncClient:
+    """Submits tasks and reads them, on one event loop.
+
+    `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. Without them, those
+    that `producers.connection.local` finds. `patience`: how long a failing connection is tried again (s). Nothing
+    connects before the first call. Raises ValueError for another kind of broker (the sync `Client` speaks to those
+    through kombu).
+    """
+
+    def __init__(
+        self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
+    ) -> None:
+        self._patience = operations.checked_patience(patience)
+        broker, store = servers(broker, store)
+        #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
+        self.store: Redis = connect_async(store)
+        self.broker: Redis = connect_async(broker) if store != broker else self.store
+        self._directory = Directory()
+        self._hub = Hub(self.store)
+        self._closed = False
+
+    async def submit(self, task: Task | None = None, /, *, task_id: str | None = None, **fields: Any) -> AsyncHandle:
+        """Queue a task, given as a Task or as its fields.
+
+        Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
+        (no answer in time: where a record was made, the sweeper finishes it).
+        """
+        asked = operations.task_of(task, fields)
+        return self.get(await self.run(submit(self._directory, asked, task_id, self._patience)))
+
+    def get(self, task_id: str) -> AsyncHandle:
+        """A handle on a task submitted before, by anyone. Nothing is looked up yet."""
+        return AsyncHandle(self, task_id)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The cards of all models (`engine.text.card`), by name."""
+        return await self.run(operations.models(self._patience))
+
+    async def card(self, model: str) -> dict[str, Any]:
+        """A model's card, at most 2 s old. Raises UnknownModel, which names the models that there are."""
+        return (await self.known(model)).card
+
+    async def known(self, model: str) -> Known:
+        """A model's card and the queue that its tasks go to, at most 2 s old. Raises UnknownModel."""
+        return await self.run(self._directory.find(model, self._patience))
+
+    async def ping(self) -> None:
+        """Raise redis.exceptions.RedisError or OSError unless store and broker answer, each at its first asking."""
+        async with asyncio.timeout(SILENT_S):
+            await self.store.execute_command("PING")
+            if self.broker is not self.store:
+                await self.broker.execute_command("PING")
+
+    def reader(self, task_id: str, start: int = 0) -> Reader:
+        """A stream's reader, where `AsyncHandle.stream` does not suit. Close it."""
+        return Reader(self.run, self._hub, task_id, start)
+
+    async def run(self, steps: Steps[T]) -> T:
+        """Perform steps (`producers.client.steps`) on this client's connections. Raises PenstockError once it is
+        closed."""
+        if self._closed:
+            raise PenstockError(CLOSED)
+        return await adrive(steps, self._perform)
+
+    async def send(self, message: Message) -> None:
+        """Put a task's message on its list. Raises redis.exceptions.RedisError or OSError."""
+        await self.broker.execute_command("LPUSH", message.list, message.envelope())
+
+    async def aclose(self) -> None:
+        """Close all connections; streams being read end with an error."""
+        self._closed = True
+        await self._hub.aclose()
+        await self.store.aclose()
+        await self.broker.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _perform(self, step: Step) -> Any:
+        if isinstance(step, Pause):
+            return await asyncio.sleep(step.seconds)
+        async with asyncio.timeout(SILENT_S):
+            if isinstance(step, Call):
+                return await arun(self.store, step)
+            if isinstance(step, Send):
+                return await self.send(step.message)
+            async with self.store.pipeline(transaction=False) as pipe:
+                for command in step.commands:
+                    pipe.execute_command(*command)
+                return await pipe.execute()
+
+
+class AsyncHandle:
+    """One task."""
+
+    def __init__(self, client: AsyncClient, task_id: str) -> None:
+        self._client = client
+        self.id = task_id
+
+    def __repr__(self) -> str:
+        return f"<AsyncHandle {self.id}>"
+
+    async def status(self) -> Record:
+        """A snapshot of the record: `.status`, `.final`, `.tier`, `.model`, `.time(name)`, `.json("usage")`.
+
+        Raises TaskNotFound.
+        """
+        return await self._client.run(operations.status(self.id, self._client._patience))
+
+    async def stream(self, start: int = 0) -> AsyncGenerator[Event]:
+        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events
+        come before the first token, where the prompt's log probabilities were asked for.
+
+        A stream that ended before `start` gives nothing. Leave it early within `contextlib.aclosing`, so that its
+        subscription ends at once. Raises ValueError, TaskNotFound, redis.exceptions.RedisError where the store stays
+        away.
+        """
+        async with aclosing(self.batches(start)) as batches:
+            async for events in batches:
+                for event in events:
+                    yield event
+
+    async def batches(self, start: int = 0) -> AsyncGenerator[list[Event]]:
+        """The same events, as many at a time as there are: what a server writes with one system call."""
+        reader = self._client.reader(self.id, start)
+        try:
+            while events := await reader.next():
+                yield events
+        finally:
+            reader.close()
+
+    async def result(
+        self,
+        timeout: float | None = None,  # noqa: ASYNC109 - as the sync client's; here it says what timed out
+        *,
+        raise_for_status: bool = True,
+    ) -> Result:
+        """Wait for the final state.
+
+        Raises TimeoutError after `timeout` seconds (the task goes on), TaskNotFound, and TaskFailed for a task that
+        ended `failed` or `cancelled`, unless told not to.
+        """
+        waiting = asyncio.timeout(timeout)
+        try:
+            async with waiting:
+                events = await self._events()
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            if not (await self.status()).final:
+                raise TimeoutError(operations.unfinished(self.id, timeout)) from None
+            events = await self._events()  # nothing to wait for: also with a timeout of 0
+        result = collect(await self.status(), events)
+        if raise_for_status:
+            result.raise_for_status()
+        return result
+
+    async def _events(self) -> list[Event]:
+        events: list[Event] = []
+        async with aclosing(self.batches()) as batches:
+            async for some in batches:
+                events += some
+        return events
+
+    async def cancel(self) -> bool:
+        """Ask for the task's end: True if it ends `cancelled`, or has, False if it had ended in another way.
+
+        Whoever wants what there is by then asks for `result(raise_for_status=False)`.
+
+        Raises TaskNotFound.
+        """
+        return await self._client.run(operations.cancel(self.id, self._client._patience))

@@ -1,0 +1,219 @@
+"""The blocking client. Where the broker is no Redis, Celery sends its messages: so it takes any that kombu takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from producers.client import operations
+from producers.client.aio import AsyncClient
+from producers.client.hub import CLOSED
+from producers.client.portal import Expired, Portal
+from producers.client.steps import Pause, Send, Step, Steps, T, drive
+from producers.client.submission import Directory, submit
+from producers.connection.connect import connect, is_redis
+from producers.connection.local import servers
+from producers.connection.script import Call, run
+from producers.contract import keys
+from producers.contract.events import Event
+from producers.contract.message import Message
+from producers.contract.record import Record
+from producers.contract.result import Result, collect
+from producers.contract.task import Task
+from producers.errors import PenstockError
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from redis import Redis
+
+
+class Client:
+    """Submits tasks and reads them. One serves all threads of a process; it may be made before a fork.
+
+    `broker`, `store`: URLs as `producers.connection.connect` has them; the store is the broker unless given, which may
+    also be any that kombu takes. Without them, those that `producers.connection.local` finds. `patience`: how long a
+    failing connection is tried again (s). Nothing connects before the first call. Raises ValueError for a URL that is
+    none.
+    """
+
+    def __init__(
+        self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
+    ) -> None:
+        self._patience = operations.checked_patience(patience)
+        broker, self._store_url = servers(broker, store)
+        self._broker_url = broker
+        self._store = connect(self._store_url)
+        #: None where kombu speaks to the broker.
+        self._broker: Redis | None = None
+        if is_redis(broker):
+            self._broker = self._store if broker == self._store_url else connect(broker)
+        self._directory = Directory()
+        self._lock = threading.Lock()
+        self._closed = False
+        #: The last one is in use. One from before a fork is kept and left alone: it shares the parent's epoll.
+        self._reading: list[tuple[Portal, AsyncClient]] = []
+
+    def submit(self, task: Task | None = None, /, *, task_id: str | None = None, **fields: Any) -> Handle:
+        """Queue a task, given as a Task or as its fields.
+
+        Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
+        (no answer in time: where a record was made, the sweeper finishes it).
+        """
+        asked = operations.task_of(task, fields)
+        return self.get(self.run(submit(self._directory, asked, task_id, self._patience)))
+
+    def get(self, task_id: str) -> Handle:
+        """A handle on a task submitted before, by anyone. Nothing is looked up yet."""
+        return Handle(self, task_id)
+
+    def models(self) -> list[dict[str, Any]]:
+        """The cards of all models (`engine.text.card`), by name."""
+        return self.run(operations.models(self._patience))
+
+    def run(self, steps: Steps[T]) -> T:
+        """Perform steps (`producers.client.steps`) on this client's connections. Raises PenstockError once closed."""
+        self._check_open()
+        return drive(steps, self._perform)
+
+    def reading(self) -> tuple[Portal, AsyncClient]:
+        """The thread that reads streams, and the client on it: made when first asked for, and anew after a fork."""
+        with self._lock:
+            self._check_open()
+            if not self._reading or not self._reading[-1][0].usable:
+                self._reading.append((Portal(), AsyncClient(self._store_url, patience=self._patience)))
+            return self._reading[-1]
+
+    def close(self) -> None:
+        """Close all connections; streams being read end with an error."""
+        with self._lock:
+            self._closed = True
+            for portal, client in self._reading:
+                if portal.usable:
+                    portal.call(client.aclose())
+                    portal.close()
+        self._store.close()
+        if self._broker is not None:
+            self._broker.close()
+        if "_app" in self.__dict__:
+            self._app.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PenstockError(CLOSED)
+
+    def _perform(self, step: Step) -> Any:
+        if isinstance(step, Pause):
+            return time.sleep(step.seconds)
+        if isinstance(step, Call):
+            return run(self._store, step)
+        if isinstance(step, Send):
+            return self._send(step.message)
+        with self._store.pipeline(transaction=False) as pipe:
+            for command in step.commands:
+                pipe.execute_command(*command)
+            return pipe.execute()
+
+    def _send(self, message: Message) -> None:
+        if self._broker is not None:
+            self._broker.execute_command("LPUSH", message.list, message.envelope())
+            return
+        from kombu.exceptions import OperationalError
+
+        try:
+            self._app.send_task(
+                keys.TASK_NAME,
+                args=[],
+                kwargs={},
+                add_to_parent=False,
+                # Celery tries once more with a fresh connection; `steps` decides for how long to go on.
+                retry=True,
+                retry_policy={"max_retries": 1, "interval_start": 0, "interval_step": 0},
+                **message.options(),
+            )
+        except OperationalError as error:
+            raise ConnectionError(f"the broker did not take it: {error}") from error
+
+    @cached_property
+    def _app(self) -> Celery:
+        # Imported here: what only reads, or sends to Redis, does without it.
+        from celery import Celery
+
+        app = Celery("penstock", broker=self._broker_url, set_as_current=False)
+        app.conf.update(task_serializer="json", task_protocol=2, task_send_sent_event=False)
+        return app
+
+
+class Handle:
+    """One task."""
+
+    def __init__(self, client: Client, task_id: str) -> None:
+        self._client = client
+        self.id = task_id
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.id}>"
+
+    def status(self) -> Record:
+        """A snapshot of the record: `.status`, `.final`, `.tier`, `.model`, `.time(name)`, `.json("usage")`.
+
+        Raises TaskNotFound.
+        """
+        return self._client.run(operations.status(self.id, self._client._patience))
+
+    def stream(self, start: int = 0) -> Generator[Event]:
+        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events
+        come before the first token, where the prompt's log probabilities were asked for.
+
+        A stream that ended before `start` gives nothing. Raises ValueError, TaskNotFound, redis.exceptions.RedisError
+        where the store stays away.
+        """
+        for events in self._batches(start, None):
+            yield from events
+
+    def result(self, timeout: float | None = None, *, raise_for_status: bool = True) -> Result:
+        """Wait for the final state.
+
+        Raises TimeoutError after `timeout` seconds (the task goes on), TaskNotFound, and TaskFailed for a task that
+        ended `failed` or `cancelled`, unless told not to.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            events = [event for some in self._batches(0, until) for event in some]
+        except Expired:
+            if not self.status().final:
+                raise TimeoutError(operations.unfinished(self.id, timeout)) from None
+            events = list(self.stream())  # nothing to wait for: also with a timeout of 0
+        result = collect(self.status(), events)
+        if raise_for_status:
+            result.raise_for_status()
+        return result
+
+    def cancel(self) -> bool:
+        """Ask for the task's end: True if it ends `cancelled`, or has, False if it had ended in another way.
+
+        Whoever wants what there is by then asks for `result(raise_for_status=False)`.
+
+        Raises TaskNotFound.
+        """
+        return self._client.run(operations.cancel(self.id, self._client._patience))
+
+    def _batches(self, start: int, until: float | None) -> Generator[list[Event]]:
+        portal, client = self._client.reading()
+        reader = client.reader(self.id, start)
+        try:
+            while events := portal.call(reader.next(), None if until is None else max(0, until - time.monotonic())):
+                yield events
+        finally:
+            portal.soon(reader.close)

@@ -1,0 +1,211 @@
+"""All readers of a process on one pub/sub connection, which is made anew whenever it fails.
+
+A subscription is told when it may have missed something (`stale`): after its SUBSCRIBE was confirmed, after a
+reconnect, and after its reader let too much pile up. What was missed is in the stream; nothing is lost by telling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
+
+from producers.client.steps import FAILURES, backoff
+from producers.connection.connect import SILENT_S
+from producers.connection.log_throttle import complain
+from producers.contract import keys
+from producers.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+#: Messages that may wait for one reader; beyond, they are dropped and the reader reads the stream.
+BACKLOG: Final = 1000
+#: A quiet connection is asked for a sign of life this often (s), and made anew when none came by the next time.
+PING_S: Final = 5.0
+CLOSED: Final = "the client is closed"
+
+
+class Subscription:
+    """One reader's messages."""
+
+    __slots__ = ("_inbox", "_wake", "channel", "closed", "stale")
+
+    def __init__(self, channel: bytes) -> None:
+        self.channel = channel
+        self.stale = False
+        self.closed = False
+        self._inbox: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+
+    def put(self, payload: bytes) -> None:
+        if len(self._inbox) >= BACKLOG:
+            self.mark_stale()
+        self._inbox.append(payload)
+        self._wake.set()
+
+    def mark_stale(self) -> None:
+        self._inbox.clear()
+        self.stale = True
+        self._wake.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake.set()
+
+    async def take(self, patience_s: float) -> list[bytes] | None:
+        """The messages that came; None where the stream has to be read: something may be missing, or silence."""
+        if not self._wake.is_set():
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return None
+        self._wake.clear()
+        if self.closed:
+            raise PenstockError(CLOSED)
+        if self.stale:
+            self.stale = False
+            self._inbox.clear()
+            return None
+        payloads = list(self._inbox)
+        self._inbox.clear()
+        return payloads
+
+
+class _Channel:
+    __slots__ = ("live", "readers")
+
+    def __init__(self) -> None:
+        self.readers: set[Subscription] = set()
+        self.live = False
+
+
+class Hub:
+    """Subscriptions by task. Nothing connects before the first; all calls from one event loop."""
+
+    def __init__(self, store: Redis) -> None:
+        self._store = store
+        self._channels: dict[bytes, _Channel] = {}
+        self._orders: list[tuple[str, bytes]] = []
+        self._ordered = asyncio.Event()
+        #: SUBSCRIBEs on their way, by channel: only the last one's confirmation says that messages flow from now on.
+        self._unconfirmed: dict[bytes, int] = {}
+        self._heard = 0.0
+        self._replies = 0
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def follow(self, task_id: str) -> Subscription:
+        """Subscribe; `stale` is set as soon as messages flow. Leave it when done. Raises PenstockError once closed."""
+        if self._closed:
+            raise PenstockError(CLOSED)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="penstock hub")
+        name = keys.channel(task_id).encode()
+        subscription = Subscription(name)
+        channel = self._channels.get(name)
+        if channel is None:
+            channel = self._channels[name] = _Channel()
+            self._order("SUBSCRIBE", name)
+        elif channel.live:
+            subscription.mark_stale()
+        channel.readers.add(subscription)
+        return subscription
+
+    def leave(self, subscription: Subscription) -> None:
+        name = subscription.channel
+        channel = self._channels.get(name)
+        if channel is None or subscription not in channel.readers:
+            return
+        channel.readers.remove(subscription)
+        if not channel.readers:
+            del self._channels[name]
+            self._order("UNSUBSCRIBE", name)
+
+    async def aclose(self) -> None:
+        """End all subscriptions and the connection."""
+        self._closed = True
+        for channel in self._channels.values():
+            for subscription in channel.readers:
+                subscription.close()
+        self._channels.clear()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+
+    def _order(self, verb: str, name: bytes) -> None:
+        self._orders.append((verb, name))
+        self._ordered.set()
+
+    async def _run(self) -> None:
+        attempt = 0
+        while True:
+            connection = self._store.connection_pool.make_connection()
+            self._orders = [("SUBSCRIBE", name) for name in self._channels]
+            self._ordered.set()
+            self._unconfirmed.clear()
+            self._replies = 0
+            try:
+                async with asyncio.timeout(SILENT_S):  # it may be taken, and hear no answer
+                    await connection.connect()
+                self._heard = time.monotonic()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._listen(connection))
+                    group.create_task(self._obey(connection))
+            except* FAILURES as failures:
+                # Readers go on meanwhile: they read the stream whenever it was silent for some seconds.
+                complain(log, "pub/sub connection lost, connecting again: %s", failures.exceptions[0])
+            finally:
+                for channel in self._channels.values():
+                    channel.live = False
+                await connection.disconnect(nowait=True)
+            attempt = 0 if self._replies else attempt + 1
+            await asyncio.sleep(backoff(attempt))
+
+    async def _obey(self, connection: AbstractConnection) -> None:
+        """Send what was ordered, in order; when that is nothing for some time, see that the server lives."""
+        while True:
+            try:
+                async with asyncio.timeout(PING_S):
+                    await self._ordered.wait()
+            except TimeoutError:
+                if time.monotonic() - self._heard > 2 * PING_S:
+                    raise ConnectionError(f"no sign of life for {2 * PING_S:.0f} s") from None
+                await connection.send_command("PING")
+                continue
+            self._ordered.clear()
+            orders, self._orders = self._orders, []
+            for verb, name in orders:
+                if verb == "SUBSCRIBE":
+                    self._unconfirmed[name] = self._unconfirmed.get(name, 0) + 1
+            await connection.send_packed_command(connection.pack_commands(orders))
+
+    async def _listen(self, connection: AbstractConnection) -> None:
+        while True:
+            self._heed(await connection.read_response(disconnect_on_error=False))
+
+    def _heed(self, reply: Any) -> None:
+        self._heard = time.monotonic()
+        self._replies += 1
+        if not isinstance(reply, list):
+            return  # +PONG, where nothing is subscribed
+        kind, name = reply[0], reply[1]
+        channel = self._channels.get(name)
+        if kind == b"message":
+            if channel is not None:
+                for subscription in channel.readers:
+                    subscription.put(reply[2])
+        elif kind == b"subscribe":
+            left = self._unconfirmed.pop(name) - 1
+            if left:
+                self._unconfirmed[name] = left
+            elif channel is not None:
+                channel.live = True
+                for subscription in channel.readers:
+                    subscription.mark_stale()

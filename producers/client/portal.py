@@ -1,0 +1,85 @@
+"""An event loop on a thread of its own, for a blocking client to read streams through the asyncio reader."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from producers.client.hub import CLOSED
+from producers.errors import PenstockError
+
+T = TypeVar("T")
+
+
+class Expired(Exception):
+    """What was called did not end in time."""
+
+
+class Portal:
+    """Runs coroutines for other threads. It does not survive a fork: see `usable`."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        #: Over what is given to the loop: what came after its last look round would never be run, nor told so. To be
+        #: taken twice: a stream that nobody holds may be collected anywhere, and says `soon`.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock reader", daemon=True)
+        self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        """False in a forked child, which has the loop but not its thread."""
+        return self._pid == os.getpid() and not self._closed
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Its result. Raises Expired after `timeout` seconds; then, and when interrupted, it is cancelled. Raises
+        PenstockError where the portal is closed, before or meanwhile."""
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise PenstockError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout)
+        except CancelledError:
+            raise PenstockError(CLOSED) from None
+        except TimeoutError:
+            if future.done():
+                raise
+            raise Expired from None
+        finally:
+            future.cancel()
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """Call it on the loop; nothing where the loop is gone."""
+        if self.usable:  # in a forked child nobody may be left to let go of the lock
+            with self._lock:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread."""
+        if not self.usable:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        ending.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

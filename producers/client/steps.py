@@ -1,0 +1,109 @@
+"""The client's operations without their I/O: generators that yield steps and are sent the answers.
+
+    submit(...)  yields  Call, Read, Send, Pause   ->   Client performs them blocking, AsyncClient with awaits
+
+So that retries and what they may assume are written, and tested, once. A step that failed is thrown in as an exception.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from redis import exceptions as redis
+
+from producers.connection.script import Call
+from producers.connection.trouble import Trouble, trouble
+from producers.contract.message import Message
+
+T = TypeVar("T")
+
+#: What performing a step may raise.
+FAILURES: Final = (redis.RedisError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Commands for the store, in one round trip; answered by the list of their answers."""
+
+    commands: tuple[tuple[str | int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message for the broker. A lost confirmation may have sent it: a second copy is harmless, the record decides."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait (s)."""
+
+    seconds: float
+
+
+Step = Call | Read | Send | Pause
+Steps = Generator[Step, Any, T]
+
+
+def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
+    """Run to the end with blocking calls."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = perform(step)
+            except FAILURES as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+async def adrive(steps: Steps[T], perform: Callable[[Step], Awaitable[Any]]) -> T:
+    """`drive` for asyncio."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = await perform(step)
+            except FAILURES as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def lost(error: Exception) -> bool:
+    """Whether the server is away for now, so that the step may or may not have been done, and may be tried again."""
+    return trouble(error) is Trouble.AWAY
+
+
+def backoff(attempt: int) -> float:
+    """Seconds before attempt `attempt` + 1: 20 ms doubled up to 1 s, with full jitter."""
+    return random.uniform(0.5, 1.0) * min(1.0, 0.02 * 2.0 ** min(attempt, 10))  # noqa: S311 - spreads load, hides nothing
+
+
+def persistently(step: Step, patience_s: float) -> Steps[Any]:
+    """The answer to a step that may safely be done twice: tried again while the connection fails, for so long."""
+    give_up = time.monotonic() + patience_s
+    attempt = 0
+    while True:
+        try:
+            return (yield step)
+        except FAILURES as error:
+            if not lost(error):
+                raise
+            pause = backoff(attempt)
+            if time.monotonic() + pause > give_up:
+                raise
+        yield Pause(pause)
+        attempt += 1

@@ -1,0 +1,186 @@
+"""Submitting, as steps: look the model up, check the task, ADMIT its record, send its message, QUEUED.
+
+Nothing is written before ADMIT, and all of it may be done twice, so a lost reply is answered by asking again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.client.steps import FAILURES, Read, Send, Steps, lost, persistently
+from producers.connection.connect import SILENT_S
+from producers.connection.script import text
+from producers.connection.trouble import CODES, Trouble, said, trouble
+from producers.contract import keys
+from producers.contract.message import Message
+from producers.contract.task import Task
+from producers.errors import InvalidTask, SubmitFailed, TaskExists, UnknownModel, shown
+from producers.store import protocol
+
+log = logging.getLogger(__name__)
+
+#: How long a model's card and route are used before they are read again (s).
+FRESH_S: Final = 2.0
+#: Within the submit window, so that the last try of ADMIT is not refused for being late.
+MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
+ADVICE: Final[dict[Trouble | None, str]] = {
+    Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. ",
+}
+TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the store says of a model. `clock_ms`: server time less this process's monotonic time."""
+
+    card: dict[str, Any]
+    queue: str
+    clock_ms: int
+    read_at: float
+
+    def now_ms(self) -> int:
+        """Server time: never ahead of it, as long as no clock was set."""
+        return self.clock_ms + _monotonic_ms()
+
+
+class Directory:
+    """The models, as read from the store not long ago."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+
+    def find(self, model: str, patience_s: float) -> Steps[Known]:
+        """Raises UnknownModel, naming those that there are; redis.RedisError or OSError without a store."""
+        known = self._known.get(model)
+        if known is not None and time.monotonic() - known.read_at < FRESH_S:
+            return known
+        commands = (("TIME",), ("HGET", keys.MODELS, model), ("HGET", keys.ROUTES, model))
+        now, card, queue = yield from persistently(Read(commands), patience_s)
+        if card is None:
+            self._known.pop(model, None)
+            (names,) = yield from persistently(Read((("HKEYS", keys.MODELS),)), patience_s)
+            raise UnknownModel(_unknown(model, sorted(map(text, names))), param="model", code="model_not_found")
+        known = Known(
+            card=json.loads(card),
+            # A card without a route: published, but served by no pool yet. Every pool of a model also takes from this.
+            queue=text(queue) if queue else keys.model_queue(model),
+            clock_ms=int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms(),
+            read_at=time.monotonic(),
+        )
+        self._known[model] = known
+        return known
+
+    def forget(self, model: str) -> None:
+        """Read it again next time."""
+        self._known.pop(model, None)
+
+
+def submit(directory: Directory, task: Task, task_id: str | None, patience_s: float) -> Steps[str]:
+    """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, SubmitFailed."""
+    if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
+        raise InvalidTask(
+            f"task_id is {shown(task_id)}; it must have 1 to 128 of the characters A-Z a-z 0-9 _ . : -", param="task_id"
+        )
+    try:
+        known = yield from directory.find(task.model, patience_s)
+    except FAILURES as error:
+        what = "did not answer" if lost(error) else "refused"
+        raise _failed(f"The store {what}, nothing was queued", error) from error
+    task = task.resolved(known.card)
+    named, task_id = task_id is not None, task_id or str(uuid.uuid4())
+    fields = record_fields(task, known)
+    yield from _admit(directory, task, task_id, known, fields, patience_s)
+    message = Message(task_id, known.queue, task.tier, task.width, int(fields["tokens"]), task.tenant or "")
+    try:
+        yield from persistently(Send(message), patience_s)
+    except FAILURES as error:
+        if trouble(error) is Trouble.FULL and not named and (yield from _withdrawn(task_id, patience_s)):
+            raise _failed("The broker refused the task, which was withdrawn", error) from error
+        raise _failed(
+            f"Task {task_id} is recorded, and the sweeper will send it: the broker did not take its message", error
+        ) from error
+    try:
+        yield protocol.queued(task_id)
+    except FAILURES as error:
+        # The message is on its way: at worst the sweeper sends a second one, which finds the task taken.
+        log.info("task %s was sent but not marked queued: %s", task_id, said(error))
+    return task_id
+
+
+def record_fields(task: Task, known: Known) -> dict[str, str | int]:
+    """What ADMIT writes of a resolved task, see `producers.contract.record`."""
+    fields: dict[str, str | int] = {
+        "task": task.to_json(),
+        "model": task.model,
+        "queue": known.queue,
+        "tier": task.tier,
+        "n": task.n,
+        "tokens": task.kv_tokens(int(known.card["context_length"])),
+    }
+    if task.tenant is not None:
+        fields["tenant"] = task.tenant
+    if task.prompt_tokens is not None:
+        fields["prompt_tokens"] = task.prompt_tokens
+    if task.timeout is not None:
+        fields["deadline"] = known.now_ms() + int(task.timeout * 1000)
+    if task.ttl is not None:
+        fields["ttl"] = task.ttl
+    return fields
+
+
+def _admit(
+    directory: Directory, task: Task, task_id: str, known: Known, fields: dict[str, str | int], patience_s: float
+) -> Steps[None]:
+    call = protocol.admit(task_id, uuid.uuid4().hex, known.now_ms(), fields)
+    try:
+        answer = text((yield from persistently(call, patience_s)))
+    except FAILURES as error:
+        if not lost(error):
+            raise _failed(f"The store refused task {task_id}, nothing was queued", error) from error
+        raise _failed(
+            f"The store did not confirm task {task_id}; if it was recorded, the sweeper will send it", error
+        ) from error
+    if answer == "exists":
+        raise TaskExists(f"There is a task {task_id} already; choose another id, or none to be given one")
+    if answer == "late":
+        # Also after this machine slept or the store failed over to a server with another clock: measure again.
+        directory.forget(task.model)
+        raise SubmitFailed(
+            f"Task {task_id} reached the store more than {protocol.SUBMIT_WINDOW_MS // 1000} s after it was submitted "
+            "and was not queued; submit it again"
+        )
+
+
+def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
+    """Cancel a task whose message was refused: whoever is told so submits it again, and it must not run twice.
+
+    Not one whose id its caller chose, who finds it again by that.
+    """
+    try:
+        accepted, _ = yield from persistently(protocol.cancel(task_id), patience_s)
+    except FAILURES:
+        return False
+    return bool(accepted)
+
+
+def _failed(what: str, error: Exception) -> SubmitFailed:
+    found = trouble(error)
+    return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{said(error)}", CODES.get(found, "submit_failed"))
+
+
+def _unknown(model: str, names: list[str]) -> str:
+    if not names:
+        none = f"There is no model {shown(model)}: none is published in this store"
+        return f"{none}; start a worker, which publishes its own"
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"There is no model {shown(model)}; models here: {', '.join(names[:20])}{more}"
+
+
+def _monotonic_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,125 @@
+"""Lua scripts as values: a `Call` says which script with which keys and arguments; `run` sends it.
+
+    call = protocol.cancel("t1")          # pure: nothing is sent
+    accepted, status = run(redis, call)   # or `await arun(redis, call)`, or `run_many(redis, calls)`
+
+A server that does not know a script (it is new, or was told to forget them: SCRIPT FLUSH) is sent its text with the
+call, in one command, so that nobody's flush can come between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+from redis.exceptions import NoScriptError
+
+from producers.connection.trouble import trouble
+
+INCLUDE = "-- include: "
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua file's text and the SHA-1 by which the server knows it."""
+
+    text: str
+    sha: str
+
+
+@cache
+def script(package: str, name: str) -> Script:
+    """`<package>/scripts/<name>.lua`; a line `-- include: FILE` is replaced by that file's text. Raises RuntimeError
+    where the package is not whole."""
+    files = _files(package)
+    lines = []
+    for line in files[f"{name}.lua"].splitlines():
+        lines.append(files[line.removeprefix(INCLUDE).strip()] if line.startswith(INCLUDE) else line)
+    text = "\n".join(lines)
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+@cache
+def _files(package: str) -> dict[str, str]:
+    """All of them at once, when the first is used: whoever installs another version under a process that runs must not
+    take away, or change, what it has not called yet."""
+    folder = resources.files(package) / "scripts"
+    try:
+        found = {file.name: file.read_text("utf-8") for file in folder.iterdir() if file.name.endswith(".lua")}
+    except OSError as error:  # which would look like a server that is away
+        raise RuntimeError(f"{folder} cannot be read ({error}): install Penstock again, and start this anew") from error
+    if not found:
+        raise RuntimeError(f"{folder} has no scripts: install Penstock again, and start this anew")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a script, not yet sent."""
+
+    script: Script
+    keys: Sequence[str]
+    args: Sequence[str | bytes | int | float]
+
+    @property
+    def command(self) -> tuple[Any, ...]:
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+
+    @property
+    def whole(self) -> tuple[Any, ...]:
+        """For a server that does not know the script: it does from then on."""
+        return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
+
+
+def run(redis: Redis, call: Call) -> Any:
+    """Send the call and return the script's answer (redis-py's types; see `text` for strings)."""
+    try:
+        return redis.execute_command(*call.command)
+    except NoScriptError:
+        return redis.execute_command(*call.whole)
+
+
+async def arun(redis: AsyncRedis, call: Call) -> Any:
+    """`run` for redis.asyncio."""
+    try:
+        return await redis.execute_command(*call.command)
+    except NoScriptError:
+        return await redis.execute_command(*call.whole)
+
+
+def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
+    """Send all calls in one round trip. An error of the call's own is returned in its place, as an exception object.
+
+    Raises redis errors when the round trip failed, or the server takes no such call from anybody just now
+    (`producers.connection.trouble`): then any of the calls may have run.
+    """
+    if not calls:
+        return []
+    answers = _pipeline(redis, [call.command for call in calls])
+    while missing := [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]:
+        first = {calls[i].script.sha: i for i in reversed(missing)}
+        again = [calls[i].whole if first[calls[i].script.sha] == i else calls[i].command for i in missing]
+        for i, answer in zip(missing, _pipeline(redis, again), strict=True):
+            answers[i] = answer
+    for answer in answers:
+        if isinstance(answer, Exception) and trouble(answer) is not None:
+            raise answer
+    return answers
+
+
+def _pipeline(redis: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    with redis.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return list(pipe.execute(raise_on_error=False))
+
+
+def text(value: Any) -> str:
+    """A reply as str, whatever `decode_responses` says."""
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,181 @@
+"""Where the primary is, by asking Sentinels, at each new connection.
+
+    redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/NAME[/DB][?OPTIONS]
+
+as other tools on redis-py write it; `rediss+sentinel://` is with TLS to all, `sentinel://` short for the first. User
+and password are the primary's; those of the Sentinels, if they have any, are the options `sentinel_username` and
+`sentinel_password`. Other options are redis-py's. What a Sentinel says is checked: `producers.connection.hello` takes
+no replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlencode
+
+import redis
+import redis.asyncio
+from redis.asyncio.connection import Connection as AsyncConnection
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError
+from redis.retry import Retry
+
+from producers.connection.script import text
+
+SCHEMES: Final = {"sentinel": "redis", "redis+sentinel": "redis", "rediss+sentinel": "rediss"}
+PORT: Final = 26379
+#: A Sentinel that says nothing for this long (s) is passed over.
+PATIENCE_S: Final = 1.0
+#: How often they are asked whether the primary is still that (s), and how soon after none of them answered.
+ASK_S: Final = 1.0
+ASK_AGAIN_S: Final = 5.0
+#: While none of them answers, whoever connects again and again is told what is known, without asking, for so long (s).
+RETRY_S: Final = 1.0
+#: Whom was asked, and what came of it.
+Failure = tuple[tuple[str, int], Exception]
+FORM: Final = "redis+sentinel://[:PASSWORD@]HOST:PORT,HOST:PORT/NAME/DB"
+
+
+@dataclass(slots=True)
+class Sentinels:
+    """Those that watch the primary called `name`. `addresses`: the one that answered last goes first."""
+
+    name: str
+    addresses: list[tuple[str, int]]
+    tls: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of connections to Sentinels: `username`, `password`, `ssl_...`."""
+    current: tuple[str, int] | None = None
+    """The primary, as it was when last asked for."""
+    _ask_at: float = 0.0
+    _silent_until: float = 0.0
+    _silence: Exception | None = None
+    """What came of it when none of them answered, and until when they are not asked again to connect."""
+
+    def due(self) -> bool:
+        """Whether to ask again, before something is sent to the primary that was: it may go on for seconds after it was
+        replaced, and what it is told then is lost. One that asks is enough for all connections."""
+        now = time.monotonic()
+        if now < self._ask_at:
+            return False
+        self._ask_at = now + ASK_S
+        return True
+
+    def primary(self) -> tuple[str, int]:
+        """Host and port. Raises redis.ConnectionError where no Sentinel knows."""
+        if time.monotonic() < self._silent_until:
+            return self._as_before()
+        failures: list[Failure] = []
+        for address in list(self.addresses):
+            kind = redis.SSLConnection if self.tls else redis.Connection
+            connection = kind(
+                host=address[0],
+                port=address[1],
+                socket_timeout=PATIENCE_S,
+                socket_connect_timeout=PATIENCE_S,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                **self.options,
+            )
+            try:
+                connection.connect()
+                connection.send_command(*self._question())
+                return self._heard(address, connection.read_response())
+            except (RedisError, OSError) as error:
+                failures.append((address, error))
+            finally:
+                connection.disconnect()
+        self._none_answered(failures)
+        return self._as_before()
+
+    async def aprimary(self) -> tuple[str, int]:
+        """`primary` for asyncio."""
+        if time.monotonic() < self._silent_until:
+            return self._as_before()
+        failures: list[Failure] = []
+        for address in list(self.addresses):
+            kind = AsyncSSLConnection if self.tls else AsyncConnection
+            connection = kind(
+                host=address[0],
+                port=address[1],
+                socket_timeout=None,
+                socket_connect_timeout=PATIENCE_S,
+                retry=AsyncRetry(NoBackoff(), 0),
+                protocol=2,
+                **self.options,
+            )
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await connection.connect()
+                    await connection.send_command(*self._question())
+                    return self._heard(address, await connection.read_response())
+            except (RedisError, OSError) as error:
+                failures.append((address, error))
+            finally:
+                await connection.disconnect(nowait=True)
+        self._none_answered(failures)
+        return self._as_before()
+
+    def _question(self) -> tuple[str, str, str]:
+        return ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.name)
+
+    def _heard(self, address: tuple[str, int], answer: Any) -> tuple[str, int]:
+        if not answer:
+            raise ResponseError(f"it watches no primary called {self.name!r}")
+        self.addresses.sort(key=lambda one: one != address)
+        self.current = text(answer[0]), int(answer[1])
+        self._ask_at = time.monotonic() + ASK_S
+        self._silent_until = 0.0
+        return self.current
+
+    def _none_answered(self, failures: list[Failure]) -> None:
+        now = time.monotonic()
+        self._ask_at, self._silent_until = now + ASK_AGAIN_S, now + RETRY_S
+        said = "; ".join(f"{host}:{port}: {str(error) or type(error).__name__}" for (host, port), error in failures)
+        kind = AuthenticationError if all(isinstance(e, AuthenticationError) for _, e in failures) else ConnectionError
+        self._silence = kind(f"no Sentinel says where the primary {self.name!r} is ({said})")
+
+    def _as_before(self) -> tuple[str, int]:
+        """The primary that was, while no Sentinel answers: it may well serve, and is looked at like any other."""
+        if self.current is not None:
+            return self.current
+        assert self._silence is not None
+        raise type(self._silence)(*self._silence.args)
+
+
+def is_sentinel(url: str) -> bool:
+    """Whether Sentinels are to be asked for the server."""
+    return url.partition("://")[0] in SCHEMES
+
+
+def split(url: str) -> tuple[str, Sentinels]:
+    """A URL of redis-py's own with what concerns the primary, and whom to ask where that is. Raises ValueError."""
+    scheme, _, rest = url.partition("://")
+    rest, _, query = rest.partition("?")
+    place, _, path = rest.partition("/")
+    user, at, hosts = place.rpartition("@")
+    name, _, db = path.partition("/")
+    if not name or not hosts or ";" in url or (db and not db.isdigit()):
+        raise ValueError(f"a URL of Sentinels looks like {FORM}")
+    asked = dict(parse_qsl(query))
+    theirs = {key: asked.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in asked}
+    sentinels = Sentinels(unquote(name), [_address(host) for host in hosts.split(",")], SCHEMES[scheme] == "rediss")
+    plain = f"{SCHEMES[scheme]}://{user}{at}sentinel/{db or 0}" + (f"?{urlencode(asked)}" if asked else "")
+    parsed = redis.connection.parse_url(plain)
+    sentinels.options = {**{key: value for key, value in parsed.items() if key.startswith("ssl_")}, **theirs}
+    return plain, sentinels
+
+
+def _address(place: str) -> tuple[str, int]:
+    host, colon, port = place.rpartition(":")
+    if not colon or place.endswith("]"):
+        host, port = place, str(PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{place!r} is no HOST:PORT of a Sentinel; a URL of Sentinels looks like {FORM}")
+    return host, int(port)

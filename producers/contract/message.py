@@ -1,0 +1,123 @@
+"""The broker's message for a task: Celery's protocol 2 (docs.celeryq.dev, Message Protocol), as kombu
+puts it on a list.
+
+It carries no prompt: the task stands in its record, the message only says that it is there and how big it is. The sync
+client lets Celery write it, the asyncio client writes it here; a test compares the two field by field.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.contract import keys
+from producers.contract.record import Record
+
+_NO_CALLBACKS: Final = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+_BODY: Final = base64.b64encode(json.dumps([[], {}, _NO_CALLBACKS]).encode()).decode()
+#: Celery's reply queue of a sender; nobody replies to a task whose result is ignored, but Celery always names one.
+_REPLY_TO: Final = str(uuid.uuid4())
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One task's message: `n` sequences that may need `tokens` KV tokens, on which a worker's credit is spent."""
+
+    id: str
+    queue: str
+    tier: str
+    n: int
+    tokens: int
+    tenant: str = ""
+    """With whom it shares its turn; empty: with all who name none."""
+
+    @classmethod
+    def of(cls, record: Record) -> Message:
+        """The message of a record, for sending it again. Raises KeyError or ValueError for a broken record."""
+        fields = record.fields
+        tenant = fields.get("tenant", "")
+        return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]), tenant)
+
+    @property
+    def list(self) -> str:
+        """The Redis list that it goes into."""
+        return keys.tier_list(self.queue, self.tier)
+
+    def options(self) -> dict[str, Any]:
+        """Celery's `send_task` options for it."""
+        return {
+            "task_id": self.id,
+            "root_id": self.id,
+            "queue": self.queue,
+            "priority": keys.TIERS[self.tier][1],
+            "headers": {"penstock": self._size()},
+            "ignore_result": True,
+        }
+
+    def envelope(self) -> str:
+        """What kombu would put into `list`."""
+        headers = {
+            "lang": "py",
+            "task": keys.TASK_NAME,
+            "id": self.id,
+            "shadow": None,
+            "eta": None,
+            "expires": None,
+            "group": None,
+            "group_index": None,
+            "retries": 0,
+            "timelimit": [None, None],
+            "root_id": self.id,
+            "parent_id": None,
+            "argsrepr": "()",
+            "kwargsrepr": "{}",
+            "origin": f"gen{os.getpid()}@{socket.gethostname()}",
+            "ignore_result": True,
+            "replaced_task_nesting": 0,
+            "stamped_headers": None,
+            "stamps": {},
+            "penstock": self._size(),
+        }
+        properties = {
+            "correlation_id": self.id,
+            "reply_to": _REPLY_TO,
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": "", "routing_key": self.queue},
+            "priority": keys.TIERS[self.tier][1],
+            "body_encoding": "base64",
+            "delivery_tag": str(uuid.uuid4()),
+        }
+        return json.dumps(
+            {
+                "body": _BODY,
+                "content-encoding": "utf-8",
+                "content-type": "application/json",
+                "headers": headers,
+                "properties": properties,
+            }
+        )
+
+    def _size(self) -> dict[str, int | str]:
+        return {"v": 1, "n": self.n, "tokens": self.tokens, **({"tenant": self.tenant} if self.tenant else {})}
+
+
+def id_of(headers: Mapping[str, Any]) -> str | None:
+    """The task's id; None where it says none that could be one: half of a pair of surrogates is in no key."""
+    task_id = headers.get("id")
+    if not isinstance(task_id, str) or not task_id:
+        return None
+    return None if any("\ud800" <= one <= "\udfff" for one in task_id) else task_id
+
+
+def is_plain(headers: Mapping[str, Any]) -> bool:
+    """Whether no Penstock client sent it: those say its size. A sender's own header of that name says nothing to us."""
+    said = headers.get("penstock")
+    if not isinstance(said, dict) or said.get("v") != 1:
+        return True
+    return not all(isinstance(said.get(k), int | float) and not isinstance(said[k], bool) for k in ("n", "tokens"))

@@ -1,0 +1,121 @@
+"""The record of a task: the hash `penstock:task:<id>`.
+
+| field | what it holds |
+| --- | --- |
+| `v` | 1, the format |
+| `status` | submitting, queued, in_progress, completed, failed, cancelled, incomplete |
+| `task` | the task as accepted (JSON, see `producers.contract.task`) |
+| `model`, `queue`, `tier`, `n` | name, pool queue, service tier, choices |
+| `tenant` | on whose turn it is fetched, where it names one |
+| `prompt_tokens`, `tokens` | prompt length, of a text once it was taken up; KV tokens that it may need |
+| `created`, `queued`, `started`, `first`, `finished`, `settled` | when (server time, ms); `first`: the first token |
+| `deadline`, `ttl` | ms; seconds that it is kept once settled |
+| `nonce` | names the submit that made it |
+| `plain` | 1: made at the claim of a plain Celery message |
+| `cancel` | when a cancel was accepted (ms) |
+| `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
+| `deaths`, `claims` | owners lost while they held it; times it was taken up |
+| `lost` | those owners (JSON): incarnation, when that was noticed, entries in the stream by then; the first 32 |
+| `stuck`, `mark` | owners lost since its last new entry; the stream's length when it was last taken up |
+| `next:<choice>` | index of the choice's next token |
+| `prompt` | stream entries that hold the prompt's log probabilities, before token 0 |
+| `discarded` | tokens made for candidates of `best_of` that are not among the choices |
+| `end` | the final status: its terminal entry stands in the stream |
+| `reasons`, `usage`, `error` | JSON: a finish reason per choice; token counts; `{code, message, param}` or null |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.connection.script import text
+from producers.contract import keys
+
+FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A parsed record. Times are server milliseconds."""
+
+    id: str
+    fields: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, task_id: str, raw: Mapping[Any, Any]) -> Record:
+        return cls(task_id, {text(k): text(v) for k, v in raw.items()})
+
+    @property
+    def key(self) -> str:
+        return keys.task(self.id)
+
+    @property
+    def status(self) -> str:
+        """As callers see it: `submitting` is the client's business, to others the task is queued."""
+        status = self.fields["status"]
+        return "queued" if status == "submitting" else status
+
+    @property
+    def final(self) -> bool:
+        return self.fields["status"] in FINAL
+
+    @property
+    def task(self) -> dict[str, Any]:
+        task: dict[str, Any] = json.loads(self.fields["task"])
+        return task
+
+    @property
+    def model(self) -> str:
+        return self.fields.get("model", "")
+
+    @property
+    def tier(self) -> str:
+        return self.fields.get("tier", "default")
+
+    @property
+    def n(self) -> int:
+        return int(self.fields.get("n", 1))
+
+    @property
+    def width(self) -> int:
+        """Choices that are made, of which `n` are given."""
+        return int(self.task.get("best_of") or self.n)
+
+    @property
+    def deaths(self) -> int:
+        return int(self.fields.get("deaths", 0))
+
+    @property
+    def stuck(self) -> int:
+        return int(self.fields.get("stuck", 0))
+
+    @property
+    def nexts(self) -> list[int]:
+        """The next token index of each choice."""
+        return [int(self.fields.get(f"next:{c}", 0)) for c in range(self.n)]
+
+    @property
+    def scored(self) -> bool:
+        """The prompt's log probabilities stand in the stream."""
+        return "prompt" in self.fields
+
+    @property
+    def plain(self) -> bool:
+        return "plain" in self.fields
+
+    @property
+    def cancel_accepted(self) -> bool:
+        return "cancel" in self.fields
+
+    def time(self, name: str) -> int | None:
+        """`created`, `queued`, `started`, `first`, `finished`, `settled` or `deadline`, in ms."""
+        value = self.fields.get(name)
+        return int(value) if value else None
+
+    def json(self, name: str) -> Any:
+        """`reasons`, `usage`, `error` or `lost`; None where absent."""
+        value = self.fields.get(name)
+        return json.loads(value) if value else None

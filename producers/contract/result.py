@@ -1,0 +1,116 @@
+"""A task's outcome, put together from its record and its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from producers.contract.events import Event, Logprobs, Prompt, Token
+from producers.contract.record import Record
+from producers.errors import TaskFailed
+
+TIMES = ("created", "queued", "started", "first", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a task's `n` outputs. `logprobs`: one entry a token, or None where none were asked for."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    logprobs: tuple[Logprobs | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The final state of a task. `times` are server milliseconds by name, where the task got that far."""
+
+    id: str
+    model: str
+    tier: str
+    status: str
+    choices: tuple[Choice, ...]
+    usage: dict[str, int]
+    error: dict[str, Any] | None
+    times: dict[str, int]
+    prompt_token_ids: tuple[int, ...] | None = None
+    """The prompt as the model read it, where its logprobs were asked for."""
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    """Of each token of the prompt; None for the first."""
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first choice's tokens."""
+        return self.choices[0].token_ids
+
+    def raise_for_status(self) -> None:
+        """Raise TaskFailed if the task ended `failed` or `cancelled`."""
+        if self.status in ("failed", "cancelled"):
+            error = self.error or {}
+            message = error.get("message") or f"Task {self.id} was {self.status}."
+            raise TaskFailed(message, status=self.status, code=error.get("code", self.status), param=error.get("param"))
+
+
+def collect(record: Record, events: Iterable[Event]) -> Result:
+    """The result of a final record and all events of its stream."""
+    tokens: list[list[Token]] = [[] for _ in range(record.n)]
+    prompts: list[Prompt] = []
+    for event in events:
+        if isinstance(event, Token):
+            tokens[event.choice].append(event)
+        elif isinstance(event, Prompt):
+            prompts.append(event)
+    reasons = record.json("reasons") or []
+    return Result(
+        id=record.id,
+        model=record.model,
+        tier=record.tier,
+        status=record.status,
+        choices=tuple(
+            Choice(
+                index=index,
+                text="".join(token.text for token in of_choice),
+                token_ids=tuple(token.token_id for token in of_choice),
+                finish_reason=reasons[index] if index < len(reasons) else None,
+                logprobs=tuple(t.logprobs for t in of_choice) if any(t.logprobs for t in of_choice) else None,
+            )
+            for index, of_choice in enumerate(tokens)
+        ),
+        usage=record.json("usage") or {},
+        error=record.json("error"),
+        times={name: at for name in TIMES if (at := record.time(name)) is not None},
+        prompt_token_ids=tuple(chain.from_iterable(part.token_ids for part in prompts)) if prompts else None,
+        prompt_logprobs=tuple(chain.from_iterable(part.logprobs for part in prompts)) if prompts else None,
+    )
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """What a plain Celery task's AsyncResult gives."""
+    return {
+        "id": result.id,
+        "model": result.model,
+        "status": result.status,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "choices": [
+            {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in result.choices
+        ],
+        "usage": result.usage,
+    }
+
+
+def failure(error: Mapping[str, Any] | None) -> TaskFailed:
+    """What it raises for a failed one; `error` as in the record."""
+    error = error or {}
+    return TaskFailed(
+        error.get("message", "The task failed."), "failed", error.get("code", "failed"), error.get("param")
+    )

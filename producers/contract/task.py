@@ -1,0 +1,444 @@
+"""A task as a caller states it: the edge, where outside input is checked.
+
+Whatever is refused here was never queued. The limits are those of `engine.params.SamplingParams`, so that no worker
+refuses what was accepted here (a test compares the two).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from producers.contract.chat import MESSAGE, read_messages
+from producers.errors import InvalidTask, shown
+
+MAX_PROMPT_BYTES: Final = 1 << 20
+MAX_PROMPT_TOKENS: Final = 1_000_000
+MAX_INT32: Final = (1 << 31) - 1
+MAX_SEED: Final = (1 << 63) - 1
+MAX_TTL_S: Final = 30 * 24 * 3600
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+MAX_TENANT: Final = 200
+#: Log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
+MAX_PROMPT_LOGPROBS: Final = 262_144
+#: Log probabilities of a task's output, alternatives included: some fifty megabytes as text.
+MAX_LOGPROBS: Final = 1 << 20
+#: Output tokens that a task with best_of may give: one call publishes them, for some tenths of a second of the store.
+MAX_BEST_TOKENS: Final = 16_384
+#: What a task leaves open, unless the model's card has a default of its own.
+DEFAULTS: Final[Mapping[str, float]] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+}
+#: Longer names (characters) are cut in an error's `param`, and are nobody's slip of the pen.
+MAX_LABEL: Final = 64
+#: Tokens of text are not counted here: about one for three bytes, which is on the safe side for most text.
+BYTES_PER_TOKEN: Final = 3
+#: Output tokens assumed of a task that sets no max_tokens.
+ASSUMED_OUTPUT: Final = 256
+
+
+def _prompt(value: Any) -> Any:
+    """Refuse by hand what a union of types would refuse with one message per member, and per token."""
+    if isinstance(value, str):
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidTask(
+                f"prompt is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
+            ) from None
+        if size > MAX_PROMPT_BYTES:
+            raise InvalidTask(f"prompt has {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES} are taken", param="prompt")
+    elif isinstance(value, (list, tuple)):
+        if len(value) > MAX_PROMPT_TOKENS:
+            raise InvalidTask(
+                f"prompt has {len(value)} token ids; at most {MAX_PROMPT_TOKENS} are taken", param="prompt"
+            )
+        for at, token in enumerate(value):
+            if type(token) is not int or not 0 <= token <= MAX_INT32:
+                raise InvalidTask(
+                    f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
+                )
+    if not isinstance(value, (str, list, tuple)):
+        raise InvalidTask(
+            f"prompt is {shown(value)}; it must be text or a list of token ids", param="prompt", code="invalid_type"
+        )
+    if not value:
+        raise InvalidTask("prompt is empty; give text, or at least one token id", param="prompt", code="empty_prompt")
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _messages(value: Any) -> Any:
+    """As a prompt: bounded by their size as JSON, which is what is kept of them."""
+    messages = read_messages(list(value) if isinstance(value, tuple) else value)
+    try:
+        size = len(_json(messages))
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise InvalidTask(f"messages cannot be kept as JSON: {error}", param="messages") from None
+    if size > MAX_PROMPT_BYTES:
+        raise InvalidTask(f"messages have {size} bytes as JSON; at most {MAX_PROMPT_BYTES} are taken", param="messages")
+    return tuple(messages)
+
+
+def _json(messages: Any) -> bytes:
+    return json.dumps(messages, ensure_ascii=False).encode()
+
+
+def _stops(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _tuple(value)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _biases(value: Any) -> Any:
+    """JSON's keys are strings: decimal ones are token ids."""
+    if not isinstance(value, Mapping):
+        return value
+    return {int(k) if isinstance(k, str) and _DECIMAL.fullmatch(k) else k: bias for k, bias in value.items()}
+
+
+_DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
+
+
+def _tier(value: Any) -> Any:
+    return "default" if value == "auto" else value
+
+
+Tier = Literal["priority", "default", "flex", "batch"]
+Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Ids = Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[Count])]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
+MessageList = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[
+    tuple[dict[str, Any], ...],
+    BeforeValidator(_messages, json_schema_input_type=MessageList),
+]
+#: What OpenAPI says of a prompt; `_prompt` sees to it.
+PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
+PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
+
+
+def _no_default(schema: dict[str, Any]) -> None:
+    """What stands for a prompt that was left out is none that may be given."""
+    del schema["default"]
+
+
+class Task(BaseModel):
+    """One generation. Raises InvalidTask naming the field, its value and its limits; types are not converted."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+    )
+
+    # A field's description completes "it must be ..." in the message that refuses it.
+    model: str = Field(min_length=1, max_length=200, description="the name of a model, 1 to 200 characters")
+    prompt: Prompt = Field(
+        (),
+        description="text or a list of token ids; this or messages must be given",
+        json_schema_extra=_no_default,
+    )
+    messages: Messages | None = Field(
+        None, description="a list of messages with role and content, in place of a prompt"
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT32, description=f"an integer from 0 to {MAX_INT32} (unset: as far as the context goes)"
+    )
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32, description=f"an integer from 0 to {MAX_INT32}, at most max_tokens")
+    temperature: float | None = Field(None, ge=0, le=100, description="a number from 0 (greedy) to 100")
+    top_k: int | None = Field(None, ge=0, le=MAX_INT32, description=f"an integer from 0 (off) to {MAX_INT32}")
+    top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
+    min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 (off) to 1")
+    typical_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="a number from 0.01 to 10")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
+    logit_bias: Biases = Field(
+        default_factory=dict,
+        max_length=1024,
+        description="at most 1024 numbers from -100 to 100 by token id",
+        json_schema_extra={"maxProperties": 1024, "propertyNames": {"pattern": f"^({_DECIMAL.pattern})$"}},
+    )
+    allowed_token_ids: Ids = Field(
+        (),
+        max_length=4096,
+        json_schema_extra={"maxItems": 4096},
+        description="a list of at most 4096 token ids, of which banned_token_ids leaves some",
+    )
+    banned_token_ids: Ids = Field(
+        (), max_length=4096, json_schema_extra={"maxItems": 4096}, description="a list of at most 4096 token ids"
+    )
+    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_tuple, json_schema_input_type=list[Text])] = Field(
+        (),
+        max_length=64,
+        json_schema_extra={"maxItems": 64},
+        description="a list of at most 64 strings, each of 1 to 256 characters",
+    )
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=Text | list[Text])] = Field(
+        (),
+        max_length=16,
+        json_schema_extra={"maxItems": 16},
+        description="a string, or a list of at most 16, each of 1 to 256 characters",
+    )
+    stop_token_ids: Ids = Field(
+        (), max_length=64, json_schema_extra={"maxItems": 64}, description="a list of at most 64 token ids"
+    )
+    include_stop: bool = Field(False, description="true (the text keeps the stop string that ended it) or false")
+    ignore_eos: bool = Field(False, description="true or false")
+    n: int = Field(1, ge=1, le=64, description="an integer from 1 to 64")
+    best_of: int | None = Field(None, ge=1, le=64, description="an integer from n to 64")
+    logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
+    tier: Annotated[Tier, BeforeValidator(_tier)] = Field(
+        "default", description="auto, priority, default, flex or batch"
+    )
+    timeout: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT_S, description=f"seconds, above 0 and up to {MAX_TIMEOUT_S} (7 days)"
+    )
+    tenant: str | None = Field(
+        None, min_length=1, max_length=MAX_TENANT, description=f"a name of 1 to {MAX_TENANT} characters"
+    )
+    metadata: dict[
+        Annotated[str, StringConstraints(min_length=1, max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
+    ] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="at most 16 strings by name; a name has 1 to 64 characters, a string at most 512",
+    )
+    ttl: int | None = Field(
+        None, ge=60, le=MAX_TTL_S, description=f"seconds that the result is kept, from 60 to {MAX_TTL_S} (30 days)"
+    )
+
+    if not TYPE_CHECKING:  # type checkers go on seeing the fields as the constructor's parameters
+
+        def __init__(self, /, **fields: Any) -> None:
+            # By hand, and before all else: pydantic lists every name that it does not know.
+            unknown = next((name for name in fields if name not in Task.model_fields), None)
+            if unknown is not None:
+                raise _unknown(unknown)
+            # What is null was left out, but for what has to be there.
+            needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
+            given = {k: v for k, v in fields.items() if v is not None or k in needed}
+            try:
+                super().__init__(**given)
+                return
+            except ValidationError as error:
+                refusal = _refusal(error)
+            # Out here, so that it does not have the ValidationError as its context: that one, which is Rust, holds what
+            # a validator raised, and the garbage collector does not see through it. Neither would ever be freed.
+            raise refusal
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.messages is None and not self.prompt:
+            raise InvalidTask(
+                "prompt is missing: text or a list of token ids; or give messages",
+                param="prompt",
+                code="missing_parameter",
+            )
+        if self.messages is not None and self.prompt:
+            raise InvalidTask("prompt and messages are both given; a task has one of them", param="messages")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidTask(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidTask(f"best_of is {self.best_of}, less than n ({self.n})", param="best_of")
+        if self.allowed_token_ids and set(self.allowed_token_ids) <= set(self.banned_token_ids):
+            raise InvalidTask(
+                "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, fields: Any) -> Self:
+        """A task from parsed JSON. Raises InvalidTask, also where that is not an object."""
+        if not isinstance(fields, Mapping):
+            raise InvalidTask(f"a task is a JSON object, not {shown(fields)}", code="invalid_type")
+        return cls(**{str(name): value for name, value in fields.items()})
+
+    @classmethod
+    def parse_json(cls, body: str | bytes) -> Self:
+        """A task from JSON text. Raises InvalidTask where that is not UTF-8 or not JSON."""
+        return cls.parse(read_json(body))
+
+    def to_json(self) -> str:
+        """The task as its record keeps it: with its prompt or its messages."""
+        return self.model_dump_json(exclude={"messages" if self.messages is None else "prompt"})
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The prompt's length, where it came as token ids."""
+        return None if isinstance(self.prompt, str) or self.messages is not None else len(self.prompt)
+
+    @property
+    def width(self) -> int:
+        """Choices that are made, of which `n` are given."""
+        return self.best_of or self.n
+
+    def kv_tokens(self, context_length: int) -> int:
+        """KV tokens that the task may need, as can be told without a tokenizer: prompt once, output for each choice."""
+        prompt = self.prompt_tokens
+        if prompt is None:
+            text = str(self.prompt).encode() if self.messages is None else _json(self.messages)
+            prompt = -(-len(text) // BYTES_PER_TOKEN)
+        output = ASSUMED_OUTPUT if self.max_tokens is None else self.max_tokens
+        return min(prompt + output * self.width, context_length * self.width)
+
+    def check(self, card: Mapping[str, Any]) -> None:
+        """Raise InvalidTask where the model of this card (`engine.text.card`) cannot run the task."""
+        context, vocabulary = int(card["context_length"]), int(card["vocab_size"])
+        if "generate" not in card["capabilities"]:
+            raise InvalidTask(f"model {shown(self.model)} generates no text", param="model", code="unsupported_model")
+        if self.messages is not None and "chat" not in card["capabilities"]:
+            raise InvalidTask(
+                f"model {shown(self.model)} has no chat template; give a prompt in place of messages",
+                param="messages",
+                code="unsupported_model",
+            )
+        if not isinstance(self.prompt, str) and max(self.prompt, default=0) >= vocabulary:
+            raise InvalidTask(
+                f"prompt has token id {max(self.prompt)}; {shown(self.model)} has ids 0 to {vocabulary - 1}",
+                param="prompt",
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias"):
+            highest = max(getattr(self, name), default=0)
+            if highest >= vocabulary:
+                raise InvalidTask(
+                    f"{name} has {highest}; {shown(self.model)} has ids 0 to {vocabulary - 1}", param=name
+                )
+        if len(set(self.banned_token_ids)) >= vocabulary:
+            raise InvalidTask(f"banned_token_ids bans all tokens of {shown(self.model)}", param="banned_token_ids")
+        prompt = self.prompt_tokens or 1
+        output = max(self.min_tokens, 1) if self.max_tokens is None else self.max_tokens
+        self._check_size(prompt, context)
+        if prompt + output > context:
+            # OpenAI's words: clients that shorten a conversation know an overflow by how the message begins.
+            raise InvalidTask(
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{'' if self.prompt_tokens else 'at least '}{prompt + output} tokens ({prompt} in the prompt, "
+                f"{output} in the completion). Shorten the prompt, lower max_tokens, or use a model with "
+                f"more context than {shown(self.model)}.",
+                param="prompt" if prompt >= context else "max_tokens",
+                code="context_length_exceeded",
+            )
+        # The last token of an output needs no place.
+        capacity, needed = int(card.get("kv_capacity", context)), max(prompt, prompt + output - 1)
+        if needed > capacity:
+            raise InvalidTask(
+                f"prompt and output need {needed} tokens of KV cache; the workers of {shown(self.model)} have room for "
+                f"{capacity}; shorten the prompt, lower max_tokens or serve with a larger KV cache",
+                param="prompt" if prompt > capacity else "max_tokens",
+                code="kv_capacity_exceeded",
+            )
+
+    def _check_size(self, prompt: int, context: int) -> None:
+        """How much is stored at once is bounded."""
+        if self.prompt_logprobs is not None and (wanted := (self.prompt_logprobs + 1) * prompt) > MAX_PROMPT_LOGPROBS:
+            raise InvalidTask(
+                f"prompt_logprobs is {self.prompt_logprobs}: with {prompt} prompt tokens these are {wanted} log "
+                f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
+                param="prompt_logprobs",
+            )
+        # Without max_tokens, `resolved` sets as many as may be.
+        output = self.min_tokens if self.max_tokens is None else self.max_tokens
+        if self.logprobs is not None and (wanted := (self.logprobs + 1) * output * self.n) > MAX_LOGPROBS:
+            raise InvalidTask(
+                f"logprobs is {self.logprobs}: with n = {self.n} and up to {output} output tokens these are {wanted} "
+                f"log probabilities; at most {MAX_LOGPROBS} are given; lower max_tokens, n or logprobs",
+                param="logprobs",
+            )
+        output = context - prompt if self.max_tokens is None else self.max_tokens
+        if self.width > self.n and self.n * output > MAX_BEST_TOKENS:
+            raise InvalidTask(
+                f"best_of is {self.best_of}: {self.n} choices of up to {output} tokens are more than the "
+                f"{MAX_BEST_TOKENS} tokens that are given at once; lower max_tokens or n",
+                param="best_of",
+            )
+
+    def resolved(self, card: Mapping[str, Any]) -> Self:
+        """The task as the worker will run it: checked, the card's defaults filled in, a seed stamped."""
+        self.check(card)
+        usual = {**DEFAULTS, **card.get("defaults", {})}
+        filled = {name: usual[name] for name in DEFAULTS if getattr(self, name) is None}
+        if self.seed is None:
+            filled["seed"] = secrets.randbits(63)
+        if self.max_tokens is None and self.logprobs is not None:
+            most = MAX_LOGPROBS // ((self.logprobs + 1) * self.n)
+            if most < int(card["context_length"]) - (self.prompt_tokens or 1):
+                filled["max_tokens"] = max(1, most)
+        return self.model_copy(update=filled)
+
+
+def read_json(body: str | bytes) -> Any:
+    """JSON text, parsed. Raises InvalidTask where it is not UTF-8 or not JSON."""
+    try:
+        return json.loads(body if isinstance(body, str) else body.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def label(name: str) -> str:
+    """A caller's name for something, as an error's `param` gives it: in ASCII, cut where it is absurdly long."""
+    short = name if len(name) <= MAX_LABEL else f"{name[:MAX_LABEL]}..."
+    return short if short.isascii() else ascii(short)[1:-1]
+
+
+def likely(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that was probably meant."""
+    return next(iter(difflib.get_close_matches(name, names, 1)), None) if len(name) <= MAX_LABEL else None
+
+
+def _unknown(name: str) -> InvalidTask:
+    near = likely(name, Task.model_fields)
+    hint = f"; did you mean {shown(near)}?" if near else f"; a task has {', '.join(Task.model_fields)}"
+    return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
+
+
+def _refusal(error: ValidationError) -> InvalidTask:
+    """Pydantic's first complaint, in our words."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidTask):
+        return cause
+    field = str(first["loc"][0])
+    wanted = Task.model_fields[field].description
+    if first["type"] == "missing":
+        return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
+    place = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
+    if first["type"] == "string_unicode":
+        return InvalidTask(f"{place} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)

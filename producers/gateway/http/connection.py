@@ -1,0 +1,160 @@
+"""A connection that cannot be held open for nothing: a uvicorn protocol with limits.
+
+- A request has to come in whole within a time, its first byte included.
+- Of more connections than are taken, each new one is told 503 and closed.
+- A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
+- A caller who speaks HTTP/1.0 is sent no chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, ClassVar, Final
+
+from starlette.types import Message, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
+
+#: The ASGI extension by which a response finds its connection's `cut`.
+CUT: Final = "penstock.cut"
+#: Closes at once, and what was not taken yet is thrown away.
+_NOW: Final = struct.pack("ii", 1, 0)
+_NO_HTTP: Final = Problem(400, "This is no request in HTTP/1.1, as far as it can be read.", code="invalid_http")
+
+
+def cut(scope: Scope) -> None:
+    """End the connection of a request now; nothing where the server offers no such thing."""
+    end: Callable[[], None] | None = (scope.get("extensions") or {}).get(CUT)
+    if end is not None:
+        end()
+
+
+class Connection(HttpToolsProtocol):
+    """`receive`: seconds that a request may take to come in. `most`: connections that are open at once. `refused`: told
+    the code of each that was one too many."""
+
+    receive: ClassVar[float]
+    most: ClassVar[int]
+    refused: ClassVar[Callable[[str], None]]
+    _late: asyncio.TimerHandle | None = None
+    _open: tuple[RequestResponseCycle, ...] = ()
+    """Requests that are not answered, the oldest first: of those that came at once, uvicorn tells the last alone that
+    the connection is lost."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        if len(self.connections) >= self.most:
+            problem = _full(self.most)
+            transport.write(_raw(problem))
+            transport.close()
+            type(self).refused(problem.code)
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._came()
+        super().connection_lost(exc)
+        for cycle in self._open:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(_NO_HTTP)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extended: dict[str, Any] = dict(self.scope)
+        extended["extensions"] = {CUT: self._cut}
+        self.scope.update(extended)  # type: ignore[typeddict-item]  # an extension of ours
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _end_by_closing(self.cycle)
+        self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
+
+    def on_message_complete(self) -> None:
+        self._came()
+        super().on_message_complete()
+
+    def _wait(self) -> None:
+        self._came()
+        self._late = self.loop.call_later(self.receive, self._is_late)
+
+    def _came(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _is_late(self) -> None:
+        if self.flow.read_paused:  # it waits for us: an earlier request of this connection is not answered yet
+            self._wait()
+        elif not self.transport.is_closing():
+            self._refuse(_slow(self.receive))
+
+    def _refuse(self, problem: Problem) -> None:
+        """Say so, unless that would stand in the middle of another answer; and close."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_complete:
+            self.transport.write(_raw(problem))
+        self.transport.close()
+
+    def _cut(self) -> None:
+        fileno = self.transport.get_extra_info("socket").fileno()
+        if fileno >= 0:
+            with socket.socket(fileno=os.dup(fileno)) as same:  # uvloop's own gives no access to options
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
+        self.transport.abort()
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: an answer whose length is not said ends with its connection. uvicorn would send chunks;
+    told that there are none, it expects each part to be as long as it is."""
+    send: Callable[[Any], Awaitable[None]] = cycle.send
+
+    async def send_plain(message: Message) -> None:
+        cycle.chunked_encoding = False
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign,assignment]  # it is made anew for each request
+
+
+def limited(receive: float, most: int, refused: Callable[[str], None]) -> type[Connection]:
+    """The protocol with these limits, for uvicorn's `http`."""
+    return type("Limited", (Connection,), {"receive": receive, "most": most, "refused": staticmethod(refused)})
+
+
+def _full(most: int) -> Problem:
+    return Problem(
+        503,
+        f"This gateway has {most} connections open, which is all that it takes; try again in a moment.",
+        code="too_many_connections",
+        headers=RETRY_AFTER,
+    )
+
+
+def _slow(seconds: float) -> Problem:
+    return Problem(408, f"The request did not come in within {seconds:g} s.", code="request_timeout")
+
+
+def _raw(problem: Problem) -> bytes:
+    """A response for a connection that has no request."""
+    body = json.dumps(body_of(problem)).encode()
+    headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
+    lines = [
+        f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}",
+        *(f"{k}: {v}" for k, v in (headers | problem.headers).items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,0 +1,115 @@
+"""Every error as one JSON object, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+
+from producers.connection.trouble import CODES, Trouble, trouble
+from producers.contract.task import label
+from producers.errors import InvalidTask, PenstockError, SubmitFailed, TaskNotFound, UnknownModel
+from producers.gateway.metrics import UNKNOWN
+
+logger = logging.getLogger(__name__)
+
+AWAY = "The store or the broker does not answer; try again in a moment."
+REFUSES = "The store or the broker answers, but refuses; nothing was done."
+FULL = "The memory or disk of the store or the broker is full: nothing new is taken for now; try again later."
+#: Seconds after which a caller may try again what failed for want of the store or the broker.
+RETRY_AFTER = {"retry-after": "1"}
+
+
+class Problem(Exception):
+    """An error that the gateway itself found. `param` names the field or parameter, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+def body_of(problem: Problem) -> dict[str, dict[str, str | None]]:
+    """The JSON object of an error."""
+    kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    if problem.status == 429:
+        kind = "rate_limit_error"
+    # Names that a caller gave may be in both, and need be no text that could be sent.
+    message = problem.message.encode(errors="backslashreplace").decode()
+    param = None if problem.param is None else label(problem.param)
+    return {"error": {"message": message, "type": kind, "param": param, "code": problem.code}}
+
+
+def response_of(problem: Problem) -> JSONResponse:
+    return JSONResponse(body_of(problem), problem.status, problem.headers)
+
+
+def problem_of(error: Exception) -> Problem:
+    """What a caller is told of an exception; nothing of our insides."""
+    match error:
+        case Problem():
+            return error
+        case UnknownModel():
+            return Problem(404, str(error), code="model_not_found", param="model")
+        case InvalidTask():
+            return Problem(400, str(error), code=error.code, param=error.param)
+        case TaskNotFound():
+            return Problem(404, str(error), code="task_not_found")
+        case SubmitFailed():
+            logger.warning("submit failed: %s", error)
+            return Problem(503, str(error), code=error.code, headers=RETRY_AFTER)
+        case RedisError() | OSError():
+            logger.warning("store or broker failed: %s: %s", type(error).__name__, error)
+            found = trouble(error)
+            message = AWAY if found is Trouble.AWAY else FULL if found is Trouble.FULL else REFUSES
+            if found in CODES:
+                return Problem(503, message, code=CODES[found], headers=RETRY_AFTER)
+            return Problem(503, message, code="service_unavailable", headers=RETRY_AFTER)
+        case HTTPException(status_code=404):
+            return Problem(
+                404, "There is nothing at this URL; see GET /openapi.json for what there is.", code="not_found"
+            )
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("Allow", "other methods")
+            return Problem(
+                405,
+                f"This URL does not take this method; it takes {allowed}.",
+                code="method_not_allowed",
+                headers=error.headers,
+            )
+        case HTTPException():
+            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+            return Problem(error.status_code, str(error.detail), code=code, headers=error.headers)
+        case _:
+            return Problem(
+                500, "Something went wrong here; the x-request-id header finds it in our log.", code="internal"
+            )
+
+
+async def _handle(request: Request, error: Exception) -> JSONResponse:
+    problem = problem_of(error)
+    if problem.status in (429, 503):
+        request.app.state.metrics.refused(problem.code, getattr(request.state, "tier", UNKNOWN))
+    return response_of(problem)
+
+
+def install(app: FastAPI) -> None:
+    """Answer the exceptions that mean something to a caller. What is left is the edge's to answer."""
+    for kind in (Problem, PenstockError, RedisError, ConnectionError, TimeoutError, HTTPException):
+        app.add_exception_handler(kind, _handle)

@@ -1,0 +1,218 @@
+"""A task's stream as server-sent events (WHATWG HTML, 9.2).
+
+    id: 7
+    event: token
+    data: {"position":7,"choice":0,"index":7,"token_id":318,"text":" is"}
+
+A `prompt` event, before the first token, holds a part of the prompt's log probabilities, where they were asked for.
+`id` is the position, which a client sends back as `Last-Event-ID` to go on behind it. After the event `end` nothing
+follows; a stream that closes without it is to be taken up again. `error` says why it closes. JSON is in ASCII, because
+many clients split lines at U+2028 and the like, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from producers.client.steps import FAILURES
+from producers.contract.events import Event, Logprobs, Prompt, Token
+from producers.errors import PenstockError
+from producers.gateway.http.connection import cut
+from producers.gateway.http.errors import Problem, body_of, problem_of
+
+logger = logging.getLogger(__name__)
+
+#: The first line: how soon (ms) an EventSource comes back when the connection breaks.
+PREAMBLE = b"retry: 1000\n\n"
+HEARTBEAT = b": still here\n\n"
+#: What OpenAPI says of each event.
+EVENT = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "id": {"type": "string", "description": "the position; an error has none"},
+        "event": {"enum": ["prompt", "token", "end", "error"]},
+        "data": {"type": "string", "description": "JSON"},
+    },
+}
+
+
+def logprobs_view(logprobs: Logprobs) -> dict[str, Any]:
+    """A token's log probability and the alternatives', as callers see them."""
+    logprob, top = logprobs
+    return {"logprob": logprob, "top": [{"token_id": token, "logprob": value} for token, value in top]}
+
+
+def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any]]:
+    """A prompt's tokens and how likely each was, as callers see them; the first has null."""
+    return [
+        {"token_id": token, **(logprobs_view(one) if one else {"logprob": None, "top": []})}
+        for token, one in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def encode(event: Event) -> str:
+    """An event's lines. A token's are made by hand: this runs for every token of every reader."""
+    if isinstance(event, Token):
+        more = "" if event.logprobs is None else f',"logprobs":{json.dumps(logprobs_view(event.logprobs))}'
+        if event.finish_reason is not None:
+            more += f',"finish_reason":{quote(event.finish_reason)}'
+        return (
+            f'id: {event.position}\nevent: token\ndata: {{"position":{event.position},"choice":{event.choice},'
+            f'"index":{event.index},"token_id":{event.token_id},"text":{quote(event.text)}{more}}}\n\n'
+        )
+    if isinstance(event, Prompt):
+        part = {
+            "position": event.position,
+            "first": event.first,
+            "tokens": prompt_view(event.token_ids, event.logprobs),
+        }
+        return f"id: {event.position}\nevent: prompt\ndata: {json.dumps(part)}\n\n"
+    end = {
+        "position": event.position,
+        "status": event.status,
+        "finish_reasons": event.reasons,
+        "usage": event.usage,
+        "error": event.error,
+    }
+    return f"id: {event.position}\nevent: end\ndata: {json.dumps(end)}\n\n"
+
+
+class Streams:
+    """The streams that are open, so that they can be counted, and ended when the gateway stops."""
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Future[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def end(self) -> None:
+        """Close all; their clients may take them up again elsewhere."""
+        for stop in self._open:
+            if not stop.done():
+                stop.set_result(None)
+
+    def enter(self) -> asyncio.Future[None]:
+        stop = asyncio.get_running_loop().create_future()
+        self._open.add(stop)
+        return stop
+
+    def leave(self, stop: asyncio.Future[None]) -> None:
+        self._open.discard(stop)
+
+
+class LiveStream(Response):
+    """Sends chunks as they come, until they end, the client leaves, or the gateway stops.
+
+    A slow client is waited for with nothing in hand but one chunk: meanwhile `chunks` is not asked. What `opening`,
+    `cut` and `broken` give is sent before the first chunk, when the gateway stops, and for an error.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes], streams: Streams, *, heartbeat: float, stall: float) -> None:
+        self.status_code = 200
+        self.background = None
+        self._chunks = chunks
+        self._streams = streams
+        self._heartbeat = heartbeat
+        self._stall = stall
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def opening(self) -> bytes:
+        return b""
+
+    def cut(self) -> bytes:
+        return b""
+
+    def broken(self, error: Exception) -> bytes:
+        return f"event: error\ndata: {json.dumps(body_of(problem_of(error)))}\n\n".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stop = self._streams.enter()
+        leaving = asyncio.create_task(watch(receive, stop))
+        try:
+            async with aclosing(self._chunks), aclosing(self._sent(stop)) as chunks:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for chunk in chunks:
+                    async with asyncio.timeout(self._stall):
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            logger.info("dropped a stream whose reader took nothing for %s s", self._stall)
+            cut(scope)
+        finally:
+            self._streams.leave(stop)
+            leaving.cancel()
+
+    async def _sent(self, stop: asyncio.Future[None]) -> AsyncGenerator[bytes]:
+        if opening := self.opening():
+            yield opening
+        coming: asyncio.Future[bytes | None] | None = None
+        try:
+            while True:
+                coming = asyncio.ensure_future(anext(self._chunks, None))
+                while not (await asyncio.wait((coming, stop), timeout=self._heartbeat, return_when="FIRST_COMPLETED"))[
+                    0
+                ]:
+                    yield HEARTBEAT
+                if not coming.done():
+                    if cut := self.cut():
+                        yield cut
+                    return
+                chunk = coming.result()
+                if chunk is None:
+                    return
+                yield chunk
+        except (Problem, PenstockError, *FAILURES) as error:
+            yield self.broken(error)
+        finally:
+            if coming is not None and coming.cancel():
+                await asyncio.wait((coming,))
+
+
+class EventStream(LiveStream):
+    """A task's events, in the form above. `first`: a batch that was taken before, to see what there is."""
+
+    def __init__(
+        self,
+        batches: AsyncGenerator[list[Event]],
+        streams: Streams,
+        *,
+        first: Sequence[Event] = (),
+        heartbeat: float,
+        stall: float,
+    ) -> None:
+        super().__init__(_encoded(batches), streams, heartbeat=heartbeat, stall=stall)
+        self._first = first
+
+    def opening(self) -> bytes:
+        return PREAMBLE + _lines(self._first)
+
+
+async def _encoded(batches: AsyncGenerator[list[Event]]) -> AsyncGenerator[bytes]:
+    async with aclosing(batches):
+        async for events in batches:
+            yield _lines(events)
+
+
+def _lines(events: Sequence[Event]) -> bytes:
+    return "".join(map(encode, events)).encode("ascii")
+
+
+async def watch(receive: Receive, stop: asyncio.Future[None]) -> None:
+    """Sets `stop` when the client has gone, and returns then."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not stop.done():
+        stop.set_result(None)

@@ -1,0 +1,174 @@
+"""Tasks whose caller waits for them on the connection: they end with it.
+
+ids -> reader leases -> submit all -> events of all, as they come -> what has not ended is cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+from starlette.requests import Request
+
+from producers.client.steps import FAILURES
+from producers.connection.trouble import said
+from producers.contract.events import End, Event
+from producers.contract.task import Task
+from producers.errors import PenstockError, TaskNotFound
+from producers.gateway.context import Gateway
+from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.sse import watch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: What became of a request whose client left before the answer: nobody reads it, but it is counted.
+CLIENT_LEFT: Final = 499
+#: Error codes of tasks that failed by no fault of their request. Any other is a refusal that a worker had to make.
+FAULTS: Final = {"engine_error": 500, "dead_lettered": 500, "failed": 500, "expired": 504}
+#: Of these, the codes that a second try would not mend: it would wait as long, or cost as many workers.
+FINAL: Final = ("dead_lettered", "expired")
+#: Headers of an answer that OpenAI's clients should not send their request again for, as they do for 409 and 5xx.
+ONCE: Final = {"x-should-retry": "false"}
+
+
+class Foreground:
+    """The tasks of one request. `close` it, whatever happened."""
+
+    def __init__(self, gateway: Gateway, tasks: Sequence[Task]) -> None:
+        self._gateway = gateway
+        self._tasks = tasks
+        self.ids: Final = [str(uuid.uuid4()) for _ in tasks]
+        self._open = set(self.ids)
+
+    async def submit(self) -> None:
+        """Queue all. Raises Problem where too much waits, and as `AsyncClient.submit`; then none is left queued."""
+        client, metrics = self._gateway.client, self._gateway.metrics
+        await self._gateway.room.enter(self._tasks)
+        await self._gateway.readers.enter(self.ids)
+        submits = [client.submit(task, task_id=name) for task, name in zip(self._tasks, self.ids, strict=True)]
+        try:
+            answers = await asyncio.gather(*submits, return_exceptions=True)
+            failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+            if failed is not None:
+                raise failed
+        except BaseException:
+            await self.close()
+            raise
+        for task in self._tasks:
+            metrics.submitted(task.model, task.tier)
+
+    async def events(self) -> AsyncGenerator[list[tuple[int, Event]]]:
+        """Every event of every task, each with its task's number, as many at a time as there are.
+
+        Raises Problem for a task that failed or was cancelled, TaskNotFound, and redis.exceptions.RedisError or OSError
+        where the store stays away.
+        """
+        readers = [self._gateway.client.get(name).batches() for name in self.ids]
+        async with aclosing(merged(readers)) as batches:
+            async for batch in batches:
+                problem = None
+                for number, event in batch:
+                    if isinstance(event, End):
+                        self._open.discard(self.ids[number])
+                        problem = problem or _problem_of(event)
+                yield batch
+                if problem is not None:
+                    raise problem
+
+    def again(self, number: int, start: int) -> AsyncGenerator[list[Event]]:
+        """Events of one task, once it has ended, from a position on. Raises as `events` does."""
+        return self._gateway.client.get(self.ids[number]).batches(start)
+
+    async def close(self) -> None:
+        """Cancel what has not ended. What the store does not hear now ends when the reader leases lapse."""
+        await asyncio.shield(asyncio.create_task(self._close()))
+
+    async def _close(self) -> None:
+        client = self._gateway.client
+        missed = set()
+        for name in self._open:
+            try:
+                await client.get(name).cancel()
+            except TaskNotFound:
+                pass  # it was never recorded
+            except (PenstockError, *FAILURES) as error:
+                logger.warning("task %s of a caller who left is not cancelled yet: %s", name, said(error))
+                missed.add(name)
+        self._open.clear()
+        await self._gateway.readers.leave(self.ids, lapse=missed)
+
+
+async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:
+    """What `waiting` returns, while the client stays and the gateway runs. Raises Problem otherwise."""
+    stop = gateway.streams.enter()
+    leaving = asyncio.create_task(watch(request.receive, stop))
+    work = asyncio.ensure_future(waiting())
+    try:
+        await asyncio.wait((work, stop), return_when="FIRST_COMPLETED")
+        if work.done():
+            return work.result()
+        if leaving.done():
+            raise Problem(CLIENT_LEFT, "The client left before the answer was there.", code="client_left")
+        raise stopping()
+    finally:
+        gateway.streams.leave(stop)
+        leaving.cancel()
+        if work.cancel():
+            await asyncio.wait((work,))
+
+
+def stopping() -> Problem:
+    """What those are told who still wait when the gateway ends."""
+    return Problem(
+        503, "This gateway is stopping, and the request with it; send it again.", code="stopping", headers=RETRY_AFTER
+    )
+
+
+async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerator[list[tuple[int, Event]]]:
+    """Batches of several streams, each event with its stream's number, in order within a stream; to the end of all."""
+    coming: dict[asyncio.Future[list[Event] | None], int] = {}
+    try:
+        for number, stream in enumerate(streams):
+            coming[asyncio.ensure_future(anext(stream, None))] = number
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when="FIRST_COMPLETED")
+            news: list[tuple[int, Event]] = []
+            for future in sorted(done, key=coming.__getitem__):
+                number = coming.pop(future)
+                events = future.result()
+                if events is not None:
+                    news += [(number, event) for event in events]
+                    coming[asyncio.ensure_future(anext(streams[number], None))] = number
+            if news:
+                yield news
+    finally:
+        for future in coming:
+            future.cancel()
+        if coming:
+            await asyncio.wait(coming)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _problem_of(end: End) -> Problem | None:
+    """What a caller is told of a task that ended in another way than asked for."""
+    if end.status == "cancelled":
+        return Problem(409, "The task of this request was cancelled.", code="cancelled", headers=ONCE)
+    # Of a task whose time was over before its first token there is nothing to answer with.
+    if end.status == "failed" or (end.status == "incomplete" and not end.usage["output_tokens"]):
+        error: dict[str, Any] = end.error or {}
+        code = error.get("code", "failed")
+        return Problem(
+            FAULTS.get(code, 400),
+            error.get("message", "The task failed."),
+            code=code,
+            param=error.get("param"),
+            headers=ONCE if code in FINAL else None,
+        )
+    return None

@@ -1,0 +1,140 @@
+"""A final task as JSON, put together piece by piece.
+
+    stream, a page at a time -> each token's JSON, by choice -> `large`: sent in chunks
+
+What a task may give is tens of megabytes as JSON, and many times that as objects; nor may making it stop the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from json.encoder import encode_basestring as quote
+from typing import Any
+
+from starlette.responses import Response
+
+from producers.client.aio import AsyncHandle
+from producers.contract.events import Event, Prompt, Token
+from producers.contract.record import Record
+from producers.gateway.context import Gateway
+from producers.gateway.http.sse import logprobs_view, prompt_view
+from producers.gateway.tasks import large
+from producers.gateway.tasks.views import TaskView
+
+
+async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
+    """The response for a final record, and `more` fields of it.
+
+    Raises TaskNotFound, Problem, redis.exceptions.RedisError or OSError.
+    """
+    outcome = Outcome(record, more)
+    release: Callable[[], None] | None = None
+    try:
+        async with aclosing(handle.batches()) as batches:
+            async for events in batches:
+                if any(not isinstance(event, Token) or event.logprobs for event in events):
+                    await asyncio.to_thread(outcome.take, events)
+                else:
+                    outcome.take(events)
+                if release is None and outcome.size > large.LARGE:
+                    release = await large.turn(gateway, gateway.settings.patience)
+        return large.Sent(outcome.pieces(), gateway.settings.stall, release)
+    except BaseException:
+        if release is not None:
+            release()
+        raise
+
+
+class Outcome:
+    """`take` all events, then `pieces`. `size`: bytes so far."""
+
+    def __init__(self, record: Record, more: Mapping[str, bool]) -> None:
+        self._record = record
+        self._more = more
+        self._choices = [_Choice() for _ in range(record.n)]
+        self._prompt = bytearray()
+
+    @property
+    def size(self) -> int:
+        return len(self._prompt) + sum(choice.size for choice in self._choices)
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Token):
+                self._choices[event.choice].take(event)
+            elif isinstance(event, Prompt):
+                for one in prompt_view(event.token_ids, event.logprobs):
+                    self._prompt += b"," if self._prompt else b""
+                    self._prompt += _json(one)
+
+    def pieces(self) -> Iterator[bytes | bytearray]:
+        """The JSON of a TaskView."""
+        head = TaskView.of(self._record).model_dump_json(exclude={"choices", "prompt_logprobs"})
+        yield head[:-1].encode()
+        for name, value in self._more.items():
+            yield b',"%b":%b' % (name.encode(), _json(value))
+        yield b',"choices":['
+        reasons = self._record.json("reasons") or []
+        for index, choice in enumerate(self._choices):
+            reason = reasons[index] if index < len(reasons) else None
+            yield b"," if index else b""
+            yield from choice.pieces(index, reason)
+        yield b'],"prompt_logprobs":'
+        if self._prompt:
+            yield b"["
+            yield self._prompt
+            yield b"]}"
+        else:
+            yield b"null}"
+
+
+class _Choice:
+    """Its parts as JSON, but for the brackets and quotes around them."""
+
+    __slots__ = ("_count", "_ids", "_logprobs", "_scored", "_text")
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._ids = bytearray()
+        self._logprobs = bytearray()
+        self._count = 0
+        self._scored = False
+
+    @property
+    def size(self) -> int:
+        return len(self._text) + len(self._ids) + len(self._logprobs)
+
+    def take(self, token: Token) -> None:
+        self._text += quote(token.text)[1:-1].encode()
+        self._ids += b",%d" % token.token_id if self._count else b"%d" % token.token_id
+        self._count += 1
+        if token.logprobs is None:
+            if self._scored:
+                self._logprobs += b",null"
+            return
+        if not self._scored:
+            self._scored = True
+            self._logprobs += b"null," * (self._count - 1)
+        else:
+            self._logprobs += b","
+        self._logprobs += _json(logprobs_view(token.logprobs))
+
+    def pieces(self, index: int, reason: str | None) -> Iterator[bytes | bytearray]:
+        yield b'{"index":%d,"text":"' % index
+        yield self._text
+        yield b'","token_ids":['
+        yield self._ids
+        yield b'],"finish_reason":%b,"logprobs":' % (b"null" if reason is None else quote(reason).encode())
+        if self._scored:
+            yield b"["
+            yield self._logprobs
+            yield b"]}"
+        else:
+            yield b"null}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

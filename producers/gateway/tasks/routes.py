@@ -1,0 +1,163 @@
+"""`/v1/tasks`: submit, look, follow, cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from producers.client.reader import MAX_POSITION
+from producers.contract.events import Event
+from producers.contract.task import Task
+from producers.errors import shown
+from producers.gateway.context import gateway_of
+from producers.gateway.http.body import read_task
+from producers.gateway.http.errors import Problem
+from producers.gateway.http.sse import EVENT, EventStream
+from producers.gateway.tasks import outcome
+from producers.gateway.tasks.views import Cancelled, TaskView, errors
+
+router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
+
+_POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
+#: How long a cancel waits for the worker that runs the task, seconds: some steps.
+CANCEL_S: Final = 1.0
+
+
+@router.post(
+    "",
+    status_code=202,
+    response_model=TaskView,
+    response_model_exclude_unset=True,
+    responses=errors(404, 413, 415, 429),
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}}
+    },
+)
+async def submit(request: Request, response: Response) -> TaskView:
+    """Queue a task. It is durable when this answers."""
+    gateway = gateway_of(request)
+    task = await read_task(request, gateway.settings.max_body)
+    request.state.tier = task.tier
+    card = await gateway.client.card(task.model)
+    if task.messages is not None:
+        task.check(card)
+        text = await gateway.templates.render(card, task.messages)
+        ids = await gateway.prompts.encode(card, text, special=False)
+        task = task.model_copy(update={"prompt": ids, "messages": None})
+    elif isinstance(task.prompt, str):
+        task.check(card)
+        task = task.model_copy(update={"prompt": await gateway.prompts.encode(card, task.prompt)})
+    await gateway.room.enter([task])
+    handle = await gateway.client.submit(task)
+    gateway.metrics.submitted(task.model, task.tier)
+    response.headers["location"] = f"/v1/tasks/{handle.id}"
+    return TaskView(
+        id=handle.id,
+        object="task",
+        status="queued",
+        model=task.model,
+        tier=task.tier,
+        n=task.n,
+        # By this machine's clock: asking the store for its own would be one more thing to fail after the fact.
+        created_at=round(time.time(), 3),
+        metadata=task.metadata,
+    )
+
+
+@router.get("/{task_id}", response_model=TaskView, responses=errors(404))
+async def look(request: Request, task_id: str) -> Response:
+    """A task's state; with its outputs once it is final."""
+    gateway = gateway_of(request)
+    handle = gateway.client.get(task_id)
+    record = await handle.status()
+    if record.final:
+        return await outcome.answer(gateway, handle, record)
+    return Response(TaskView.of(record).model_dump_json(), media_type="application/json")
+
+
+@router.get(
+    "/{task_id}/events",
+    status_code=200,
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Server-sent events: `prompt` for the prompt's log probabilities, where asked for; "
+            "`token` for each token; then one `end`.",
+            "content": {EventStream.media_type: {"schema": EVENT}},
+        },
+        204: {"description": "The stream ended before the position asked for: do not come back."},
+        **errors(404),
+    },
+    openapi_extra={
+        "parameters": [
+            {
+                "name": "from",
+                "in": "query",
+                "description": "the first position to send; the header Last-Event-ID, one less, goes before it",
+                "schema": _POSITION | {"default": 0},
+            },
+            {
+                "name": "Last-Event-ID",
+                "in": "header",
+                "description": "the last position that was read, as an EventSource says when it comes back",
+                "schema": _POSITION,
+            },
+        ]
+    },
+)
+async def follow(request: Request, task_id: str) -> Response:
+    """A task's stream, from any position on, for as long as it lasts."""
+    gateway = gateway_of(request)
+    start = _start(request)
+    handle = gateway.client.get(task_id)
+    record = await handle.status()
+    batches = handle.batches(start)
+    first: list[Event] = []
+    if record.final:
+        # An EventSource comes back whenever a response ends, until it is told 204.
+        first = await anext(batches, [])
+        if not first:
+            return Response(status_code=204)
+    settings = gateway.settings
+    return EventStream(batches, gateway.streams, first=first, heartbeat=settings.heartbeat, stall=settings.stall)
+
+
+@router.post("/{task_id}/cancel", response_model=Cancelled, responses=errors(404))
+async def cancel(request: Request, task_id: str) -> Response:
+    """Ask for a task's end, and answer with the task. Once accepted, it ends `cancelled`: at once where nobody runs it,
+    else within a step of its worker. To ask again changes nothing."""
+    gateway = gateway_of(request)
+    handle = gateway.client.get(task_id)
+    accepted = await handle.cancel()
+    give_up, pause = time.monotonic() + CANCEL_S, 0.01
+    while not (record := await handle.status()).final and time.monotonic() < give_up:
+        await asyncio.sleep(pause)
+        pause = min(0.1, 1.5 * pause)
+    if record.final:
+        return await outcome.answer(gateway, handle, record, accepted=accepted)
+    said = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
+    return Response(said.model_dump_json(), media_type="application/json")
+
+
+def _start(request: Request) -> int:
+    """The position asked for. A browser that reconnects repeats the URL and adds the header, which therefore wins."""
+    last = request.headers.get("last-event-id")
+    if last:
+        return _position(last, "Last-Event-ID") + 1
+    asked = request.query_params.get("from")
+    return 0 if asked is None else _position(asked, "from")
+
+
+def _position(text: str, name: str) -> int:
+    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_POSITION:
+        raise Problem(
+            400,
+            f"{name} is {shown(text)}; it must be a position in the stream, from 0 up.",
+            code="invalid_value",
+            param=name,
+        )
+    return int(text)

@@ -1,0 +1,150 @@
+"""What callers are shown. Times are unix seconds by the store's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Self, cast
+
+from pydantic import BaseModel, Field
+
+from producers.contract.record import Record
+
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
+
+
+class TopLogprob(BaseModel):
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(BaseModel):
+    """Of one token: natural logarithms, at temperature 1 and before any filter."""
+
+    logprob: float
+    top: list[TopLogprob] = Field(description="the most likely tokens at this place, as many as were asked for")
+
+
+class PromptToken(BaseModel):
+    """A token of the prompt, given those before it; the first has no log probability."""
+
+    token_id: int
+    logprob: float | None
+    top: list[TopLogprob]
+
+
+class ChoiceView(BaseModel):
+    """One of a task's `n` outputs."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = Field(
+        description="stop, length, deadline, or null where the task ended before the output did"
+    )
+    logprobs: list[TokenLogprobs | None] | None = Field(None, description="one entry a token, where asked for")
+
+
+class TaskView(BaseModel):
+    """A task. `choices`, `usage` and `error` are there once it is final; then also `prompt_logprobs`, one entry a token
+    of the prompt, where they were asked for."""
+
+    id: str
+    object: Literal["task"] = "task"
+    status: Status
+    model: str
+    tier: str
+    n: int
+    created_at: float
+    queued_at: float | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    metadata: dict[str, str] = {}
+    usage: dict[str, int] | None = None
+    error: dict[str, Any] | None = None
+    choices: list[ChoiceView] | None = None
+    prompt_logprobs: list[PromptToken] | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> Self:
+        """What a record says; the outputs of a final one are added to its JSON (`outcome`)."""
+
+        def at(name: str) -> float | None:
+            time = record.time(name)
+            return None if time is None else time / 1000
+
+        return cls(
+            id=record.id,
+            status=cast(Status, record.status),
+            model=record.model,
+            tier=record.tier,
+            n=record.n,
+            created_at=at("created") or 0.0,
+            queued_at=at("queued"),
+            started_at=at("started"),
+            first_token_at=at("first"),
+            finished_at=at("finished"),
+            metadata=_metadata(record),
+            usage=record.json("usage"),
+            error=record.json("error"),
+        )
+
+
+def _metadata(record: Record) -> dict[str, str]:
+    """Of a task that was refused, which a plain Celery message may bring, the record holds whatever was sent."""
+    task: Any = record.task if "task" in record.fields else None
+    metadata = task.get("metadata") if isinstance(task, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        return {}
+    return metadata
+
+
+class Cancelled(TaskView):
+    """The answer to a cancel: the task, with its outputs once it is final. Not accepted: it had ended otherwise."""
+
+    accepted: bool
+
+
+class ModelView(BaseModel):
+    """A model, as OpenAI lists it, and what its card adds to that."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["penstock"] = "penstock"
+    version: str
+    context_length: int
+    vocab_size: int
+    capabilities: list[str]
+
+    @classmethod
+    def of(cls, card: Mapping[str, Any]) -> Self:
+        same = ("created", "version", "context_length", "vocab_size", "capabilities")
+        return cls(id=card["name"], **{name: card[name] for name in same})
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelView]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class ErrorView(BaseModel):
+    """Every error."""
+
+    error: ErrorBody
+
+
+#: Statuses of errors that any request may meet: no HTTP, too slow, a fault of ours, a server that is away.
+ANYWHERE: Final = (400, 408, 500, 503)
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of errors with these statuses."""
+    return {status: {"model": ErrorView} for status in statuses}

@@ -1,0 +1,98 @@
+"""Messages to prompts, by the chat templates that models' cards name by hash, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from engine.text import ConfinedTemplate, ModelError, RequestError, TemplateSource
+from producers.errors import InvalidTask
+from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.text.blobs import TEMPLATE, broken, read_blobs
+from producers.gateway.text.lane import Lane, LaneBusy, LaneClosed
+from producers.gateway.text.lru_cache import Kept
+
+logger = logging.getLogger(__name__)
+
+#: Templates kept, a process each; the least recently used goes first.
+KEPT: Final = 8
+#: Requests that may wait for one template. A render takes a fraction of a millisecond, unless the template is hostile:
+#: then it is its own callers who wait, and not for long.
+WAITING: Final = 64
+#: Seconds that a request waits for its turn.
+PATIENCE_S: Final = 30.0
+
+
+class Templates:
+    """Renders chats. `store`: where the models' files are."""
+
+    def __init__(self, store: Redis) -> None:
+        self._store = store
+        self._kept: Kept[tuple[str, ...], _Renderer] = Kept(KEPT, _Renderer.close)
+
+    async def render(self, card: Mapping[str, Any], messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
+        """Messages as one text, see `ChatTemplate.render`.
+
+        Raises InvalidTask where the template does not take the messages or is stopped over them, Problem where it
+        cannot be used or too many wait for it.
+        """
+        key = tuple(card["files"].get(name, "") for name in TEMPLATE)
+        try:
+            while True:
+                renderer = await self._kept.get(key, lambda: self._load(card))
+                with suppress(LaneClosed):  # others wanted its place meanwhile
+                    return await renderer.render(messages, **options)
+        except RequestError as error:
+            raise InvalidTask(str(error), param=error.param, code=error.code) from error
+        except ModelError as error:
+            raise _unusable(card["name"], error) from error
+
+    def close(self) -> None:
+        """End all processes."""
+        self._kept.clear()
+
+    async def _load(self, card: Mapping[str, Any]) -> _Renderer:
+        files = await read_blobs(self._store, card, TEMPLATE)
+        try:
+            source = await asyncio.to_thread(TemplateSource.from_bytes, files)
+        except ModelError as error:
+            raise _unusable(card["name"], error) from error
+        if source is None:
+            raise broken(card["name"], TEMPLATE[0])  # the card says that there is one
+        return _Renderer(source)
+
+
+class _Renderer:
+    """A confined template, and the thread that waits for it."""
+
+    def __init__(self, source: TemplateSource) -> None:
+        self._template = ConfinedTemplate(source)
+        self._lane = Lane("penstock-template")
+
+    async def render(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
+        if self._lane.waiting >= WAITING:
+            raise _busy(f"{WAITING} requests wait for this model's chat template already")
+        try:
+            return await self._lane.run(partial(self._template.render, messages, **options), patience=PATIENCE_S)
+        except LaneBusy:
+            raise _busy(f"this model's chat template was busy with others' messages for {PATIENCE_S:g} s") from None
+
+    def close(self) -> None:
+        """Does not wait: a render that runs is ended by its limits, and the process then."""
+        self._lane.close(self._template.close)
+
+
+def _unusable(model: str, error: ModelError) -> Problem:
+    """The model's own files are at fault; trying again does not help."""
+    logger.error("the chat template of %s cannot be used: %s", model, error)
+    return Problem(500, str(error), code="model_broken", param="model", headers={"x-should-retry": "false"})
+
+
+def _busy(why: str) -> Problem:
+    return Problem(429, f"{why}; try again in a moment.", code="template_busy", headers=RETRY_AFTER)

@@ -1,0 +1,83 @@
+"""Whether a server can be used: what a process looks at before it starts."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from typing import Final
+
+from redis import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from producers.connection.connect import connect, shown
+from producers.connection.script import Call, script, text
+from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, trouble
+from producers.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+#: What a user needs, for who has to write its ACL.
+RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
+
+
+class ServerRefused(PenstockError):
+    """The broker or the store cannot be used; the message says why, and what to use instead."""
+
+
+def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
+    """Raises ServerRefused where the server cannot be used as `role` (broker or store), and says why.
+
+    One that is away is refused only where it must answer. What is not forbidden, and likely no good, is logged.
+    """
+    try:
+        with closing(connect(url)) as client:
+            _may(client)
+            _look_at_memory(client, role, shown(url))
+    except (ValueError, RedisError, OSError) as error:
+        said = str(error).replace(url, shown(url))
+        if isinstance(error, ValueError) or trouble(error) in (Trouble.UNUSABLE, Trouble.DENIED, None):
+            raise ServerRefused(f"cannot use the {role} at {shown(url)}: {said}") from error
+        if must_answer or isinstance(error, NotPrimary):
+            raise ServerRefused(f"cannot reach the {role} at {shown(url)}: {said}") from error
+        log.warning("the %s at %s does not answer yet: %s", role, shown(url), said)
+
+
+def _may(client: Redis) -> None:
+    """Whether this user may do what Penstock does. Raises what the server says, which names the command or the key."""
+    probe = Call(script(__package__, "probe"), ("penstock:task:probe",), ("penstock:tokens:probe",))
+    try:
+        client.script_load(probe.script.text)
+        for command in (probe.command, probe.whole):
+            client.execute_command(*command)
+        client.execute_command("HGETALL", "penstock:task:probe")
+        with closing(client.pubsub()) as channel:
+            channel.subscribe("penstock:tokens:probe")
+            channel.get_message(timeout=5.0)
+    except RedisError as error:
+        if trouble(error) is Trouble.DENIED:
+            user = text(client.execute_command("ACL", "WHOAMI"))
+            raise type(error)(f"user {user!r}: {error}. It needs {RIGHTS}") from error
+        raise
+
+
+def _look_at_memory(client: Redis, role: str, where: str) -> None:
+    try:
+        memory = client.info("memory")
+    except ResponseError as error:
+        log.info("cannot look at the %s's settings: %s", role, error)
+        return
+    policy, limit = memory.get("maxmemory_policy", "noeviction"), memory.get("maxmemory", 0)
+    if not limit or policy == "noeviction":
+        return
+    if policy.startswith("allkeys"):
+        raise UnusableServer(
+            f"it evicts any key when its memory is full (maxmemory-policy {policy}), queued tasks too, which would be "
+            "lost. Set maxmemory-policy to noeviction: then new tasks are refused instead"
+        )
+    log.warning(
+        "the %s at %s evicts keys that expire when its memory is full (maxmemory-policy %s): workers' leases and "
+        "results would go before their time; set maxmemory-policy to noeviction",
+        role,
+        where,
+        policy,
+    )

@@ -1,0 +1,49 @@
+"""Deadlines, and accepted cancels, of tasks that nobody runs: whoever sweeps ends what is too late, or cancelled.
+
+One that was taken up before (its worker died, or gave it back) is `incomplete` then, any other has failed.
+
+The set `penstock:deadlines` holds unfinished tasks by when their deadline is, in server time, and cancelled ones that
+CANCEL could not end, because a worker had them, or they were not sent yet. Whoever runs a task ends it himself; one
+that is still `submitting` is first sent by the sweeper. Several may sweep: the second finds nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from producers.client.steps import FAILURES, Read, Steps, lost
+from producers.connection.script import text
+from producers.contract import keys
+from producers.store import protocol
+
+log = logging.getLogger(__name__)
+
+#: Ids looked at in one go.
+PAGE: Final = 200
+#: One whose record is broken is looked at again after so long (ms).
+BROKEN_MS: Final = 3_600_000
+
+
+def expire_late() -> Steps[int]:
+    """How many tasks were ended. Raises redis.exceptions.RedisError or OSError where the store is away."""
+    ((seconds, micros),) = yield Read((("TIME",),))
+    now = int(seconds) * 1000 + int(micros) // 1000
+    ended = kept = 0
+    while True:
+        # Those that are left to others stay in the set, before what is still to be looked at.
+        query = ("ZRANGEBYSCORE", keys.DEADLINES, "-inf", now, "LIMIT", kept, PAGE)
+        (page,) = yield Read((query,))
+        for task_id in map(text, page):
+            try:
+                status = text((yield protocol.expire(task_id)))
+            except FAILURES as error:
+                if lost(error):
+                    raise
+                log.exception("task %s is past its deadline and cannot be ended, next try in an hour", task_id)
+                yield Read((("ZADD", keys.DEADLINES, "XX", now + BROKEN_MS, task_id),))
+                continue
+            ended += status in ("failed", "incomplete", "cancelled")
+            kept += status in ("submitting", "queued", "in_progress")
+        if len(page) < PAGE:
+            return ended

@@ -1,0 +1,97 @@
+"""One sweeper leads, the others wait: a lease in the store, by the store's clock.
+
+    acquire: LEAD until nobody else does -> keep: LEAD three times a lease, until another does or the store is away
+    resign: at a good end, so that nobody has to wait for the lease to lapse
+
+Two may think that they lead for a moment: one that was stopped, or cut off, and goes on. Nothing depends on there being
+one alone. Whatever a sweeper does is one script that looks at the record itself; what it has read before may be old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Final
+
+from producers.client.aio import AsyncClient
+from producers.client.steps import FAILURES, Steps
+from producers.connection.log_throttle import complain
+from producers.connection.script import Call, script
+from producers.connection.trouble import said
+from producers.contract import keys
+from producers.store.protocol import PACKAGE
+
+log = logging.getLogger(__name__)
+
+#: Seconds after which a leader that was not heard of is followed by another.
+LEASE_S: Final = 5.0
+RENEWALS: Final = 3
+
+
+def lead(name: str, lease_ms: int) -> Call:
+    """Answers 0, or for how many ms another leads."""
+    return Call(script(PACKAGE, "lead"), (keys.SWEEPER,), (name, lease_ms))
+
+
+def resign(name: str) -> Call:
+    """Answers 1, or 0 where it did not lead."""
+    return Call(script(PACKAGE, "resign"), (keys.SWEEPER,), (name,))
+
+
+class Leadership:
+    """Of one process. `name` is its own alone, and tells who it is."""
+
+    def __init__(self, client: AsyncClient, name: str, lease_s: float = LEASE_S) -> None:
+        self._client = client
+        self.name = name
+        self._lease_s = lease_s
+        self._until = 0.0
+
+    async def acquire(self) -> None:
+        """Returns once it leads."""
+        told = False
+        while (left := await self._asked()) != 0:
+            if left is not None and not told:
+                log.info("another sweeper leads; %s waits", self.name)
+                told = True
+            pause = self._lease_s / RENEWALS
+            await asyncio.sleep(pause if left is None else min(pause, left / 1000 + 0.01))
+
+    async def keep(self) -> None:
+        """Renew; returns when it does not lead any more, or cannot know."""
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS)
+            left = await self._asked()
+            if left:
+                log.warning("another sweeper leads: %s was not heard of for %s s", self.name, self._lease_s)
+                return
+            if time.monotonic() > self._until:
+                log.warning("%s does not lead any more: the store was away for %s s", self.name, self._lease_s)
+                return
+
+    async def resign(self) -> None:
+        """Let another lead at once. What the store does not hear lapses."""
+        try:
+            async with asyncio.timeout(self._lease_s / RENEWALS):
+                await self._client.run(_one(resign(self.name)))
+        except FAILURES as error:
+            log.info("the sweeper's lease is left to lapse: %s", said(error))
+
+    async def _asked(self) -> int | None:
+        """0 where it leads; for how many ms another does; None where the store does not answer."""
+        # The lease begins no earlier than this: it is over for us before it is for the store.
+        asked = time.monotonic()
+        try:
+            async with asyncio.timeout(self._lease_s / RENEWALS / 2):
+                left = int(await self._client.run(_one(lead(self.name, int(self._lease_s * 1000)))))
+        except FAILURES as error:
+            complain(log, "cannot ask the store who sweeps, trying again: %s", error)
+            return None
+        if left == 0:
+            self._until = asked + self._lease_s
+        return left
+
+
+def _one(call: Call) -> Steps[Any]:
+    return (yield call)

@@ -1,0 +1,155 @@
+"""Pools that no worker serves: an old version's, or all of them at zero workers. What to do with what waits there.
+
+    told:     how many tasks wait, in the log whenever that changed (and in /metrics, always), once nobody has served
+              them for a while: after a restart, workers load their model first
+    removed:  messages whose tasks are settled, or past their time to live: a worker would only put them down
+    retired:  a pool with nothing left, that no model's tasks are sent to, after an hour
+
+What is neither is somebody's task, and waits for a worker of that version, however long.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.client.aio import AsyncClient
+from producers.connection.script import Call, arun, script, text
+from producers.contract import keys
+from producers.contract.message import id_of, is_plain
+from producers.store.protocol import PACKAGE
+from producers.sweeper.orphaned_queues import takers_of
+
+log = logging.getLogger(__name__)
+
+#: Messages looked at in one go.
+PAGE: Final = 500
+#: Seconds that a queue is to have been without a worker before the log says so: more than most models take to load.
+PATIENCE_S: Final = 60.0
+#: Seconds that a pool is to have been without worker and messages before it is forgotten.
+RETIRE_AFTER_S: Final = 3600.0
+
+
+def due(queue: str) -> Call:
+    """Answers how many messages were held back for later, and are not any more."""
+    return Call(script(PACKAGE, "due"), (keys.delayed(queue),), ())
+
+
+def retire(queue: str, about: str) -> Call:
+    """Answers 1, or 0 where it is another pool by now, or one that is sent tasks."""
+    return Call(script(PACKAGE, "retire"), (keys.POOLS, keys.ROUTES), (queue, about))
+
+
+@dataclass(slots=True)
+class Pruned:
+    messages: int = 0
+    pools: int = 0
+
+
+class RetiredPools:
+    """One for each process that leads: it remembers since when nobody serves a pool. `recall(queue, pools, count)`: the
+    call that puts back into a queue's lists what its workers had sorted, see `producers.sweeper.orphaned_queues`."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        recall: Callable[[str, Sequence[str], int], Call] | None = None,
+        retire_after_s: float = RETIRE_AFTER_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._store, self._broker = client.store, client.broker
+        self._recall = recall
+        self._retire_after_s = retire_after_s
+        self._patience_s = patience_s
+        self._unserved_since: dict[str, float] = {}
+        self._told: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
+        self._empty_since: dict[str, float] = {}
+
+    async def sweep(self) -> Pruned:
+        """Raises redis.exceptions.RedisError or OSError."""
+        pruned = Pruned()
+        pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
+        serving = {text(queue) for queue in await self._broker.hvals(keys.INCARNATIONS)}
+        served = {json.loads(pools[queue])["model"] for queue in serving if queue in pools}
+        models = {text(model) for model in await self._store.hkeys(keys.MODELS)}
+        unserved = [queue for queue in pools if queue not in serving]
+        takers = takers_of(pools)
+        queues = [*unserved, *map(keys.model_queue, models - served)]
+        for known in (self._unserved_since, self._told):
+            for queue in known.keys() - set(queues):
+                del known[queue]
+        for queue in queues:
+            self._waiting[queue] = await self._prune(queue, takers.get(queue, []), pruned)
+            self._tell(queue, self._waiting[queue])
+        for queue in unserved:
+            await self._retire(queue, pools[queue], pruned)
+        for queue in set(self._empty_since) - set(unserved):
+            del self._empty_since[queue]
+        return pruned
+
+    def _tell(self, queue: str, waiting: int) -> None:
+        """Once for each number of tasks."""
+        now = time.monotonic()
+        late = now - self._unserved_since.setdefault(queue, now) >= self._patience_s
+        if late and waiting and waiting != self._told.get(queue):
+            log.warning("%d tasks wait in %s, which no worker serves: start one for it, or cancel them", waiting, queue)
+            self._told[queue] = waiting
+
+    async def _prune(self, queue: str, pools: Sequence[str], pruned: Pruned) -> int:
+        """How many messages are left."""
+        while await arun(self._broker, due(queue)):
+            pass
+        while self._recall is not None and await arun(self._broker, self._recall(queue, pools, PAGE)) == PAGE:
+            pass
+        left = 0
+        for name in dict.fromkeys(name for tier in keys.TIERS for name in keys.tier_lists(queue, tier)):
+            start = 0
+            while page := await self._broker.lrange(name, start, start + PAGE - 1):
+                over = await self._over(page)
+                for raw, task_id in over:
+                    pruned.messages += await self._broker.lrem(name, -1, raw)
+                    for counts in (keys.REAPED, keys.RETURNED):
+                        await self._broker.hdel(counts, task_id)
+                start += len(page) - len(over)
+            left += start
+        return left
+
+    async def _over(self, page: Iterable[Any]) -> list[tuple[Any, str]]:
+        """Messages that CLAIM would answer `done` for, with their tasks: settled, or a client's without a record, which
+        there was before the message."""
+        found = [(raw, headers) for raw in page if (headers := _headers(raw)) is not None]
+        async with self._store.pipeline(transaction=False) as pipe:
+            for _, headers in found:
+                pipe.hmget(keys.task(headers["id"]), "status", "settled")
+            records = await pipe.execute()
+        return [
+            (raw, headers["id"])
+            for (raw, headers), (status, settled) in zip(found, records, strict=True)
+            if settled is not None or (status is None and not is_plain(headers))
+        ]
+
+    async def _retire(self, queue: str, about: str, pruned: Pruned) -> None:
+        if self._waiting[queue]:
+            self._empty_since.pop(queue, None)
+            return
+        since = self._empty_since.setdefault(queue, time.monotonic())
+        # A worker that announces the pool anew meanwhile says so in other words: it tells when.
+        if time.monotonic() - since >= self._retire_after_s and await arun(self._store, retire(queue, about)):
+            log.info("pool %s is forgotten: no worker serves it, and nothing is left of it", queue)
+            await self._broker.delete(f"_kombu.binding.{queue}")
+            del self._empty_since[queue], self._waiting[queue]
+            pruned.pools += 1
+
+
+def _headers(raw: bytes | str) -> dict[str, Any] | None:
+    """Those of a message for a task of ours. What is none is a dead letter, once somebody fetches it."""
+    try:
+        headers = json.loads(raw)["headers"]
+        return headers if headers["task"] == keys.TASK_NAME and id_of(headers) is not None else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

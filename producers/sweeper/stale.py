@@ -1,0 +1,108 @@
+"""What has no TTL of its own and nobody needs any more: swept by the leader, so that nothing grows for ever.
+
+Each is looked at twice before it goes, where its maker might just be about to need it; docs/architecture.md names all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.admin.dead_letters import letters, purge
+from producers.client.aio import AsyncClient
+from producers.connection.script import Call, arun, script, text
+from producers.contract import keys
+from producers.store.protocol import PACKAGE
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a dead letter is kept.
+LETTERS_KEPT_S: Final = 14 * 24 * 3600.0
+#: Seconds for which something is to have been found unneeded: far longer than any process takes from one call to the
+#: next, also a worker that is about to say that it lives.
+UNNEEDED_S: Final = 60.0
+
+
+def unused(sha256: str) -> Call:
+    """Answers 1 where the file was there, and no card named it."""
+    return Call(script(PACKAGE, "unused"), (keys.MODELS, keys.blob(sha256)), (sha256,))
+
+
+@dataclass(slots=True)
+class Removed:
+    letters: int = 0
+    incarnations: int = 0
+    deliveries: int = 0
+    files: int = 0
+
+
+class Stale:
+    """One for each process that leads: it remembers since when something is not needed. `reap`: the call that returns
+    the deliveries of a worker that is gone, and forgets it; workers do it sooner, where there are any."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        reap: Callable[[str], Call] | None = None,
+        *,
+        letters_kept_s: float = LETTERS_KEPT_S,
+        unneeded_s: float = UNNEEDED_S,
+    ) -> None:
+        self._client = client
+        self._store, self._broker = client.store, client.broker
+        self._reap = reap
+        self._letters_kept_s = letters_kept_s
+        self._unneeded_s = unneeded_s
+        self._since: dict[str, float] = {}
+
+    async def sweep(self) -> Removed:
+        """Raises redis.exceptions.RedisError or OSError; then everybody's time begins anew."""
+        since, self._since = self._since, {}
+        removed, kept = Removed(), dict[str, float]()
+        await self._incarnations(removed, since, kept)
+        await self._files(removed, since, kept)
+        await self._letters(removed)
+        for name in map(text, await self._broker.hkeys(keys.UNSERVED)):
+            if not await self._broker.exists(name):  # FETCH enters it anew, when it finds something there
+                await self._broker.hdel(keys.UNSERVED, name)
+        self._since = kept
+        return removed
+
+    async def _incarnations(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
+        if self._reap is None:
+            return
+        for name in map(text, await self._broker.hkeys(keys.INCARNATIONS)):
+            lease = keys.lease(name)
+            if not await self._broker.exists(lease) and self._long(lease, since, kept):
+                count = int(await arun(self._broker, self._reap(name)))
+                removed.incarnations += count >= 0
+                removed.deliveries += max(count, 0)
+                if count > 0:
+                    log.warning("worker %s is gone: its %d deliveries are in the queue again", name, count)
+
+    async def _files(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
+        prefix, named = keys.blob(""), " ".join(map(text, await self._store.hvals(keys.MODELS)))
+        async for key in self._store.scan_iter(match=keys.blob("*"), count=1000):
+            sha256 = text(key).removeprefix(prefix)
+            if sha256 not in named and self._long(text(key), since, kept):
+                removed.files += int(await arun(self._store, unused(sha256)))
+
+    async def _letters(self, removed: Removed) -> None:
+        seconds, _ = await self._broker.time()
+        before = int((seconds - self._letters_kept_s) * 1000)
+        old: list[Any] = []
+        async for letter in letters(self._client):
+            if letter.at_ms >= before:  # the oldest come first; one that says no time is not of ours
+                break
+            old += [letter] if letter.at_ms else []
+        for letter in old:
+            removed.letters += await purge(self._client, letter)
+
+    def _long(self, name: str, since: dict[str, float], kept: dict[str, float]) -> bool:
+        """Found unneeded for long enough."""
+        now = time.monotonic()
+        kept[name] = since.get(name, now)
+        return now - kept[name] >= self._unneeded_s

@@ -1,0 +1,204 @@
+"""Finishes what others left.
+
+    run   (gateways, and the sweeper that leads):  submits broken off, lost readers, deadlines, final tasks unsettled
+    lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, tell the results of
+          plain Celery tasks, bring back what killed workers left, look after pools without workers and what has no TTL
+          -> until the lease is lost
+
+Whatever is done is one script that looks at the record itself, so that any number may do it at once, and be stopped or
+killed between any two calls. What was done is counted in `penstock:swept`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from producers.client.aio import AsyncClient
+from producers.client.steps import FAILURES
+from producers.connection.log_throttle import complain
+from producers.connection.script import Call
+from producers.contract import keys
+from producers.store import protocol
+from producers.sweeper import unsent as submits
+from producers.sweeper.celery_results import CeleryResults
+from producers.sweeper.compact import AGE_MS, compact
+from producers.sweeper.deadlines import expire_late
+from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
+from producers.sweeper.leader import Leadership
+from producers.sweeper.orphaned_queues import PATIENCE_S as DESERTED_AFTER_S
+from producers.sweeper.orphaned_queues import DesertedQueues
+from producers.sweeper.reader_leases import LEASE_S, LapsedReaders
+from producers.sweeper.retired_pools import RETIRE_AFTER_S, RetiredPools
+from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
+from producers.sweeper.unsettled import AGE_MS as ORPHAN_MS
+from producers.sweeper.unsettled import Orphans
+
+log = logging.getLogger(__name__)
+
+#: Seconds between sweeps, on average.
+EVERY_S: Final = 10.0
+#: Seconds between looks at deadlines.
+DEADLINES_EVERY_S: Final = 1.0
+#: Seconds between looks at pools without workers, and at what has no TTL.
+SELDOM_S: Final = 60.0
+#: Seconds after which a sweep is broken off: a server accepts connections but does not answer.
+LIMIT_S: Final = 60.0
+
+Counts = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SweeperSettings:
+    """Of a sweeper that leads, or waits to. Times are seconds.
+
+    `recall`, `reap`: scripts of the broker's side, see `producers.sweeper.orphaned_queues`.
+    """
+
+    broker: str
+    store: str
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}")
+    lease: float = LEADER_LEASE_S
+    every: float = EVERY_S
+    seldom: float = SELDOM_S
+    reader_lease: float = LEASE_S
+    """Of the gateways."""
+    unsent_after: float = protocol.SWEEP_AGE_MS / 1000
+    """How long a record may stay `submitting` until its message is sent (again)."""
+    unsettled_after: float = ORPHAN_MS / 1000
+    """How long a final task may stay unsettled until it is looked whether anybody will settle it."""
+    compact_after: float = AGE_MS / 1000
+    """How long after a task was settled its stream is compacted."""
+    letters_kept: float = LETTERS_KEPT_S
+    unneeded: float = UNNEEDED_S
+    retire_after: float = RETIRE_AFTER_S
+    deserted_after: float = DESERTED_AFTER_S
+    """For how long no worker of a queue may have a lease before what they left goes back to its lists."""
+    recall: Callable[[str, Sequence[str], int], Call] | None = None
+    reap: Callable[[str], Call] | None = None
+
+
+async def run(
+    client: AsyncClient,
+    every_s: float = EVERY_S,
+    reader_lease_s: float = LEASE_S,
+    waiting: Callable[[str], None] = lambda task_id: None,
+    unsent_after_s: float = protocol.SWEEP_AGE_MS / 1000,
+    unsettled_after_s: float = ORPHAN_MS / 1000,
+) -> None:
+    """Sweep until cancelled. `reader_lease_s`: of the gateways; `waiting`: see `producers.sweeper.unsettled`; the last
+    two: see `SweeperSettings`."""
+    readers, orphans = LapsedReaders(reader_lease_s), Orphans(int(unsettled_after_s * 1000), waiting=waiting)
+
+    async def submitting() -> Counts:
+        swept = await submits.sweep(client, int(unsent_after_s * 1000))
+        return {"sent": swept.sent, "unsent": swept.failed}
+
+    async def unread() -> Counts:
+        return {"unread": await client.run(readers.sweep())}
+
+    async def late() -> Counts:
+        return {"expired": await client.run(expire_late())}
+
+    async def unsettled() -> Counts:
+        return {"settled": await client.run(orphans.sweep())}
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_repeat(client, submitting, every_s))
+        group.create_task(_repeat(client, unread, readers.every_s))
+        group.create_task(_repeat(client, late, DEADLINES_EVERY_S))
+        group.create_task(_repeat(client, unsettled, every_s))
+
+
+async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
+    """Sweep whenever this one leads, until cancelled; then another may lead at once."""
+    leadership = Leadership(client, settings.name, settings.lease)
+    try:
+        while True:
+            await leadership.acquire()
+            log.info("%s leads: it sweeps", settings.name)
+            duties = asyncio.create_task(_duties(client, settings), name="sweep")
+            kept = asyncio.create_task(leadership.keep(), name="keep leading")
+            try:
+                await asyncio.wait((duties, kept), return_when="FIRST_COMPLETED")
+            finally:
+                for task in (duties, kept):
+                    task.cancel()
+                await asyncio.wait((duties, kept))
+            if not duties.cancelled():
+                duties.result()
+    finally:
+        await leadership.resign()
+
+
+async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
+    results = CeleryResults(client, settings.store)
+    pools = RetiredPools(client, settings.recall, settings.retire_after)
+    deserted = None
+    if settings.reap is not None and settings.recall is not None:
+        deserted = DesertedQueues(client, settings.reap, settings.recall, settings.deserted_after)
+    stale = Stale(client, settings.reap, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
+
+    async def tell() -> Counts:
+        return {"told": await results.tell()}
+
+    async def pack() -> Counts:
+        done = await compact(client, int(settings.compact_after * 1000))
+        return {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
+
+    async def returned() -> Counts:
+        if deserted is None:
+            return {}
+        reaped, recalled = await deserted.sweep()
+        return {"returned": reaped, "recalled": recalled}
+
+    async def prune() -> Counts:
+        return {f"removed_{name}": count for name, count in asdict(await pools.sweep()).items()}
+
+    async def tidy() -> Counts:
+        return {f"removed_{name}": count for name, count in asdict(await stale.sweep()).items()}
+
+    async with asyncio.TaskGroup() as group:
+        basics = run(
+            client,
+            settings.every,
+            settings.reader_lease,
+            results.wait,
+            settings.unsent_after,
+            settings.unsettled_after,
+        )
+        group.create_task(basics)
+        group.create_task(_repeat(client, tell, settings.every))
+        group.create_task(_repeat(client, pack, settings.every))
+        group.create_task(_repeat(client, returned, settings.every))
+        group.create_task(_repeat(client, prune, settings.seldom))
+        group.create_task(_repeat(client, tidy, settings.seldom))
+
+
+async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], every_s: float) -> None:
+    while True:
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                done = {what: count for what, count in (await work()).items() if count}
+                if done:
+                    log.info("swept: %s", ", ".join(f"{count} {what}" for what, count in done.items()))
+                    await _count(client, done)
+        except FAILURES as error:
+            complain(log, "sweep broken off, trying again: %s", error)
+        except Exception:  # whatever one record is made of must not end the sweeping of all others
+            log.exception("a sweep failed, going on")
+        await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart
+
+
+async def _count(client: AsyncClient, done: Counts) -> None:
+    async with client.store.pipeline(transaction=False) as pipe:
+        for what, count in done.items():
+            pipe.hincrby(keys.SWEPT, what, count)
+        await pipe.execute()

@@ -1,0 +1,86 @@
+"""Submits that were broken off: a record that stayed `submitting` is sent (again), so that no accepted task is lost.
+
+The set `penstock:submitting` names them by age. A record that is queued is never sent again, however long it waits: its
+message was confirmed. Several may sweep: a message sent twice finds its task taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+from redis.exceptions import RedisError, WatchError
+
+from producers.client.aio import AsyncClient
+from producers.client.steps import lost
+from producers.connection.script import arun, text
+from producers.contract import keys
+from producers.contract.message import Message
+from producers.contract.record import Record
+from producers.store import protocol
+
+log = logging.getLogger(__name__)
+
+#: Records looked at in one go.
+PAGE: Final = 100
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a sweep did: messages sent, entries dropped whose record needs none, records that could not be sent."""
+
+    sent: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+async def sweep(client: AsyncClient, age_ms: int = protocol.SWEEP_AGE_MS) -> Swept:
+    """Look once at every record that has been `submitting` for `age_ms` (server time).
+
+    A record that is broken, or that the broker refuses, is logged and left for the next sweep. Raises
+    redis.exceptions.RedisError or OSError where a server is away: then none of the others could be sent either.
+    """
+    swept = Swept()
+    seconds, micros = await client.store.time()
+    until = seconds * 1000 + micros // 1000 - age_ms
+    while True:
+        # What could not be sent stays in the set, before what is still to be looked at.
+        page = await client.store.zrangebyscore(keys.SUBMITTING, "-inf", until, start=swept.failed, num=PAGE)
+        for task_id in map(text, page):
+            try:
+                await _one(client, task_id, swept)
+            except (RedisError, OSError, KeyError, ValueError) as error:
+                if lost(error):
+                    raise
+                log.exception("task %s is stuck in submitting and cannot be sent", task_id)
+                swept.failed += 1
+        if len(page) < PAGE:
+            return swept
+
+
+async def _one(client: AsyncClient, task_id: str, swept: Swept) -> None:
+    record = Record.parse(task_id, await client.store.hgetall(keys.task(task_id)))
+    if record.fields.get("status") == "submitting":
+        await client.send(Message.of(record))
+        await arun(client.store, protocol.queued(task_id))
+        swept.sent += 1
+    elif await _drop(client, task_id):
+        swept.dropped += 1
+    else:
+        swept.failed += 1
+
+
+async def _drop(client: AsyncClient, task_id: str) -> bool:
+    """Take the id off the set, unless its record was changed meanwhile: it may have been admitted anew."""
+    async with client.store.pipeline(transaction=True) as pipe:
+        await pipe.watch(keys.task(task_id))
+        if await client.store.hget(keys.task(task_id), "status") == b"submitting":
+            return False
+        pipe.multi()
+        pipe.zrem(keys.SUBMITTING, task_id)
+        try:
+            await pipe.execute()
+        except WatchError:
+            return False
+    return True

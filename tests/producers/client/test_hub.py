@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import PenstockError
+from producers.client import hub
+from producers.client.hub import Hub
+from producers.connection.connect import connect_async
+from producers.contract import keys
+
+
+@pytest.fixture
+async def a_hub(valkey_url: str) -> AsyncIterator[Hub]:
+    store = connect_async(valkey_url)
+    a_hub = Hub(store)
+    yield a_hub
+    await a_hub.aclose()
+    await store.aclose()
+
+
+def subscribers(valkey: Redis) -> set[str]:
+    """Connections that listen."""
+    return {c["id"] for c in valkey.client_list() if int(c["sub"])}
+
+
+async def test_messages_flow_once_the_subscription_is_confirmed(a_hub: Hub, valkey: Redis) -> None:
+    subscription = a_hub.follow("t")
+    assert await subscription.take(60) is None  # confirmed: read the stream now
+    valkey.publish(keys.channel("t"), "one")
+    valkey.publish(keys.channel("t"), "two")
+    payloads: list[bytes] = []
+    while len(payloads) < 2:
+        payloads += await subscription.take(60) or []
+    assert payloads == [b"one", b"two"]
+    assert await subscription.take(0.01) is None  # silence
+
+
+async def test_only_the_last_confirmation_of_a_channel_counts(a_hub: Hub) -> None:
+    """Left and joined again before the first SUBSCRIBE was confirmed: an UNSUBSCRIBE is still to take effect."""
+    first = a_hub.follow("t")
+    name = first.channel
+    a_hub._unconfirmed[name] = 2  # SUBSCRIBE, UNSUBSCRIBE, SUBSCRIBE are on their way
+    a_hub._heed([b"subscribe", name, 1])
+    assert not first.stale
+    a_hub._heed([b"unsubscribe", name, 0])
+    assert not first.stale
+    a_hub._heed([b"subscribe", name, 1])
+    assert first.stale
+
+
+async def test_coming_and_going_in_one_breath_ends_as_ordered(a_hub: Hub, valkey: Redis) -> None:
+    for _ in range(20):
+        a_hub.leave(a_hub.follow("t"))
+    last = a_hub.follow("t")
+    assert await last.take(60) is None
+    assert valkey.publish(keys.channel("t"), "x") == 1
+    assert await last.take(60) == [b"x"]
+    a_hub.leave(last)
+    a_hub.leave(last)  # twice is once
+    other = a_hub.follow("other")
+    assert await other.take(60) is None
+    assert valkey.pubsub_channels() == [keys.channel("other").encode()]
+
+
+async def test_a_reader_that_joins_a_live_channel_is_told_to_read_at_once(a_hub: Hub) -> None:
+    first = a_hub.follow("t")
+    assert await first.take(60) is None
+    assert a_hub.follow("t").stale
+
+
+async def test_too_many_messages_are_dropped_and_the_reader_told(a_hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "BACKLOG", 3)
+    subscription = a_hub.follow("t")
+    subscription.stale = False
+    for k in range(3):
+        subscription.put(b"%d" % k)
+    assert await subscription.take(1) == [b"0", b"1", b"2"]
+    for k in range(4):
+        subscription.put(b"%d" % k)
+    assert await subscription.take(1) is None
+
+
+async def test_a_server_that_says_nothing_is_left_for_a_new_connection(
+    a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "PING_S", 0.05)
+    deaf: list[Any] = []
+    heed = Hub._heed
+
+    def hear(self: Hub, reply: Any) -> None:
+        if len(deaf) < 3 and b"pong" in reply:
+            deaf.append(reply)  # as if the answer to PING had not come
+        else:
+            heed(self, reply)
+
+    monkeypatch.setattr(Hub, "_heed", hear)
+    subscription = a_hub.follow("t")
+    assert await subscription.take(60) is None
+    before = subscribers(valkey)
+    async with asyncio.timeout(60):
+        while not (deaf and subscribers(valkey) - before):
+            await subscription.take(0.05)
+        # A message may fall between two connections: on a busy machine there may be more than these.
+        while not await subscription.take(0.05):
+            valkey.publish(keys.channel("t"), "x")
+
+
+async def test_an_idle_connection_is_kept_by_its_pongs(
+    a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that ticks with them alone: a server that is slow to answer is none that is silent."""
+    monkeypatch.setattr(hub, "PING_S", 0.05)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(hub, "time", clock)
+    pongs: list[Any] = []
+    heed = Hub._heed
+
+    def hear(self: Hub, reply: Any) -> None:
+        clock.now += hub.PING_S
+        pongs.append(type(reply))
+        heed(self, reply)
+
+    monkeypatch.setattr(Hub, "_heed", hear)
+
+    async def answered(form: type) -> None:
+        pongs.clear()
+        async with asyncio.timeout(60):
+            while pongs.count(form) < 5:
+                await subscription.take(0.01)
+
+    subscription = a_hub.follow("t")
+    assert await subscription.take(60) is None
+    before = subscribers(valkey)
+    await answered(list)
+    a_hub.leave(subscription)
+    await answered(bytes)  # with nothing subscribed PONG has another form
+    again = a_hub.follow("t")
+    assert await again.take(60) is None
+    assert subscribers(valkey) == before
+
+
+async def test_a_closed_hub_ends_its_readers_and_takes_no_more(a_hub: Hub) -> None:
+    subscription = a_hub.follow("t")
+    waiting = asyncio.create_task(_drain(subscription))
+    await asyncio.sleep(0.05)
+    await a_hub.aclose()
+    with pytest.raises(PenstockError, match="closed"):
+        await waiting
+    with pytest.raises(PenstockError, match="closed"):
+        a_hub.follow("t")
+
+
+async def _drain(subscription: hub.Subscription) -> None:
+    while True:
+        await subscription.take(60)

@@ -1,0 +1,57 @@
+"""A client that is told no URL finds the system on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient, Client
+from producers.connection.local import servers
+from tests.producers.gateway.conftest import publish
+from workers.cli.embedded import DataDir
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, and no variables."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BROKER_URL", raising=False)
+    monkeypatch.delenv("STORE_URL", raising=False)
+    return tmp_path
+
+
+async def test_clients_find_what_runs_in_their_directory(elsewhere: Path, valkey: Redis) -> None:
+    (elsewhere / ".penstock").mkdir()
+    (elsewhere / ".penstock" / "port").write_text(f"{valkey.connection_pool.connection_kwargs['port']}\n")
+    publish(valkey)
+    with Client() as client:
+        assert [card["name"] for card in client.models()] == ["tiny"]
+    async with AsyncClient() as waiting:
+        assert [card["name"] for card in await waiting.models()] == ["tiny"]
+
+
+def test_it_is_where_a_data_directory_has_its_port() -> None:
+    with DataDir(Path(".penstock")) as data:
+        url = f"redis://127.0.0.1:{data.port()}/0"
+    assert servers(None, None) == (url, url)
+
+
+def test_what_is_given_goes_before_variables_and_these_before_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DataDir(Path(".penstock")) as data:
+        data.port()
+    monkeypatch.setenv("BROKER_URL", "redis://b/0")
+    assert servers(None, None) == ("redis://b/0", "redis://b/0")
+    monkeypatch.setenv("STORE_URL", "redis://s/0")
+    assert servers(None, None) == ("redis://b/0", "redis://s/0")
+    assert servers("redis://mine/0", None) == ("redis://mine/0", "redis://mine/0")
+
+
+@pytest.mark.parametrize("written", [None, "", "x"])
+def test_where_there_is_none_it_says_what_to_do(elsewhere: Path, written: str | None) -> None:
+    if written is not None:
+        (elsewhere / ".penstock").mkdir()
+        (elsewhere / ".penstock" / "port").write_text(written)
+    with pytest.raises(ValueError, match=r"penstock up.*give a URL, or set BROKER_URL"):
+        Client()

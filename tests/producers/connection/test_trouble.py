@@ -1,0 +1,133 @@
+"""What a server's error means, and which servers are taken."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+from redis import Redis
+from redis import exceptions as redis
+
+from producers import Client, SubmitFailed
+from producers.connection import log_throttle as complaints
+from producers.connection.hello import check_hello
+from producers.connection.log_throttle import EVERY_S, complain
+from producers.connection.sentinel import split
+from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, said, trouble
+from producers.store.servers import RIGHTS, ServerRefused, check_server
+
+HELLO = {"server": "redis", "version": "7.2.4", "mode": "standalone", "role": "master"}
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (redis.OutOfMemoryError("command not allowed"), Trouble.FULL),
+        (redis.ResponseError("MISCONF Errors writing to the AOF file"), Trouble.FULL),
+        (redis.ReadOnlyError("You can't write"), Trouble.AWAY),
+        (redis.ResponseError("NOREPLICAS Not enough good replicas to write."), Trouble.AWAY),
+        (redis.ResponseError("BUSY Redis is busy running a script"), Trouble.AWAY),
+        (redis.ResponseError("BUSYGROUP Consumer Group name already exists"), None),
+        (redis.AuthenticationError("invalid"), Trouble.DENIED),
+        (redis.NoPermissionError("no permissions"), Trouble.DENIED),
+        (redis.ResponseError("ACL failure in script: User bob has no permissions to run 'publish'"), Trouble.DENIED),
+        (redis.ResponseError("WRONGTYPE Operation against a key"), None),
+        (ConnectionResetError(), Trouble.AWAY),
+    ],
+)
+def test_an_error_means_one_thing(error: Exception, found: Trouble | None) -> None:
+    assert trouble(error) is found
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"mode": "cluster"}, UnusableServer, "Cluster"),
+        ({"mode": "sentinel"}, UnusableServer, "redis\\+sentinel://h:1/NAME"),
+        ({"version": "6.2.14"}, UnusableServer, "needs Redis 7.0"),
+        ({"role": "replica"}, NotPrimary, "is a replica"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused(changes: dict[str, str], kind: type[Exception], says: str) -> None:
+    check_hello(HELLO, "h:1")
+    with pytest.raises(kind, match=says):
+        check_hello({**HELLO, **changes}, "h:1")
+
+
+def test_a_url_of_sentinels_is_read() -> None:
+    plain, found = split("rediss+sentinel://ann:pw@a:1,[::1]:2,c/main/3?sentinel_password=s&ssl_ca_certs=/ca.pem")
+    assert plain == "rediss://ann:pw@sentinel/3?ssl_ca_certs=%2Fca.pem"
+    assert (found.name, found.addresses) == ("main", [("a", 1), ("::1", 2), ("c", 26379)])
+    assert found.options == {"ssl_ca_certs": "/ca.pem", "password": "s"}
+
+
+@pytest.mark.parametrize("url", ["sentinel://a:1", "sentinel://a:x/main", "sentinel://a:1;sentinel://b:1/main"])
+def test_a_url_of_sentinels_that_lacks_something_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="looks like"):
+        split(url)
+
+
+def test_a_full_store_takes_no_task_and_says_so(valkey: Redis, valkey_url: str, model: str) -> None:
+    with Client(valkey_url) as client:
+        valkey.config_set("maxmemory", "1")
+        try:
+            with pytest.raises(SubmitFailed, match="nothing was queued") as refused:
+                client.submit(model=model, prompt=[1])
+            assert refused.value.code == "storage_full"
+            assert not valkey.keys("penstock:task:*")
+        finally:
+            valkey.config_set("maxmemory", "0")
+        client.submit(model=model, prompt=[1])
+
+
+def test_a_server_that_evicts_is_refused(valkey: Redis, valkey_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    valkey.config_set("maxmemory", "1gb")
+    try:
+        valkey.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(ServerRefused, match="Set maxmemory-policy to noeviction"):
+            check_server(valkey_url, "broker")
+        valkey.config_set("maxmemory-policy", "volatile-ttl")
+        with caplog.at_level(logging.WARNING):  # whatever an earlier test has made of the root logger
+            check_server(valkey_url, "broker")
+        assert "leases and results would go before their time" in caplog.text
+    finally:
+        valkey.config_set("maxmemory-policy", "noeviction")
+        valkey.config_set("maxmemory", "0")
+
+
+def test_what_a_user_may_not_do_is_named(valkey: Redis, valkey_url: str) -> None:
+    ann = "ACL", "SETUSER", "ann", "on", ">pw"
+    valkey.execute_command(*ann, *RIGHTS.split())
+    try:
+        url = valkey_url.replace("//", "//ann:pw@")
+        check_server(url, "broker")
+        valkey.execute_command(*ann, "-publish")
+        with pytest.raises(ServerRefused, match=r"user 'ann'.*publish"):
+            check_server(url, "broker")
+    finally:
+        valkey.execute_command("ACL", "DELUSER", "ann")
+
+
+def test_the_same_complaint_is_made_once_in_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("tests.complaints")
+    caplog.set_level(logging.WARNING)
+    now = time.monotonic()
+    monkeypatch.setattr(complaints, "time", SimpleNamespace(monotonic=lambda: now))
+    for attempt in range(3):
+        complain(log, "try %d: %s", attempt, OSError("away"))
+    complain(log, "try %d: %s", 3, ValueError("another cause"))
+    assert [record.getMessage() for record in caplog.records] == ["try 0: away", "try 3: another cause"]
+    now += EVERY_S
+    complain(log, "try %d: %s", 4, OSError("away"))
+    assert caplog.records[-1].getMessage() == "try 4: away (and 2 times more since that was last said)"
+    complain(log, "try %d: %s", 5, TimeoutError())
+    assert caplog.records[-1].getMessage() == "try 5: TimeoutError"
+
+
+def test_what_an_error_says_is_told_and_else_its_name() -> None:
+    assert said(redis.ConnectionError("Connection closed by server.")) == "Connection closed by server."
+    assert said(TimeoutError()) == "TimeoutError"

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from kombu import Connection
+from redis import Redis
+
+from producers import Client
+from producers.contract import keys
+from producers.contract.message import Message
+from producers.contract.record import Record
+from tests.producers.conftest import QUEUE
+from tests.producers.faces import Face
+
+
+def parsed(raw: bytes | str) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(raw)
+    message["body"] = json.loads(base64.b64decode(message["body"]))
+    return message
+
+
+@pytest.mark.parametrize("tier", keys.TIERS)
+def test_our_envelope_is_the_one_that_send_task_writes(valkey: Redis, valkey_url: str, tier: str) -> None:
+    message = Message("task-1", QUEUE, tier, n=2, tokens=77)
+    with Client(valkey_url) as client:
+        client._send(message)
+    assert valkey.keys() == [message.list.encode()]  # and it is where we would put it, with nothing beside it
+    theirs, ours = parsed(valkey.lpop(message.list)), parsed(message.envelope())
+
+    # Uuids that are made for each sender or delivery: both have one.
+    for name in ("delivery_tag", "reply_to"):
+        assert len(theirs["properties"].pop(name)) == len(ours["properties"].pop(name)) == 36
+    assert theirs["headers"].pop("origin").startswith("gen")
+    assert ours["headers"].pop("origin").startswith("gen")
+
+    assert list(theirs) == list(ours)
+    for part in theirs:
+        assert theirs[part] == ours[part], part
+        if isinstance(theirs[part], dict):
+            assert theirs[part].keys() == ours[part].keys()
+    assert ours["headers"]["id"] == ours["properties"]["correlation_id"] == "task-1"
+    assert ours["headers"]["penstock"] == {"v": 1, "n": 2, "tokens": 77}
+    assert ours["body"] == [[], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+
+
+@pytest.mark.parametrize("tier", keys.TIERS)
+def test_a_tiers_list_is_named_as_kombu_names_it(valkey_url: str, tier: str) -> None:
+    options = {"sep": keys.SEP, "priority_steps": [0, 3, 6, 9]}
+    with Connection(valkey_url, transport_options=options) as connection, connection.channel() as channel:
+        assert keys.tier_list(QUEUE, tier) == channel._q_for_pri(QUEUE, keys.TIERS[tier][1])
+
+
+def test_tiers_land_in_their_lists(client: Face, valkey: Redis) -> None:
+    handles = {tier: client.submit(model="tiny", prompt="x", tier=tier) for tier in keys.TIERS}
+    for tier, handle in handles.items():
+        (raw,) = valkey.lrange(keys.tier_list(QUEUE, tier), 0, -1)
+        assert json.loads(raw)["headers"]["id"] == handle.id
+
+
+def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey: Redis, valkey_url: str) -> None:
+    # kombu's own consumer tells a list's queue by cutting its name at the last separator
+    valkey.hset(keys.ROUTES, "tiny", QUEUE)
+    app = Celery("stock", broker=valkey_url, set_as_current=False)
+    app.conf.broker_transport_options = {"sep": keys.SEP, "priority_steps": [0, 3, 6, 9]}
+    app.conf.task_default_queue = QUEUE
+    app.conf.worker_hijack_root_logger = False
+    seen: dict[str, Any] = {}
+    every = threading.Event()
+
+    @app.task(name=keys.TASK_NAME, bind=True, shared=False)
+    def generate(task: Any, *args: Any, **kwargs: Any) -> None:
+        seen[task.request.id] = (args, kwargs, task.request.penstock, task.request.delivery_info["priority"])
+        if len(seen) == len(keys.TIERS):
+            every.set()
+
+    expected = {}
+    for tier, (_, priority) in keys.TIERS.items():
+        handle = client.submit(model="tiny", prompt=[1, 2, 3], max_tokens=5, tier=tier, n=2)
+        expected[handle.id] = ((), {}, {"v": 1, "n": 2, "tokens": 13}, priority)
+    level = logging.getLogger().level  # of all this process: unless told, Celery's helper leaves it at ERROR
+    with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=60, loglevel=level):
+        assert every.wait(60)
+    assert seen == expected
+    assert logging.getLogger().level == level
+
+
+def test_whose_turn_it_is_stands_in_message_and_record(client: Face, valkey: Redis) -> None:
+    valkey.hset(keys.ROUTES, "tiny", QUEUE)
+    handle = client.submit(model="tiny", prompt=[1], max_tokens=2, tenant="Ünï")
+    (raw,) = valkey.lrange(keys.tier_list(QUEUE, "default"), 0, -1)
+    assert json.loads(raw)["headers"]["penstock"] == {"v": 1, "n": 1, "tokens": 3, "tenant": "Ünï"}
+    assert Message.of(handle.status()).tenant == "Ünï"
+
+
+def test_a_record_gives_its_message_again() -> None:
+    message = Message("t", QUEUE, "flex", 3, 40)
+    fields = {"queue": QUEUE, "tier": "flex", "n": "3", "tokens": "40", "task": "{}"}
+    assert Message.of(Record("t", fields)) == message
+    assert Message.of(Record("t", fields | {"tenant": "é"})) == Message("t", QUEUE, "flex", 3, 40, "é")
+    best = fields | {"n": "2", "task": '{"best_of": 3}'}
+    assert Message.of(Record("t", best)) == message
+    with pytest.raises(KeyError):
+        Message.of(Record("t", {"tier": "flex"}))

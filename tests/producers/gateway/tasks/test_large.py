@@ -1,0 +1,120 @@
+"""Large results: few in memory at once, and each reader's time with one is bounded."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from producers.gateway import app
+from producers.gateway.tasks import large
+from producers.gateway.tasks.outcome import Outcome
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Door, until
+
+
+@pytest.fixture
+def door(
+    open_door: Callable[..., Door], model: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Door:
+    """One large result at a time. Readers are given as long as is said, or all of a test's time."""
+    monkeypatch.setattr(large, "LARGE", 1000)
+    monkeypatch.setattr(large, "SLOWEST", 8 << 20 if hasattr(request, "param") else 1 << 10)
+    monkeypatch.setattr(app, "LARGE_RESULTS", 1)
+    return open_door(patience=0.2, stall=getattr(request, "param", 100))
+
+
+@pytest.fixture
+def small(submit: Callable[..., str], worker: FakeWorker) -> str:
+    task_id = submit(prompt=[5])
+    worker.serve(task_id)
+    return task_id
+
+
+@pytest.fixture
+def huge(submit: Callable[..., str], worker: FakeWorker) -> str:
+    """More (16 MB) than sockets hold."""
+    task_id = submit(prompt=[5])
+    worker.serve(task_id, ["x" * 100_000] * 160)
+    return task_id
+
+
+@pytest.fixture
+def reader(door: Door, huge: str) -> Iterator[socket.socket]:
+    """Has asked for `huge`, and taken nothing but the first line."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.connect(("127.0.0.1", door.port))
+        client.sendall(f"GET /v1/tasks/{huge} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert client.recv(12) == b"HTTP/1.1 200"
+        yield client
+
+
+def test_few_are_in_memory_at_once(http: httpx.Client, small: str, huge: str, reader: socket.socket) -> None:
+    answer = http.get(f"/v1/tasks/{huge}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_large_results")
+    assert "retry-after" in answer.headers
+    assert http.get(f"/v1/tasks/{small}").status_code == 200
+    reader.close()  # which makes room
+    assert len(until(lambda: http.get(f"/v1/tasks/{huge}").json().get("choices"))[0]["text"]) == 16_000_000
+
+
+@pytest.mark.parametrize("door", [0.5], indirect=True)
+def test_who_takes_nothing_is_cut_off_and_makes_room(door: Door, reader: socket.socket) -> None:
+    with pytest.raises(ConnectionResetError):
+        until(lambda: not reader.send(b" "))
+    until(lambda: not door.app.state.gateway.large.locked())
+
+
+@pytest.mark.parametrize("door", [4], indirect=True)
+def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: socket.socket) -> None:
+    """It takes something every now and then, and so it never takes nothing for long."""
+    taken = 0
+
+    def cut_off() -> bool:
+        nonlocal taken
+        try:
+            piece = len(reader.recv(1 << 14))
+        except ConnectionResetError:
+            return True
+        taken += piece
+        assert piece, "closed, not cut off"
+        time.sleep(0.02)
+        return False
+
+    reader.settimeout(60)
+    until(cut_off, 60)
+    assert 0 < taken < 16_000_000
+    until(lambda: not door.app.state.gateway.large.locked())
+
+
+def test_text_alone_may_be_large(
+    door: Door, http: httpx.Client, submit: Callable[..., str], worker: FakeWorker
+) -> None:
+    for text in ("", "x" * 1000):  # many tokens, or few of much text
+        task_id = submit(prompt=[5])
+        worker.serve(task_id, [text] * (10 if text else 400))
+        door.run(door.app.state.gateway.large.acquire())
+        assert http.get(f"/v1/tasks/{task_id}").status_code == 503
+        door.app.state.gateway.large.release()
+        assert http.get(f"/v1/tasks/{task_id}").status_code == 200
+
+
+def test_a_turn_is_over_when_its_answer_cannot_be_made(
+    http: httpx.Client, submit: Callable[..., str], worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_id = submit(prompt=[5], logprobs=0)
+    worker.claim(task_id)
+    worker.append(task_id, 0, ["x"] * 100, logprobs=[(-0.5, ())] * 100)
+    worker.finish(task_id, [100])
+    with monkeypatch.context() as patched:
+
+        def broken(self: Outcome) -> Iterator[bytes]:
+            raise RuntimeError
+
+        patched.setattr(Outcome, "pieces", broken)
+        assert http.get(f"/v1/tasks/{task_id}").status_code == 500
+    assert http.get(f"/v1/tasks/{task_id}").status_code == 200

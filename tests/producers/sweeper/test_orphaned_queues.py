@@ -1,0 +1,184 @@
+"""What killed workers left goes back to the lists: all of it, in its order, and never under a living worker's hands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from itertools import chain
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.broker import redis as broker
+from producers.connection.script import Call, run
+from producers.contract import keys
+from producers.contract.message import Message
+from producers.sweeper import orphaned_queues as deserted
+from producers.sweeper.orphaned_queues import DesertedQueues
+from tests.producers.conftest import QUEUE
+
+MODEL = keys.model_queue("tiny")
+INC = "w.1"
+OTHER = keys.pool_queue("tiny", "other", "cafe")
+
+
+@pytest.fixture
+async def aclient(valkey_url: str, model: str, valkey: Redis) -> AsyncIterator[AsyncClient]:
+    for queue in (QUEUE, OTHER):
+        valkey.hset(keys.POOLS, queue, json.dumps({"model": "tiny", "version": queue}))
+    async with AsyncClient(valkey_url, patience=0.2) as client:
+        yield client
+
+
+def begin(valkey: Redis, inc: str = INC, queue: str = QUEUE) -> None:
+    run(valkey, broker.lease(inc, "{}", 60_000, take=True, queue=queue))
+
+
+def fetch(valkey: Redis, uuids: list[str], inc: str = INC) -> list[str]:
+    """The tasks of what comes; all that waits is sorted."""
+    free = broker.Credit((99,) * 4, (10**6,) * 4)
+    call = broker.fetch(
+        inc, [QUEUE, MODEL], uuids, free, capacity=(99, 10**6), plain_tokens=9, ageing_ms=10**9, max_redeliveries=5
+    )
+    return [json.loads(one.raw)["headers"]["id"] for one in broker.read_fetch(run(valkey, call)) or ()]
+
+
+def leave(valkey: Redis) -> dict[str, list[str]]:
+    """A worker is killed that holds four, gave one of them back, and has sorted the rest. What is left, by list."""
+    kept = {name.encode() for name in (keys.POOLS, keys.MODELS, keys.ROUTES)}
+    valkey.delete("none", *(name for name in valkey.keys("*") if name not in kept))
+    begin(valkey)
+    sent: dict[str, list[str]] = {}
+    for k in range(24):
+        queue, tier = (QUEUE, MODEL)[k % 8 == 7], ("default", "default", "batch", "flex")[k % 4]
+        message = Message(f"t{k}", queue, tier, 1, 9, ("a", "b", "")[k % 3])
+        valkey.lpush(message.list, message.envelope())
+        sent.setdefault(message.list, []).append(f"t{k}")
+    held = fetch(valkey, ["u0", "u1", "u2", "u3"])
+    assert len(held) == 4
+    run(valkey, broker.back(INC, QUEUE, "u1"))
+    assert not fetch(valkey, [])
+    assert sum(valkey.llen(name) for name in sent) == 0
+    valkey.delete(keys.lease(INC))
+    return sent
+
+
+def left(valkey: Redis, names: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Of each list, the front first."""
+    return {name: [json.loads(raw)["headers"]["id"] for raw in valkey.lrange(name, 0, -1)[::-1]] for name in names}
+
+
+def sweeping(client: AsyncClient, recall: Callable[..., Call] = broker.recall) -> DesertedQueues:
+    return DesertedQueues(client, broker.reap, recall, patience_s=0.0)
+
+
+async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncClient, valkey: Redis) -> None:
+    sent = leave(valkey)
+    queues = sweeping(aclient)
+    assert await queues.sweep() == (0, 0), "it may be about to say that it lives"
+    assert await queues.sweep() == (3, 21)
+    assert left(valkey, sent) == sent
+    assert not valkey.keys("penstock:sorted:*") + valkey.keys("penstock:turn*") + valkey.keys("penstock:inflight:*")
+    assert not valkey.exists(keys.INCARNATIONS)
+    assert await queues.sweep() == (0, 0)
+    begin(valkey, "w.2")
+    assert sorted(fetch(valkey, [f"v{k}" for k in range(30)], "w.2")) == sorted(chain(*sent.values()))
+    assert not valkey.exists(keys.RETURNED)
+
+
+async def test_it_waits_for_as_long_as_it_was_told(aclient: AsyncClient, valkey: Redis) -> None:
+    leave(valkey)
+    queues = DesertedQueues(aclient, broker.reap, broker.recall, patience_s=3600.0)
+    for _ in range(3):
+        assert await queues.sweep() == (0, 0)
+
+
+async def test_who_was_seen_alive_meanwhile_has_all_of_the_time_again(aclient: AsyncClient, valkey: Redis) -> None:
+    leave(valkey)
+    queues = sweeping(aclient)
+    await queues.sweep()
+    begin(valkey)
+    await queues.sweep()
+    valkey.delete(keys.lease(INC))
+    assert await queues.sweep() == (0, 0)
+    assert await queues.sweep() == (3, 21)
+
+
+async def test_a_worker_of_another_pool_keeps_what_all_of_its_model_take_from(
+    aclient: AsyncClient, valkey: Redis
+) -> None:
+    sent = leave(valkey)
+    begin(valkey, "other.1", OTHER)
+    queues = sweeping(aclient)
+    await queues.sweep()
+    await queues.sweep()
+    found = left(valkey, sent)
+    assert all(found[name] == ids for name, ids in sent.items() if name.startswith(QUEUE))
+    assert not any(found[name] for name in sent if name.startswith(MODEL) and not name.startswith(QUEUE))
+
+
+async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any page: before the first, or in the midst."""
+    monkeypatch.setattr(deserted, "PAGE", 2)
+    for starts in range(12):
+        sent = leave(valkey)
+        calls = 0
+
+        def recall(queue: str, pools: list[str], count: int, starts: int = starts) -> Call:
+            nonlocal calls
+            if calls == starts:
+                begin(valkey, "w.2")
+                fetch(valkey, [], "w.2")
+            calls += 1
+            return broker.recall(queue, pools, count)
+
+        queues = sweeping(aclient, recall)
+        await queues.sweep()
+        await queues.sweep()
+        assert calls > starts
+        assert not any(left(valkey, sent).values()), "it was sorted, and is not taken away"
+        taken: list[str] = []
+        while batch := fetch(valkey, [f"v{len(taken) + k}" for k in range(5)], "w.2"):
+            taken += batch
+        assert sorted(taken) == sorted(chain(*sent.values()))
+        for ids in sent.values():
+            for tenant in range(3):
+                mine = [task_id for task_id in ids if int(task_id[1:]) % 3 == tenant]
+                assert [task_id for task_id in taken if task_id in mine] == mine, "a tenant's tasks keep their order"
+
+
+async def test_a_sweeper_that_dies_between_any_two_calls_loses_nothing(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deserted, "PAGE", 2)
+    died = True
+    dies = 0
+    while died:
+        sent = leave(valkey)
+        calls, died = 0, False
+
+        def mortal(call: Callable[..., Call], dies: int = dies) -> Callable[..., Call]:
+            def made(*args: object) -> Call:
+                nonlocal calls, died
+                died = died or calls == dies
+                calls += 1
+                if died:
+                    raise ConnectionError("killed")
+                return call(*args)
+
+            return made
+
+        queues = DesertedQueues(aclient, mortal(broker.reap), mortal(broker.recall), patience_s=0.0)
+        await queues.sweep()
+        with suppress(ConnectionError):
+            await queues.sweep()
+        another = sweeping(aclient)
+        await another.sweep()
+        await another.sweep()
+        assert left(valkey, sent) == sent
+        dies += 1
+    assert dies > 10

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.connection import log_throttle as complaints
+from producers.contract import keys
+from producers.store import protocol
+from producers.sweeper import sweeper
+from producers.sweeper import unsent as submits
+from producers.sweeper.sweeper import SweeperSettings
+from producers.sweeper.unsent import Swept
+from tests.producers.conftest import QUEUE
+
+
+@pytest.fixture
+async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(valkey_url) as client:
+        yield client
+
+
+async def test_the_loop_goes_on_after_a_failed_sweep(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "SWEEP_AGE_MS", 0)
+    answers: list[Any] = [ConnectionError("away"), Swept(), Swept(sent=1)]
+    done = asyncio.Event()
+
+    async def one_sweep(client: AsyncClient, age_ms: int) -> Swept:
+        assert client is aclient
+        answer = answers.pop(0)
+        if not answers:
+            done.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(submits, "sweep", one_sweep)
+    loop = asyncio.create_task(sweeper.run(aclient, every_s=0.001))
+    async with asyncio.timeout(60):
+        await done.wait()
+    assert not loop.done()
+    loop.cancel()
+
+
+async def test_what_has_been_queued_for_hours_is_not_sent_again(
+    aclient: AsyncClient, valkey: Redis, valkey_url: str
+) -> None:
+    """A slow backlog is no lost message, however often one looks."""
+    ids = [(await aclient.submit(model="tiny", prompt=[1])).id for _ in range(20)]
+    for task_id in ids:
+        valkey.hset(keys.task(task_id), mapping={"created": 5, "queued": 6})
+    settings = SweeperSettings(
+        valkey_url, valkey_url, "s", lease=60.0, every=0.01, seldom=0.01, unneeded=0.0, retire_after=0.0
+    )
+    before = valkey.lrange(QUEUE, 0, -1), [valkey.hgetall(keys.task(task_id)) for task_id in ids]
+    leading = asyncio.create_task(sweeper.lead(aclient, settings))
+    await asyncio.sleep(0.3)
+    assert not leading.done()
+    leading.cancel()
+    await asyncio.wait((leading,))
+    assert before == (valkey.lrange(QUEUE, 0, -1), [valkey.hgetall(keys.task(task_id)) for task_id in ids])
+    assert not valkey.exists(keys.SWEPT)
+    assert not valkey.exists(keys.SWEEPER), "it resigned"
+
+
+async def test_one_bad_record_does_not_end_the_sweeping_of_others(
+    aclient: AsyncClient, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(client: AsyncClient, age_ms: int) -> Any:
+        raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr(submits, "sweep", broken)
+    handle = await aclient.submit(model="tiny", prompt=[1])
+    await handle.cancel()
+    valkey.zincrby(keys.UNSETTLED, -60_000, handle.id)
+    settings = SweeperSettings(valkey_url, valkey_url, "s", every=0.01)
+    leading = asyncio.create_task(sweeper.lead(aclient, settings))
+    for _ in range(6000):
+        if valkey.hexists(keys.task(handle.id), "settled"):
+            break
+        await asyncio.sleep(0.01)
+    assert valkey.hexists(keys.task(handle.id), "settled")
+    leading.cancel()
+    await asyncio.wait((leading,))
+
+
+async def test_a_store_that_is_away_is_complained_of_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(complaints, "_said", {})
+    monkeypatch.setattr(complaints, "EVERY_S", 1e6)
+    tries, tried = 0, asyncio.Event()
+
+    async def away() -> dict[str, int]:
+        nonlocal tries
+        tries += 1
+        if tries == 20:
+            tried.set()
+        raise TimeoutError
+
+    async with AsyncClient("redis://127.0.0.1:1/0") as client:
+        sweeping = asyncio.create_task(sweeper._repeat(client, away, 0.0))
+        await tried.wait()
+        sweeping.cancel()
+    assert caplog.messages == ["sweep broken off, trying again: TimeoutError"]
