@@ -33,10 +33,15 @@ settings.load_profile("penstock")
 
 #: Files whose tests take longest: they are begun first, since what is begun last has the machine for itself at the end.
 FIRST = (
-    *("engine/kernels/triton/test_builds", "chaos/test_suite", "workers/cli/test_up", "chaos/test_kill_between_calls"),
-    *("workers/cli/test_warm", "engine/kernels/native/test_kernels", "workers/test_device_faults"),
+    *(
+        "engine/kernels/triton/test_builds",
+        "chaos/test_suite",
+        "workers/cli/local/test_up",
+        "chaos/test_kill_between_calls",
+    ),
+    *("workers/cli/models/test_warm", "engine/kernels/native/test_kernels", "workers/test_device_faults"),
     *("engine/kernels/triton/test_ahead", "fuzz/test_soak", "chaos/test_sweeper", "workers/test_links"),
-    *("infra/test_report", "engine/quant/test_make", "workers/test_memory", "workers/cli/test_chat"),
+    *("infra/test_report", "engine/quant/test_make", "workers/test_memory", "workers/cli/local/test_chat"),
     "protocol/test_mutants",
 )
 _ORDER = {f"tests/{name}.py": place for place, name in enumerate(FIRST)}

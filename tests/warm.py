@@ -28,7 +28,7 @@ from threading import Lock
 from typing import Any
 
 from tests.chaos import clock
-from workers.cli.guard import PR_SET_PDEATHSIG
+from workers.cli.local.guard import PR_SET_PDEATHSIG
 
 #: What the processes of a system would import when they start; last, what lets them share its memory.
 _IMPORTS = """
@@ -36,7 +36,7 @@ _IMPORTS = """
     celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer celery.worker.control
     celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
-    workers.consumer workers.pool.engine_pool workers.pool.request workers.worker
+    workers.pool.consumer workers.pool.engine_pool workers.pool.request workers.runtime.worker
     producers.gateway producers.gateway.app uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes
     tests.frozen
@@ -155,15 +155,15 @@ def _run(module: str, arguments: list[str], env: dict[str, str], log: str) -> No
 
 def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
     _begin(env, log)
-    import workers.drain
-    import workers.task
-    import workers.transport.intake
+    import workers.flow.intake
+    import workers.pool.task
+    import workers.runtime.drain
+    from workers.runtime.worker import run_worker
     from workers.settings import WorkerSettings
-    from workers.worker import run_worker
 
     # A retried task is ready again after these two.
-    workers.task.RETRY_COUNTDOWN_S = 0.05
-    workers.transport.intake.IDLE_S = 0.2
+    workers.pool.task.RETRY_COUNTDOWN_S = 0.05
+    workers.flow.intake.IDLE_S = 0.2
     # What is not handed back in time returns when the lease lapses, and counts a death: as on a busy machine.
-    workers.drain.HAND_BACK_S, workers.drain.EXIT_S = 60.0, 70.0  # type: ignore[misc]
+    workers.runtime.drain.HAND_BACK_S, workers.runtime.drain.EXIT_S = 60.0, 70.0  # type: ignore[misc]
     sys.exit(run_worker(WorkerSettings(**settings)))

@@ -9,8 +9,8 @@ import os
 import sys
 from importlib import import_module
 
+from workers.runtime.worker import run_worker
 from workers.settings import WorkerSettings
-from workers.worker import run_worker
 
 if __name__ == "__main__":
     for constant, value in json.loads(os.environ.get("WORKER_TIMES", "{}")).items():

@@ -22,7 +22,7 @@ class WorkerSettings:
     name: str = field(default_factory=lambda: f"{socket.gethostname()}.{os.getpid()}")
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `engine.EngineConfig`."""
-    engine_factory: str = "workers.serving:load_engine"
+    engine_factory: str = "workers.runtime.serving:load_engine"
     """`module:callable` that is given (model, engine settings) and returns what behaves like `engine.Engine`, and the
     model's tokenizer files by name."""
     lease: float = 10.0

@@ -30,7 +30,7 @@ class Pool:
     tenants: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
     delayed: int = 0
     in_flight: int = 0
-    #: What each live worker says of itself in its lease (see `workers.runtime`).
+    #: What each live worker says of itself in its lease (see `workers.runtime.assembly`).
     workers: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -257,7 +257,11 @@ def main() -> None:
             "unhurried_tokens": args.unhurried_tokens,
             "ageing_s": args.ageing,
         }
-        served = {"model": f"model={args.model}", "engine_factory": "workers.serving:load_engine", "engine": engine}
+        served = {
+            "model": f"model={args.model}",
+            "engine_factory": "workers.runtime.serving:load_engine",
+            "engine": engine,
+        }
         try:
             with Worker(url, ageing=args.ageing, **served) as worker:
                 worker.wait_ready(120)

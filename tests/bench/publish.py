@@ -17,9 +17,9 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store.protocol import claim, read_claim
 from tests.processes import fill, valkey
-from workers.incarnation import Incarnation
-from workers.pool.delivery import Delivery
-from workers.publisher import Publisher
+from workers.flow.delivery import Delivery
+from workers.flow.publisher import Publisher
+from workers.leases.incarnation import Incarnation
 from workers.settings import WorkerSettings
 
 

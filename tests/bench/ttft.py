@@ -78,7 +78,7 @@ def measure(rounds: int) -> dict[str, float]:
     with valkey() as (url, _), Engine.load(Path(MODEL), EngineConfig(threads=1)) as engine:
         command = [sys.executable, "-m", "workers.cli", "gateway", "--broker", url, "--store", url, "--port", str(port)]
         gateway = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        served = {"model": "tiny", "engine_factory": "workers.serving:load_engine", "engine": {"threads": 1}}
+        served = {"model": "tiny", "engine_factory": "workers.runtime.serving:load_engine", "engine": {"threads": 1}}
         try:
             with Worker(url, **served) as worker:
                 worker.wait_ready()

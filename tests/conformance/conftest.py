@@ -57,7 +57,7 @@ def system() -> Iterator[System]:
         worker = Worker(
             store_url,
             model=str(TINY),
-            engine_factory="workers.serving:load_engine",
+            engine_factory="workers.runtime.serving:load_engine",
             engine={"dtype": "float32", "threads": 1},
             lease=WORKER_LEASE,
             LOG_LEVEL="WARNING",

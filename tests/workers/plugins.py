@@ -18,20 +18,21 @@ from celery.worker import state as celery_state
 from celery.worker.control import control_command, inspect_command
 from redis import Redis
 
-import workers.worker
+import workers.runtime.worker
 from tests.stub_engine import StubEngine
-from workers import gpu_facts, housekeeper, runtime, spot, watchdog
-from workers.gpu_facts import GpuFacts
-from workers.pool import claimer
-from workers.pool.claimer import Claimer
-from workers.publisher import Publisher
-from workers.transport import intake
+from workers.flow import claimer, intake
+from workers.flow.claimer import Claimer
+from workers.flow.publisher import Publisher
+from workers.leases import housekeeper
+from workers.runtime import assembly as runtime
+from workers.runtime import gpu_facts, spot, watchdog
+from workers.runtime.gpu_facts import GpuFacts
 from workers.transport.redis import QoS
 
 
 def ordinary_tasks() -> None:
     """Celery tasks that are not the engine's, as an application adds them."""
-    make_app = workers.worker.make_app
+    make_app = workers.runtime.worker.make_app
 
     def with_tasks(*args: Any) -> Celery:
         app = make_app(*args)
@@ -92,7 +93,7 @@ def ordinary_tasks() -> None:
 
         return app
 
-    workers.worker.make_app = with_tasks
+    workers.runtime.worker.make_app = with_tasks
 
 
 def dies_before_claim() -> None:

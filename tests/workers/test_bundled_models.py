@@ -15,10 +15,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from workers.models_train.corpus import SourceFile, standard_library
-from workers.models_train.folder import read_folder
-from workers.models_train.recipes import RECIPES
-from workers.models_train.tokenizer import SPECIAL_TOKENS, chat_text
+from infra.models.folder import read_folder
+from infra.models.recipes import RECIPES
+from infra.models.tokenizer import SPECIAL_TOKENS, chat_text
+from workers.library.corpus import SourceFile, standard_library
 
 MODELS = Path(__file__).parents[2] / "workers" / "models"
 FOLDER = MODELS / "tiny"

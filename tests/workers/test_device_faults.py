@@ -21,7 +21,7 @@ from producers.contract import keys
 from producers.contract.events import Token
 from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import Rig
-from workers.cli.supervisor import Child, Program
+from workers.cli.local.supervisor import Child, Program
 
 #: Longer than the test takes: nothing here happens because one lapses.
 LEASE = 300.0
@@ -29,7 +29,7 @@ OPTIONS = {"dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_cache_bytes"
 PROMPT = "def fibonacci(n):\n    "
 #: Of which little is made before a fault is thrown, on a busy machine too; the healthy worker takes no pauses.
 LENGTH = 300
-REAL = {"engine_factory": "workers.serving:load_engine"}
+REAL = {"engine_factory": "workers.runtime.serving:load_engine"}
 
 
 class Supervised:

@@ -16,7 +16,7 @@ PAUSE = 3.0
 
 def test_a_long_lease_is_renewed_more_often_than_four_times(rig: Rig) -> None:
     """What others left, and what comes due, is looked for as often: nobody waits for a quarter of minutes."""
-    (life,) = rig.worker(times=TIMES | {"workers.housekeeper:ROUND_S": 1.0}).incarnations
+    (life,) = rig.worker(times=TIMES | {"workers.leases.housekeeper:ROUND_S": 1.0}).incarnations
     rig.store.pexpire(keys.lease(life), 200_000)
     rig.until(lambda: rig.store.pttl(keys.lease(life)) > 200_000)
 
@@ -54,7 +54,7 @@ def test_a_server_that_stood_still_killed_nobody() -> None:
 
 def _sleeps_and_goes_on(rig: Rig) -> None:
     options = {"STUB_STEP_S": 0.01, "STUB_SEQS": 8, "max_deaths": 1, "lease": 4 * PAUSE}
-    options["times"] = TIMES | {"workers.housekeeper:ROUND_S": PAUSE}
+    options["times"] = TIMES | {"workers.leases.housekeeper:ROUND_S": PAUSE}
     first = rig.worker(**options)
     ids = rig.fill(16, max_tokens=200)
     waiting = rig.fill(4, max_tokens=200)

@@ -85,7 +85,7 @@ def test_a_server_that_is_far_away(linked: tuple[Rig, Links, str], away: float, 
     rig, links, _ = linked
     rig.url = rig.store_url = rig.url.replace("socket_timeout=0.5", "socket_timeout=5")
     # Longer than it is, as the way is: a machine that is busy is not what takes it.
-    worker = rig.worker(times=TIMES | {"workers.drain:HAND_BACK_S": 2.25}, STUB_STEP_S=0.01, drain=drain)
+    worker = rig.worker(times=TIMES | {"workers.runtime.drain:HAND_BACK_S": 2.25}, STUB_STEP_S=0.01, drain=drain)
     links.make("worker", "delay", away)
     ids = rig.fill(6, max_tokens=40)
     stalled = rig.fill(2, prompt=[STALLED])

@@ -8,26 +8,15 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import (
-    bench,
-    chaos,
-    chat,
-    completion,
-    demo,
-    dlq,
-    drain,
-    models,
-    processes,
-    quantize,
-    run,
-    tasks,
-    tenants,
-    up,
-    warm,
-)
+from workers.cli import completion, processes, tasks
+from workers.cli.admin import bench, chaos, dlq, drain, tenants
 from workers.cli.completion import COMPLETE
+from workers.cli.demo import command as demo
 from workers.cli.exits import Exit, Failure
-from workers.cli.stdout import guarded
+from workers.cli.local import chat, run, up
+from workers.cli.models import commands as models
+from workers.cli.models import quantize, warm
+from workers.cli.terminal.stdout import guarded
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure
+from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import (
     CorsOrigin,
     Deterministic,
@@ -41,7 +42,6 @@ from workers.cli.options import (
     said_again,
     speculation,
 )
-from workers.cli.references import MODEL, complete_model
 
 if TYPE_CHECKING:
     from producers.sweeper.sweeper import SweeperSettings
@@ -137,8 +137,8 @@ def worker(
     with needs("worker"):
         from engine.errors import EngineError
         from workers.errors import Refused
+        from workers.runtime.worker import run_worker
         from workers.settings import WorkerSettings
-        from workers.worker import run_worker
     asked: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_batched_tokens,
@@ -185,8 +185,8 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     from contextlib import suppress
 
     from engine.execution.threads import threads_of_each
-    from workers.cli.gpu_workers import programs, supervise
-    from workers.cli.gpus import choose, gpus_here
+    from workers.cli.gpus.choice import choose, gpus_here
+    from workers.cli.gpus.workers import programs, supervise
 
     if context.params["device"] == "cpu":
         raise Failure("--gpus goes with --device cuda, not with cpu")

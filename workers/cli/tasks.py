@@ -29,7 +29,7 @@ from workers.cli.options import (
     TypicalP,
     Url,
 )
-from workers.cli.stdin import text_from
+from workers.cli.terminal.stdin import text_from
 
 if TYPE_CHECKING:
     from workers.cli.client import Gateway
@@ -165,7 +165,7 @@ def result(
 ) -> None:
     """Wait for a task's end and print its text."""
     from workers.cli.client import FINAL
-    from workers.cli.show import choices, printable
+    from workers.cli.terminal.show import choices, printable
 
     gateway = _gateway(url)
     give_up = None if timeout is None else time.monotonic() + timeout
@@ -193,7 +193,7 @@ def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> No
 
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
     """Show a task's events. Raises Failure for a task that failed, and for what broke off: it says how to go on."""
-    from workers.cli.show import JsonLines, TextStream
+    from workers.cli.terminal.show import JsonLines, TextStream
 
     shown = JsonLines() if as_json else TextStream(task["n"])
     last: dict[str, Any] = {"event": "none", "position": start - 1}

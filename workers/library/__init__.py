@@ -6,8 +6,8 @@ shelf: {root}/{name}/{version}/ with a manifest.json, written last, of every fil
 verify: at every load, the files against that
 """
 
+from workers.library.local_models import Shelf
 from workers.library.reference import Found, find_model, name_of
-from workers.library.shelf import Shelf
 from workers.library.verify import verify
 
 __all__ = ["Found", "Shelf", "find_model", "name_of", "verify"]

@@ -21,7 +21,7 @@ from typing import Final, Self
 from urllib.parse import urlsplit
 
 from workers.errors import Refused
-from workers.library.shelf import INDEX, Pulled, Shelf, Source, needed, sha256_of
+from workers.library.local_models import INDEX, Pulled, Shelf, Source, needed, sha256_of
 
 _REFERENCE: Final = re.compile(r"hf://((?:[\w\-.]+/)?[\w\-.]+)(?:@([\w\-./]+))?", re.ASCII)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")

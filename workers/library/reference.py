@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.errors import Refused
-from workers.library.shelf import Shelf
+from workers.library.local_models import Shelf
 
 #: What a model may be called: its name is part of queues' names.
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.errors import Refused
-from workers.library.shelf import MANIFEST, manifest_of, own_file, sha256_of
+from workers.library.local_models import MANIFEST, manifest_of, own_file, sha256_of
 
 #: Hashing leaves Python's lock alone; more at a time than this only make a disk seek.
 THREADS: Final = 8

@@ -18,7 +18,7 @@ from typing import Any
 
 from celery.concurrency.base import BasePool, apply_target
 
-from workers.pool.delivery import Delivery, Job, forget
+from workers.flow.delivery import Delivery, Job, forget
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class EnginePool(BasePool):
         self.runtime.stop_fetching()
 
     def on_stop(self) -> None:
-        """Drain; whoever told the worker to stop (`workers.stopping`) has begun that."""
+        """Drain; whoever told the worker to stop (`workers.runtime.stopping`) has begun that."""
         self.runtime.drain.begin(self.runtime.settings.drain, "Celery's worker stops")
         self.runtime.drain.over.wait()
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import InvalidTask
-from workers.pool.delivery import Plain
+from workers.flow.delivery import Plain
 
 if TYPE_CHECKING:
-    from workers.runtime import Runtime
+    from workers.runtime.assembly import Runtime
 
 #: Between the results that a chord makes one prompt of.
 PARAGRAPH: Final = "\n\n"

@@ -8,7 +8,7 @@ from celery.backends.redis import RedisBackend
 
 from producers.connection.connect import connection_pool
 
-#: The name under which Celery finds it, once `workers.app` has told.
+#: The name under which Celery finds it, once `workers.pool.app` has told.
 NAME: Final = "penstock"
 #: The configuration key that holds the store's URL.
 STORE: Final = "penstock_store"

@@ -20,8 +20,8 @@ from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import count_parameters
 from tests.engine.quant.forward import in_chunks
 from tests.engine.random_models import FAMILIES, write_model
+from workers.library.corpus import standard_library
 from workers.library.reference import bundled
-from workers.models_train.corpus import standard_library
 
 CPU = torch.device("cpu")
 DRAWN = torch.Generator().manual_seed(1)

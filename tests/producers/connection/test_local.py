@@ -10,7 +10,7 @@ from redis import Redis
 from producers import AsyncClient, Client
 from producers.connection.local import servers
 from tests.producers.gateway.conftest import publish
-from workers.cli.embedded import DataDir
+from workers.cli.local.embedded import DataDir
 
 
 @pytest.fixture(autouse=True)

@@ -6,18 +6,18 @@ import asyncio
 import json
 import sys
 
-from workers.cli import gpu_workers
-from workers.cli.gpu_workers import programs, supervise
-from workers.cli.gpus import Chosen
-from workers.cli.supervisor import Program
+from workers.cli.gpus import workers as gpu_workers
+from workers.cli.gpus.choice import Chosen
+from workers.cli.gpus.workers import programs, supervise
+from workers.cli.local.supervisor import Program
 
 #: As tests.processes.Worker starts one, but by the command line that `programs` adds the name to.
 CHILD = """
 import json, sys
-from workers import drain
+from workers.runtime import drain
 drain.HAND_BACK_S, drain.EXIT_S = 20.0, 40.0
 from workers.settings import WorkerSettings
-from workers.worker import run_worker
+from workers.runtime.worker import run_worker
 sys.exit(run_worker(WorkerSettings(**json.loads(sys.argv[1]), name=sys.argv[3])))
 """
 

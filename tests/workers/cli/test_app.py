@@ -67,9 +67,8 @@ def test_an_unknown_command_has_status_2(run: Run) -> None:
 
 
 def test_callers_commands_load_neither_engine_nor_server() -> None:
-    source = (
-        "import sys; import workers.cli.app, workers.cli.client, workers.cli.show, workers.library; print(*sys.modules)"
-    )
+    modules = "workers.cli.app, workers.cli.client, workers.cli.terminal.show, workers.library"
+    source = f"import sys; import {modules}; print(*sys.modules)"
     loaded = set(
         subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout.split()
     )

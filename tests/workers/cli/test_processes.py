@@ -21,7 +21,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *options: str) -> WorkerSettings:
         given.append(settings)
         return 0
 
-    monkeypatch.setattr("workers.worker.run_worker", run_worker)
+    monkeypatch.setattr("workers.runtime.worker.run_worker", run_worker)
     result = CliRunner().invoke(app, ["worker", "--broker", URL, "--model", "tiny", *options])
     assert result.exit_code == 0, result.output
     return given[0]

@@ -13,12 +13,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from producers.gateway.settings import GatewaySettings
-from workers.cli import gpu_workers, up
 from workers.cli.app import app
-from workers.cli.gpus import Chosen
+from workers.cli.gpus import workers as gpu_workers
+from workers.cli.gpus.choice import Chosen
+from workers.cli.local import up
+from workers.cli.local.supervisor import Program
+from workers.cli.local.system import System
 from workers.cli.processes import PENSTOCK
-from workers.cli.supervisor import Program
-from workers.cli.system import System
 from workers.settings import WorkerSettings
 
 URL = "redis://127.0.0.1:1/0"
@@ -36,7 +37,7 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Conducted:
             made.append(system)
             return False
 
-        monkeypatch.setattr("workers.cli.system.conduct", conduct)
+        monkeypatch.setattr("workers.cli.local.system.conduct", conduct)
         result = CliRunner().invoke(app, ["up", *options])
         assert result.exit_code == 0, (result.output, result.exception)
         made[0].broker = made[0].store = URL
@@ -48,7 +49,7 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Conducted:
 def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
     """The settings that this worker would run with."""
     given: list[WorkerSettings] = []
-    monkeypatch.setattr("workers.worker.run_worker", lambda settings, level: given.append(settings) or 0)
+    monkeypatch.setattr("workers.runtime.worker.run_worker", lambda settings, level: given.append(settings) or 0)
     argv = list(program.argv)
     assert tuple(argv[: len(PENSTOCK)]) == PENSTOCK
     result = CliRunner().invoke(app, argv[len(PENSTOCK) :], env=dict(program.env))
@@ -156,8 +157,8 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
         return 0
 
     monkeypatch.setattr(gpu_workers, "supervise", supervise)
-    monkeypatch.setattr("workers.cli.gpus.gpus_here", list)
-    monkeypatch.setattr("workers.cli.gpus.choose", lambda said, here: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
+    monkeypatch.setattr("workers.cli.gpus.choice.gpus_here", list)
+    monkeypatch.setattr("workers.cli.gpus.choice.choose", lambda said, here: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
     said = ["worker", "--broker", URL, "--model", "tiny", "--gpus", "all", "--name", "node"]
     for port, each in (("9100", [9100, 9101]), ("0", [0, 0])):
         asked.clear()

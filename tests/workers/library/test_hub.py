@@ -20,7 +20,7 @@ from tests.workers.library.hub_server import COMMIT, Hub, Repo, running_hub
 from workers.errors import Refused
 from workers.library import Shelf, find_model
 from workers.library.hub import HubModel, pull
-from workers.library.shelf import sha256_of
+from workers.library.local_models import sha256_of
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 FILES = {path.name: path.read_bytes() for path in TINY.iterdir()}

@@ -11,7 +11,7 @@ from kombu import Message
 
 from producers.contract.keys import TASK_NAME
 from workers.pool.request import EngineRequest
-from workers.task import EngineTask
+from workers.pool.task import EngineTask
 
 
 @pytest.mark.parametrize("way", ["acknowledge", "reject"])

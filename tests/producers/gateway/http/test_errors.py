@@ -13,8 +13,7 @@ SOURCES = [
     *(ROOT / "producers").rglob("*.py"),
     *(ROOT / "producers").rglob("*.lua"),
     *(ROOT / "engine").rglob("*.py"),
-    *(ROOT / "workers").glob("*.py"),
-    *(ROOT / "workers" / "pool").rglob("*.py"),
+    *(path for room in ("flow", "leases", "pool", "runtime") for path in (ROOT / "workers" / room).rglob("*.py")),
 ]
 #: Of an engine that is given one id twice; a task's is unique.
 NEVER_SHOWN = {"duplicate_request"}
@@ -74,7 +73,7 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
 def test_each_kind_of_source_is_read() -> None:
     """So that the comparison cannot hold for want of anything to compare."""
     assert "dead_lettered" in codes_of(ROOT / "producers" / "store" / "scripts" / "claim.lua")
-    assert "engine_error" in codes_of(ROOT / "workers" / "publisher.py")
+    assert "engine_error" in codes_of(ROOT / "workers" / "flow" / "publisher.py")
     assert "kv_capacity_exceeded" in codes_of(ROOT / "engine" / "scheduling" / "limits.py")
     assert {"invalid_type", "invalid_value", "missing_parameter"} <= codes_of(
         ROOT / "producers" / "contract" / "task.py"

@@ -1,0 +1,302 @@
+"""`penstock up` and `penstock demo` with real processes and the bundled model: what a newcomer runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import free_port
+from tests.producers.gateway.conftest import TINY, until
+from tests.workers.library.hub_server import Hub, Repo, running_hub
+from workers.cli.client import FINAL, Gateway
+from workers.cli.exits import Exit, Failure
+from workers.cli.local.embedded import DataDir, LeftBehind
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+PENSTOCK = (sys.executable, "-m", "workers.cli")
+#: A start imports torch; the machine may be busy.
+PATIENCE_S = 100.0
+
+
+class Up:
+    """A `penstock up` of one's own, on any free port."""
+
+    def __init__(self, data_dir: Path, *args: str) -> None:
+        self.out = ""
+        self.data_dir = data_dir
+        self.process = subprocess.Popen(
+            [*PENSTOCK, "up", "--port", "0", "--data-dir", str(data_dir), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.seen: set[int] = set()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.out += line
+
+    def wait_ready(self) -> Gateway:
+        def ready() -> re.Match[str] | None:
+            assert self.process.poll() is None, self.out
+            return re.search(r"ready at (http://\S+)", self.out)
+
+        gateway = Gateway(until(ready, PATIENCE_S)[1])
+        assert len(self.children()) >= 2
+        return gateway
+
+    def children(self) -> dict[str, int]:
+        """Process ids by what they are: valkey, gateway, worker."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                _, state, parent, *_ = stat.read_text().rpartition(")")[2].split(" ", 3)
+                if int(parent) == self.process.pid and state != "Z":
+                    words = (stat.parent / "cmdline").read_bytes().split(b"\0")
+                    kind = "valkey" if b"valkey" in words[0] else words[4].decode() if len(words) > 4 else "?"
+                    found[kind] = int(stat.parent.name)
+        self.seen |= set(found.values())
+        return found
+
+    def stop(self, sig: signal.Signals = signal.SIGINT) -> int:
+        self.children()
+        self.process.send_signal(sig)
+        return self.ended()
+
+    def ended(self) -> int:
+        """The status with which it ends by itself."""
+        status = self.process.wait(PATIENCE_S)
+        self._reader.join(60)
+        return status
+
+    def nothing_left(self) -> bool:
+        """None of its processes lives, and its data directory is free."""
+        until(lambda: not any(map(lives, self.seen)))
+        until(self._free)
+        return True
+
+    def _free(self) -> bool:
+        # A server that was killed is a zombie already while its other threads end, which hold its files.
+        with contextlib.suppress(LeftBehind):
+            DataDir(self.data_dir).close()
+            return True
+        return False
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    """Starts systems, on one data directory unless told otherwise; whatever is left is killed."""
+    started: list[Up] = []
+
+    def start(*args: str, data_dir: Path = tmp_path / "data") -> Up:
+        started.append(Up(data_dir, *args))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+def two_ports() -> int:
+    """The first of two that follow each other, and are free. No outgoing connection takes them meanwhile."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.socket() as second:
+            second.bind(("", port + 1))
+            return port
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, timeout=60).status_code == 200
+    return False
+
+
+def task(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "def f(x):", "ignore_eos": True, **fields}
+
+
+def final(gateway: Gateway, task_id: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        try:
+            found = gateway.task(task_id)
+        except Failure as failure:  # what it needs is being started again
+            if failure.status != Exit.UNREACHABLE:
+                raise
+            return None
+        return found if found["status"] in FINAL else None
+
+    found: dict[str, Any] = until(look, PATIENCE_S)
+    return found
+
+
+def whole(gateway: Gateway, task_id: str) -> list[tuple[int, int]]:
+    """A finished task's (index, token id)s as streamed, checked for being contiguous."""
+    events = [event for event in gateway.events(task_id) if event["event"] == "token"]
+    assert [event["position"] for event in events] == list(range(len(events)))
+    return [(event["index"], event["token_id"]) for event in events]
+
+
+def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outlives_it(
+    up: Callable[..., Up], tmp_path: Path
+) -> None:
+    system = up()
+    gateway = system.wait_ready()
+
+    port = gateway.url.rpartition(":")[2]
+    taken, in_use = up("--port", port, data_dir=tmp_path / "other"), up()
+    for one, says in ((taken, f"cannot listen on 127.0.0.1 port {port}"), (in_use, "is in use by process")):
+        assert one.ended() == 2
+        assert says in one.out
+    assert not (tmp_path / "other").exists()
+
+    for victim in ("worker", "gateway", "valkey"):
+        ids = [gateway.submit(task(max_tokens=100, seed=seed))["id"] for seed in range(3)]
+        before = system.children()[victim]
+        os.kill(before, signal.SIGKILL)
+        until(lambda: system.children().get(victim, before) != before, PATIENCE_S)  # noqa: B023 - called at once
+        until(gateway.ready, PATIENCE_S)
+        for task_id in ids:
+            found = final(gateway, task_id)
+            assert (found["status"], found["usage"]["output_tokens"]) == ("completed", 100)
+            assert [index for index, _ in whole(gateway, task_id)] == list(range(100))
+        until(lambda: f"{victim} | was ended by SIGKILL; starting it again" in system.out)  # noqa: B023 - called at once
+
+    # As `penstock drain` does, and a worker by itself for a spot notice.
+    os.kill(system.children()["worker"], signal.SIGTERM)
+    until(lambda: "worker | exited with status 0; told so by somebody else; it stays stopped" in system.out, PATIENCE_S)
+
+    assert system.stop(signal.SIGKILL) == -signal.SIGKILL
+    assert system.nothing_left()
+
+
+def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hastens(up: Callable[..., Up]) -> None:
+    system = up("--drain", "100")
+    gateway = system.wait_ready()
+    streamed: list[dict[str, Any]] = []
+    task_id = gateway.submit(task(max_tokens=150, n=8))["id"]
+    reader = threading.Thread(target=lambda: streamed.extend(gateway.events(task_id, patience=0.0)), daemon=True)
+    reader.start()
+    until(lambda: streamed)
+    assert system.stop() == 0
+    # Its stream was open until the task's end, though the gateway took no new callers.
+    reader.join(60)
+    assert streamed[-1]["event"] == "end"
+    assert len(streamed) == 1201
+
+    system = up("--drain", "0")
+    gateway = system.wait_ready()
+    assert gateway.task(task_id)["status"] == "completed"
+    # Far more than ends before the stop: some are handed back in the middle, some never began.
+    ids = [gateway.submit(task(max_tokens=500, seed=seed, n=8))["id"] for seed in range(40)]
+    until(lambda: gateway.task(ids[0])["status"] != "queued")
+    assert system.stop(signal.SIGTERM) == 0
+    assert "stopped; what was queued is found at the next start" in system.out
+    assert system.nothing_left()
+
+    system = up("--drain", "100")
+    gateway = system.wait_ready()
+    assert {gateway.task(task_id)["status"] for task_id in ids} != {"completed"}, "all had ended: nothing was shown"
+    for task_id in ids[3:-1]:
+        gateway.cancel(task_id)
+    for task_id in (*ids[:3], ids[-1]):
+        found = final(gateway, task_id)
+        assert found["status"] == "completed"
+        assert [len(choice["token_ids"]) for choice in found["choices"]] == [500] * 8
+        assert len(whole(gateway, task_id)) == 4000
+    for seed in range(40):
+        gateway.submit(task(max_tokens=1000, n=8, seed=seed))
+    system.process.send_signal(signal.SIGINT)
+    until(lambda: not gateway.ready())
+    assert system.stop(signal.SIGTERM) == 0
+    assert "handing" in system.out
+    assert system.nothing_left()
+
+
+def test_a_model_that_cannot_be_served_is_said_and_nothing_is_left(up: Callable[..., Up], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    system = up("--model", str(tmp_path))
+    assert system.ended() == 2
+    assert "worker exited with status 2" in system.out
+    assert system.nothing_left()
+
+
+def test_on_a_broker_of_ones_own_no_server_is_started_and_a_model_comes_from_a_hub_once(
+    up: Callable[..., Up], valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {path.name: path.read_bytes() for path in TINY.iterdir()}
+    monkeypatch.setenv("PENSTOCK_MODELS", str(tmp_path / "models"))
+    with running_hub(Hub({"penstock/py": Repo(files)})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        model = "tiny=hf://penstock/py"
+        options = (
+            "--broker",
+            valkey_url,
+            "--workers",
+            "2",
+            "--model",
+            model,
+            "--health-port",
+            str(port := two_ports()),
+        )
+        system = up(*options, data_dir=tmp_path / "never")
+        gateway = system.wait_ready()
+        assert sorted(hub.fetched()) == sorted(files)  # by neither of the two workers again
+    # Two workers have the same name here.
+    until(lambda: sorted(system.children()) == ["gateway", "sweeper", "worker"])
+    assert not (tmp_path / "never").exists()
+    for one in (port, port + 1):
+        url = f"http://127.0.0.1:{one}/readyz"
+        until(lambda: answers(url) and url in system.out)  # noqa: B023 - called at once
+    version = next((tmp_path / "models" / "tiny").glob("[!.]*")).name
+    assert [(model["id"], model["version"]) for model in gateway.models()] == [("tiny", version)]
+    assert final(gateway, gateway.submit(task(max_tokens=4))["id"])["status"] == "completed"
+    assert system.stop() == 0
+
+
+def test_the_demo_shows_streams_results_and_a_summary_and_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*PENSTOCK, "demo"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for tier in ("priority", "default", "flex", "batch"):
+        assert f"{tier:8}] " in done.stdout
+        assert re.search(rf"#\d\d {tier} +completed", done.stdout)
+    assert "24 tasks" in done.stdout
+    assert "TTFT p95" in done.stdout
+    assert re.search(r"KV cache: at most [1-9]\d* of \d+ blocks", done.stdout)
+    assert re.search(r"[1-9]\d* of \d+ prompt tokens came from", done.stdout)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,135 @@
+"""ACK and BACK reach the broker in the end, in order, each to its effect once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+
+from producers.broker import redis as broker
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.message import Message
+from tests.producers.proxy import Proxy
+from workers.flow.acker import Courier
+from workers.leases.incarnation import Incarnation
+
+QUEUE = "penstock:queue:x"
+
+
+@pytest.fixture
+def life(valkey: Redis) -> Incarnation:
+    life = Incarnation("w")
+    valkey.set(keys.lease(life.id), "{}")
+    return life
+
+
+@pytest.fixture
+def proxy(valkey_url: str) -> Iterator[Proxy]:
+    with Proxy(valkey_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def courier(proxy: Proxy) -> Iterator[Courier]:
+    courier = Courier(proxy.url, QUEUE)
+    courier.start()
+    yield courier
+    courier.stop()
+    courier.join(60)
+    assert not courier.is_alive()
+
+
+def fetch(valkey: Redis, life: Incarnation, count: int) -> list[str]:
+    """Messages 0, 1, ... in flight, each under its number as UUID."""
+    for number in range(count):
+        valkey.lpush(QUEUE, Message(f"task-{number}", QUEUE, "default", 1, 1).envelope())
+    names = [str(number) for number in range(count)]
+    room = broker.Credit((count,) * 4, (count,) * 4)
+    call = broker.fetch(
+        life.id,
+        [QUEUE],
+        names,
+        room,
+        capacity=(count, count),
+        plain_tokens=1,
+        ageing_ms=10**9,
+        max_redeliveries=5,
+        bite=count,
+    )
+    fetched = broker.read_fetch(run(valkey, call))
+    assert fetched is not None
+    assert [one.uuid for one in fetched] == names
+    return names
+
+
+def waiting(valkey: Redis) -> list[str]:
+    """Ids in the queue, the next one first."""
+    return [json.loads(raw)["headers"]["id"] for raw in valkey.lrange(QUEUE, 0, -1)][::-1]
+
+
+def test_acknowledged_messages_are_gone(valkey: Redis, life: Incarnation, courier: Courier) -> None:
+    for name in fetch(valkey, life, 600):
+        courier.ack(life, name)
+    assert courier.flush(60)
+    assert valkey.hlen(keys.inflight(life.id)) == 0
+    assert waiting(valkey) == []
+    assert valkey.llen(keys.DEAD) == 0
+
+
+def test_with_a_reason_the_message_is_kept(valkey: Redis, life: Incarnation, courier: Courier) -> None:
+    (name,) = fetch(valkey, life, 1)
+    courier.ack(life, name, "nobody can read it")
+    assert courier.flush(60)
+    (letter,) = (json.loads(raw) for raw in valkey.lrange(keys.DEAD, 0, -1))
+    assert letter["reason"] == "nobody can read it"
+    assert json.loads(letter["message"])["headers"]["id"] == "task-0"
+    assert letter["list"] == QUEUE
+
+
+def test_given_back_they_stand_in_front_and_delayed_ones_elsewhere(
+    valkey: Redis, life: Incarnation, courier: Courier
+) -> None:
+    fetch(valkey, life, 3)
+    valkey.lpush(QUEUE, Message("later", QUEUE, "default", 1, 1).envelope())
+    courier.back(life, "0")
+    courier.back(life, "1", 60.0)
+    assert courier.flush(60)
+    assert waiting(valkey) == ["task-0", "later"]
+    assert valkey.zcard(keys.delayed(QUEUE)) == 1
+    assert valkey.hlen(keys.inflight(life.id)) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lost_reply_is_asked_for_again(
+    valkey: Redis, life: Incarnation, courier: Courier, proxy: Proxy, when: str
+) -> None:
+    fetch(valkey, life, 3)
+    courier.ack(life, "2")  # loads the scripts
+    courier.back(life, "1")
+    assert courier.flush(60)
+    fault = proxy.fail(b"EVALSHA", when, times=3)  # type: ignore[arg-type]
+    courier.back(life, "0")
+    assert courier.flush(60)
+    assert fault.hits >= 1
+    assert waiting(valkey) == ["task-0", "task-1"], "returned once"
+
+
+def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Incarnation, courier: Courier) -> None:
+    fetch(valkey, life, 1)
+    life.over = True
+    courier.ack(life, "0")
+    assert courier.flush(60)
+    assert valkey.hlen(keys.inflight(life.id)) == 1, "it returns by REAP"
+
+
+def test_flush_tells_when_the_broker_is_away() -> None:
+    courier = Courier("redis://127.0.0.1:1/0", QUEUE)
+    courier.start()
+    courier.ack(Incarnation("w"), "0")
+    assert not courier.flush(0.5)
+    courier.stop()
+    courier.join(60)
+    assert not courier.is_alive()

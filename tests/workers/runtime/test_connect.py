@@ -1,0 +1,82 @@
+"""Servers that cannot serve are refused when the worker starts, with what to do instead."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from celery import Celery
+
+from producers.contract import keys
+from tests.processes import Worker, valkey
+from tests.workers.rig import MODEL, Rig
+from workers.errors import Refused
+from workers.pool.app import make_app
+from workers.runtime.connect import check_server
+from workers.settings import WorkerSettings
+
+
+def test_a_cluster_is_refused() -> None:
+    with valkey(**{"cluster-enabled": "yes"}) as (url, _):
+        with pytest.raises(Refused, match=r"the store at .* is a Redis Cluster.*Use a single primary"):
+            check_server(url, "store")
+        worker = Worker(url)
+        assert worker.process.wait(60) != 0
+        assert "is a Redis Cluster" in worker.log.read_text()
+        worker.log.unlink()
+
+
+@pytest.mark.parametrize("url", ["redis://ann:secret@127.0.0.1:1/0?password=secret", "redis//:secret@nonsense"])
+def test_no_password_is_shown(url: str) -> None:
+    with pytest.raises(Refused) as refused:
+        check_server(url, "broker")
+    assert "secret" not in str(refused.value)
+
+
+def test_no_password_of_a_cluster_is_shown() -> None:
+    with valkey(**{"cluster-enabled": "yes"}) as (url, redis):
+        redis.acl_setuser("ann", enabled=True, passwords=["+secret"], categories=["+@all"], keys=["*"])
+        with pytest.raises(Refused, match="is a Redis Cluster") as refused:
+            check_server(url.replace("//", "//ann:secret@"), "store")
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["rediss://h:1/2", "rediss://h:1/2?ssl_ca_certs=/ca.pem"])
+def test_tls_asks_for_a_certificate_on_both_sides_of_celery(url: str) -> None:
+    app = make_app(WorkerSettings(broker=url, store=url, model="m"), ["a", "b"])
+    assert app.backend.connparams["ssl_cert_reqs"] == ssl.CERT_REQUIRED
+    connection = app.connection_for_write()
+    assert connection.ssl["ssl_cert_reqs"] == ssl.CERT_REQUIRED
+    assert (connection.hostname, connection.virtual_host) == ("h", "2")
+
+
+def test_over_a_unix_socket_tasks_run_and_waiting_senders_hear(tmp_path: Path) -> None:
+    path = tmp_path / "valkey.sock"
+    with valkey(unixsocket=str(path)) as (_, redis):
+        url = f"unix://{path}?db=0"
+        rig = Rig(url, redis)
+        try:
+            worker = rig.worker(WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
+            ids = rig.submit(3)
+            rig.until_settled(ids)
+            rig.check(ids)
+            local = f"redis+socket://{path}?virtual_host=0"
+            app = Celery("sender", broker=local, backend=local, set_as_current=False)
+            app.conf.task_default_queue = MODEL
+            sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4})
+            assert sent.get(timeout=60)["status"] == "completed"
+            assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3
+            assert worker.stop() == 0
+        finally:
+            rig.close()
+
+
+def test_a_single_server_is_taken(valkey_url: str) -> None:
+    check_server(valkey_url, "broker")
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "nonsense", "redis://[bad"])
+def test_a_server_that_is_not_there_is_refused(url: str) -> None:
+    with pytest.raises(Refused, match=r"cannot (reach|use) the broker at"):
+        check_server(url, "broker")

@@ -1,0 +1,189 @@
+"""A spot notice drains the worker in the time that is left. The metadata service is a real one, but for its address."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.workers.rig import Rig
+from workers.runtime import spot
+from workers.runtime.spot import SpotNotice, left_of
+
+
+class Metadata:
+    """As an instance has it (IMDSv2): nothing without a token, which is good for a while. `notice`: None is 404."""
+
+    def __init__(self) -> None:
+        self.notice: bytes | None = None
+        self.first: list[bytes] = []  # what it answers before it is up, from the last on
+        self.good: set[str] = set()
+        self.asked: list[str] = []
+        metadata = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:
+                metadata.asked.append(f"PUT {self.path}")
+                seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+                if metadata.first:
+                    self.wfile.write(metadata.first.pop())
+                    self.close_connection = True
+                    return None
+                if self.path != "/latest/api/token" or not 1 <= int(seconds or 0) <= 21_600:
+                    return self.tell(400, b"")
+                token = f"token{len(metadata.asked)}"
+                metadata.good.add(token)
+                return self.tell(200, token.encode())
+
+            def do_GET(self) -> None:
+                metadata.asked.append(f"GET {self.path}")
+                if self.headers.get("X-aws-ec2-metadata-token") not in metadata.good:
+                    return self.tell(401, b"")
+                if self.path != "/latest/meta-data/spot/instance-action" or metadata.notice is None:
+                    return self.tell(404, b"Not Found")
+                return self.tell(200, metadata.notice)
+
+            def tell(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def announce(self, seconds: float) -> None:
+        at = datetime.now(UTC) + timedelta(seconds=seconds)
+        self.notice = json.dumps({"action": "terminate", "time": f"{at:%Y-%m-%dT%H:%M:%SZ}"}).encode()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def metadata() -> Iterator[Metadata]:
+    made = Metadata()
+    yield made
+    made.close()
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_is_seen_once_also_after_the_token_went_bad(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+    monkeypatch.setattr(spot, "ANSWER_S", 60.0)
+    found: list[tuple[float, str]] = []
+    watching = SpotNotice(lambda *told: found.append(told), metadata.url + "/")
+    watching.start()
+    until(lambda: len(metadata.asked) > 3)
+    assert metadata.asked.count("PUT /latest/api/token") == 1, "a token is used again"
+    metadata.good.clear()
+    metadata.announce(3600)
+    watching.join(60)
+    assert metadata.asked.count("PUT /latest/api/token") == 2
+    ((left, why),) = found
+    assert 3500 < left <= 3595
+    assert "terminate" in why
+
+
+def test_what_answers_before_the_metadata_do_is_not_believed_for_ever(
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+    page = b"<html>\r\n</html>"
+    metadata.first = [b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page), b"no HTTP\r\n\r\n"]
+    metadata.announce(120)
+    found: list[tuple[float, str]] = []
+    watching = SpotNotice(lambda *told: found.append(told), metadata.url)
+    watching.start()
+    watching.join(60)
+    assert len(found) == 1
+
+
+def test_an_endpoint_that_cannot_be_asked_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+    watching = SpotNotice(lambda *told: None, "http://127.0.0.1:port")
+    with caplog.at_level(logging.WARNING):
+        watching.start()
+        until(lambda: told(caplog))
+    assert watching.is_alive()
+    watching.stop()
+    watching.join(60)
+
+
+def test_a_machine_without_metadata_is_told_of_once(
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata.close()
+    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+    watching = SpotNotice(lambda *told: None, metadata.url)
+    with caplog.at_level(logging.WARNING):
+        watching.start()
+        until(lambda: told(caplog))
+        time.sleep(0.3)
+    watching.stop()
+    watching.join(60)
+    assert told(caplog) == 1
+
+
+def told(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("no spot notice would be seen" in record.getMessage() for record in list(caplog.records))
+
+
+@pytest.mark.parametrize(
+    ("notice", "left"),
+    [
+        (b'{"action": "stop", "time": "2026-01-01T00:02:00Z"}', 115.0),
+        (b'{"action": "terminate", "time": "2025-12-31T00:00:00Z"}', 0.0),
+        (b'{"action": "terminate", "time": "soon"}', 60.0),
+        (b'{"action": "terminate", "time": "2026-01-01T00:02:00"}', 60.0),
+        (b'{"action": "terminate"}', 60.0),
+        (b"[]", 60.0),
+        (b"\xff<html>", 60.0),
+    ],
+)
+def test_what_a_notice_leaves(notice: bytes, left: float) -> None:
+    assert left_of(notice, datetime(2026, 1, 1, tzinfo=UTC))[0] == left
+
+
+@pytest.mark.slow
+def test_a_worker_drains_in_the_time_that_is_left(metadata: Metadata, rig: Rig) -> None:
+    """It is to go in 6 s, of which draining gets one; its own drain time is longer."""
+    worker = rig.worker(
+        spot_notice="aws",
+        spot_endpoint=metadata.url,
+        drain=600.0,
+        STUB_STEP_S=0.01,
+        WORKER_PLUGINS="tests.workers.plugins:looks_often_for_notices",
+    )
+    (task_id,) = rig.fill(1, max_tokens=4000)
+    rig.until(lambda: rig.tokens(task_id))
+    metadata.announce(7)
+    assert worker.process.wait(60) == 0
+    assert "A spot notice came: terminate" in worker.log.read_text()
+    assert (rig.status(task_id), rig.record(task_id)["deaths"]) == ("queued", "0")
+
+
+def test_without_it_nobody_asks(metadata: Metadata, rig: Rig) -> None:
+    worker = rig.worker(spot_endpoint=metadata.url, WORKER_PLUGINS="tests.workers.plugins:looks_often_for_notices")
+    assert worker.stop() == 0
+    assert metadata.asked == []

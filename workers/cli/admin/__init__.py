@@ -1,0 +1,1 @@
+"""Commands for whoever operates a system: dlq, tenants, drain, chaos, bench."""

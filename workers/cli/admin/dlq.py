@@ -1,0 +1,246 @@
+"""`penstock dlq`: the dead letters, for whoever minds a system. They need its broker and store, and no gateway."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.exits import MINDER_STATUS, Exit, Failure
+from workers.cli.processes import AnyBroker, Store
+from workers.cli.terminal.show import printable
+
+if TYPE_CHECKING:
+    from producers.admin.dead_letters import Letter
+    from producers.client.aio import AsyncClient
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+Keys = Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Letters by their keys, or by task ids.")]
+All = Annotated[bool, typer.Option("--all", help="All that the other options leave.")]
+Reason = Annotated[str | None, typer.Option(help="Only those whose reason contains this.")]
+OlderThan = Annotated[float | None, typer.Option(min=0, help="Only those at least so many seconds old.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    dlq = typer.Typer(no_args_is_help=True, help="Messages that no worker could use, and tasks that were given up.")
+    examples: dict[str, tuple[Callable[..., None], str]] = {
+        "ls": (listed, "penstock dlq ls"),
+        "show": (show, "BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2"),
+        "replay": (replay, "penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0"),
+        "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0"),
+    }
+    for name, (command, example) in examples.items():
+        dlq.command(name, epilog=f"Example: {example}\n\n{MINDER_STATUS}")(command)
+    app.add_typer(dlq, name="dlq", rich_help_panel="Processes")
+
+
+def listed(
+    broker: AnyBroker = None,
+    store: Store = None,
+    reason: Reason = None,
+    older_than: OlderThan = None,
+    as_json: Json = False,
+) -> None:
+    """List them, oldest first."""
+
+    async def work(client: AsyncClient) -> None:
+        found = await _chosen(client, None, True, reason, older_than)
+        if as_json:
+            for letter in found:
+                typer.echo(json.dumps(_about(letter)))
+            return
+        if not found:
+            typer.echo("There are no dead letters" + (" like that." if reason or older_than else "."))
+        for letter in found:
+            task = letter.task_id or "no task id"
+            _say(f"{letter.key}  {_when(letter.at_ms)}  {task}  {letter.list_name}  {letter.reason}")
+
+    with_client(broker, store, work)
+
+
+def show(
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Letters by their keys, or by task ids.")],
+    broker: AnyBroker = None,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a letter holds: its message, and what is known of its task and of the workers that it lost."""
+
+    async def work(client: AsyncClient) -> None:
+        from producers.admin.dead_letters import BrokenRecord, record_of
+
+        for letter in await _chosen(client, keys, False, None, None):
+            record, broken = None, ""
+            try:
+                record = await record_of(client, letter)
+            except BrokenRecord as error:
+                broken = str(error)
+            about = {
+                **_about(letter),
+                "message": letter.message,
+                "task": dict(record.fields) if record else None,
+                "lost": (record.json("lost") or []) if record else [],
+            }
+            if as_json:
+                typer.echo(json.dumps(about))
+                continue
+            for name in ("key", "at", "task_id", "list", "reason"):
+                _say(f"{name:<8} {about[name]}")
+            if record is None:
+                _say(f"record   {broken or 'none, or past its time to live'}")
+            else:
+                _say(f"record   {record.fields['status']}, model {record.model}, taken up {_times(record.fields)}")
+                for one in about["lost"]:
+                    _say(f"  lost   {one['owner']} at {_when(one['at'])}, {one['entries']} entries in the stream")
+                _say(f"  asked  {record.fields.get('task', '')}")
+            _say(f"message  {letter.message}")
+
+    with_client(broker, store, work)
+
+
+def replay(
+    broker: AnyBroker = None,
+    keys: Keys = None,
+    every: All = False,
+    reason: Reason = None,
+    older_than: OlderThan = None,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Ask for tasks once more that were given up, under new ids; put messages back that no worker could use.
+
+    A task that was given up has ended, and whoever waited for it was told. Exit status 1: one of them could not be.
+    """
+
+    async def work(client: AsyncClient) -> None:
+        from producers.admin.dead_letters import replay as once_more
+        from producers.errors import PenstockError
+
+        failed = 0
+        for letter in await _chosen(client, keys, every, reason, older_than):
+            said: dict[str, Any] = {"key": letter.key, "was": letter.task_id}
+            try:
+                done = await once_more(client, letter)
+            except PenstockError as error:
+                failed += 1
+                said |= {"error": str(error)}
+                typer.echo(f"{letter.key} stays: {error}", err=True)
+            else:
+                said |= {"task_id": done.task_id}
+                if not as_json:
+                    again = f"runs again as {done.task_id}" if done.anew else "is back in its list"
+                    _say(f"{letter.key} {again}")
+            if as_json:
+                typer.echo(json.dumps(said))
+        if failed:
+            raise Failure(f"{failed} could not be replayed", Exit.TASK_FAILED)
+
+    with_client(broker, store, work)
+
+
+def purge(
+    broker: AnyBroker = None,
+    keys: Keys = None,
+    every: All = False,
+    reason: Reason = None,
+    older_than: OlderThan = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    store: Store = None,
+) -> None:
+    """Forget letters. Their tasks' records stay as long as those of others."""
+
+    async def work(client: AsyncClient) -> None:
+        from producers.admin.dead_letters import purge as forget
+
+        found = await _chosen(client, keys, every, reason, older_than)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise Failure(f"this would forget {len(found)} letters; say --yes")
+            typer.confirm(f"Forget {len(found)} letters?", abort=True)
+        gone = [await forget(client, letter) for letter in found]
+        typer.echo(f"{sum(gone)} letters are gone")
+
+    with_client(broker, store, work)
+
+
+async def _chosen(
+    client: AsyncClient, named: list[str] | None, every: bool, reason: str | None, older_than: float | None
+) -> list[Letter]:
+    """Those that the options name. Raises Failure where they name none, or one that is not there."""
+    from producers.admin.dead_letters import letters
+
+    if not named and not every:
+        raise Failure("say which: by their keys (penstock dlq ls shows them), or --all")
+    if named and every:
+        raise Failure("give keys or --all, not both")
+    seconds, micros = await client.broker.time()
+    until = seconds * 1000 + micros / 1000 - (older_than or 0.0) * 1000
+    found, missing = [], set(named or ())
+    async for letter in letters(client):
+        if named and not {letter.key, letter.task_id} & set(named):
+            continue
+        missing -= {letter.key, letter.task_id or ""}
+        if (reason is None or reason in letter.reason) and (older_than is None or letter.at_ms <= until):
+            found.append(letter)
+    if missing:
+        raise Failure(
+            f"there is no dead letter {', '.join(sorted(missing))}; penstock dlq ls shows those that there are"
+        )
+    return found
+
+
+def with_client(broker: str | None, store: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
+    """Run with a client. Raises Failure for a URL that is none and for a server that does not answer."""
+    import asyncio
+
+    from producers.client.aio import AsyncClient
+    from producers.client.steps import FAILURES
+    from producers.connection.connect import shown
+    from producers.connection.local import servers
+    from producers.connection.trouble import Trouble, said, trouble
+
+    async def within() -> None:
+        async with AsyncClient(*urls) as client:
+            await client.ping()
+            await work(client)
+
+    try:
+        urls = servers(broker, store)
+        asyncio.run(within())
+    except ValueError as error:
+        raise Failure(str(error)) from error
+    except FAILURES as error:
+        where = " or ".join(dict.fromkeys(shown(url) for url in urls))
+        if trouble(error) is not Trouble.AWAY:
+            raise Failure(f"{where} refused: {said(error)}", Exit.UNREACHABLE) from error
+        raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error
+
+
+def _about(letter: Letter) -> dict[str, Any]:
+    return {
+        "key": letter.key,
+        "at": _when(letter.at_ms),
+        "task_id": letter.task_id,
+        "list": letter.list_name,
+        "reason": letter.reason,
+    }
+
+
+def _when(ms: int) -> str:
+    with suppress(ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="seconds")
+    return f"{ms} ms"
+
+
+def _times(fields: Mapping[str, str]) -> str:
+    return f"{fields.get('claims', 0)} times, {fields.get('deaths', 0)} workers lost"
+
+
+def _say(line: str) -> None:
+    typer.echo(printable(line, sys.stdout.isatty()))

@@ -1,0 +1,95 @@
+"""`penstock demo`: the whole system at work, from nothing and back to nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from workers.cli.exits import PROCESS_STATUS
+from workers.cli.models.references import MODEL, complete_model, find_models
+
+if TYPE_CHECKING:
+    from workers.cli.local.system import System
+
+#: How often it is looked whether a worker's lease tells of all that it has done, each 0.1 s.
+LOOKS: Final = 100
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command(epilog=f"Example: penstock demo\n\n{PROCESS_STATUS}", rich_help_panel="The whole system")(demo)
+
+
+def demo(
+    model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)] = "tiny",
+    tasks: Annotated[int, typer.Option(min=1, max=500, help="How many to submit.")] = 24,
+) -> None:
+    """Start everything in a temporary directory, run a mixed load of prioritised tasks, show it, stop everything."""
+    import asyncio
+    import tempfile
+    from pathlib import Path
+
+    from workers.cli.exits import Exit, Failure
+    from workers.cli.processes import needs
+
+    with needs("gateway"), needs("worker"):
+        from workers.cli.local.system import Plan, System, conduct
+
+    models = find_models([model], typer.echo)
+    said: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
+        # Room for a third of the load, so that tiers matter; a short lease, so that its figures are fresh.
+        options = ("--max-num-seqs", str(max(2, tasks // 3)), "--lease", "5")
+        plan = Plan(models, Path(folder), port=0, drain=3.0, worker_options=options)
+        system = System(plan, lambda name, line: said.append(f"{name} | {line}"))
+        typer.echo("Starting an embedded Valkey server, a gateway, a worker and a sweeper ...")
+        try:
+            finished = asyncio.run(conduct(system, lambda system: _use(system, tasks)))
+        except Failure as failure:
+            last = "".join(f"\n  {line}" for line in said[-20:])
+            raise Failure(f"the demo failed: {failure}{last}", failure.status) from failure
+    if not finished:
+        raise Failure("interrupted; everything was stopped", Exit.INTERRUPTED)
+    typer.echo("Everything was stopped. To keep it running for use: penstock up")
+
+
+async def _use(system: System, tasks: int) -> None:
+    """Run the load on a thread of its own, and tell of it."""
+    import asyncio
+    import threading
+    from concurrent.futures import Future
+
+    from rich.console import Console
+
+    from producers.client.aio import AsyncClient
+    from producers.gateway.pools import read_fleet
+    from workers.cli.client import Gateway
+    from workers.cli.demo.load import Load
+    from workers.cli.demo.report import KvUse, report
+
+    gateway, console, kv = Gateway(system.url), Console(), KvUse()
+    (model,) = await asyncio.to_thread(gateway.models)
+    load = Load(gateway, model["id"], tasks, console)
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            load.run()
+        except Exception as error:  # noqa: BLE001 - handed over to who waits
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    # A daemon: were we interrupted, it would wait for streams that end only when the gateway does.
+    threading.Thread(target=run, name="demo", daemon=True).start()
+    over = asyncio.wrap_future(done)
+    async with AsyncClient(system.broker, system.store) as client:
+        await over
+        made = sum(task.result["usage"]["output_tokens"] for task in load.tasks)
+        # What workers say of themselves is as old as their last renewal.
+        for _ in range(LOOKS):
+            if kv.note(await read_fleet(client.store, client.broker)) >= made:
+                break
+            await asyncio.sleep(0.1)
+    report(console, load.tasks, kv)

@@ -1,0 +1,5 @@
+"""The whole system on one machine: `penstock up`, `run` and `chat`.
+
+up -> system (which processes, on which ports) -> supervisor (keeps children running; guard ends them with their parent)
+embedded keeps the data directory and its Valkey; background runs a system beside one command
+"""

@@ -1,0 +1,86 @@
+"""A whole system for as long as one command lasts, run by a thread beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workers.cli.exits import Exit, Failure
+from workers.cli.local.system import Plan, System
+from workers.library import Found
+
+#: Of what the processes said, so many lines are shown where they fail.
+SAID = 20
+
+
+@contextmanager
+def running(models: tuple[Found, ...]) -> Iterator[System]:
+    """Start a system that serves the models from a temporary directory; it is stopped at the end, whatever that is.
+
+    Raises Failure where it does not start. The caller's thread is free for the terminal: Ctrl-C is a KeyboardInterrupt
+    there, and the system's processes hear nothing of it. SIGTERM and SIGHUP (the terminal is closed) end the caller as
+    an exit does, and with it the system.
+    """
+    for sig in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, lambda number, frame: sys.exit(Exit.INTERRUPTED))
+    said: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        plan = Plan(models, Path(folder), port=0, drain=1.0)
+        system = System(plan, lambda name, line: said.append(f"{name} | {line}"))
+        life = _Life(system)
+        thread = threading.Thread(target=lambda: asyncio.run(life.run()), name="penstock-system")
+        thread.start()
+        try:
+            life.up.result()
+            yield system
+        except Failure as failure:
+            last = "".join(f"\n  {line}" for line in said[-SAID:])
+            raise Failure(f"{failure}{last}", failure.status) from failure
+        finally:
+            life.end()
+            thread.join()
+
+
+@dataclass(slots=True)
+class _Life:
+    system: System
+    up: Future[None] = field(default_factory=Future)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._over.is_set():  # told to end before it had a loop
+            self._ended.set()
+        starting = asyncio.create_task(self.system.start())
+        ending = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait((starting, ending), return_when="FIRST_COMPLETED")
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait((starting,))
+            if starting.cancelled():
+                self.up.cancel()
+            elif starting.exception() is not None:
+                self.up.set_exception(starting.exception())
+            else:
+                self.up.set_result(None)
+                await ending
+        finally:
+            ending.cancel()
+            await self.system.stop()
+
+    def end(self) -> None:
+        """Have it stop. From any thread, at any time."""
+        self._over.set()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ended.set)

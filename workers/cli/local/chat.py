@@ -1,0 +1,165 @@
+"""`penstock chat`: a conversation on the terminal, with a running gateway or a system of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.options import MaxTokens, Seed, Stop, Temperature, TopP
+from workers.cli.terminal.stdin import text_from
+
+if TYPE_CHECKING:
+    from workers.cli.client import Gateway
+
+HELP: Final = """\
+/exit           leave; so does Ctrl-D
+/reset          forget the conversation
+/system TEXT    set the system message; without a text: have none
+/help           show this
+Ctrl-C stops the answer."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock chat tiny --system 'Answer in Python.'"
+    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Models")(chat)
+
+
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    system: Annotated[str | None, typer.Option(help="The system message to begin with.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    url: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_URL", help="A running gateway; unset: serve the model for this chat.")
+    ] = None,
+) -> None:
+    """Chat on the terminal. /help shows the commands within it."""
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    asked = {name: value for name, value in sampling.items() if value is not None}
+    with _gateway(model, url) as (gateway, name):
+        served = {one["id"]: one for one in gateway.models()}
+        if name not in served:
+            raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")
+        if "chat" not in served[name]["capabilities"]:
+            raise Failure(f"{name} has no chat template; it goes on from texts: penstock run {name} TEXT")
+        Chat(gateway, {"model": name, **asked}, system).run()
+
+
+@contextmanager
+def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
+    """A gateway, and what the model is called there."""
+    from workers.cli.client import Gateway
+
+    if url is not None:
+        yield Gateway(url), model
+        return
+    from workers.cli.processes import needs
+
+    with needs("gateway"), needs("worker"):
+        from workers.cli.local.background import running
+    try:
+        models = find_models([model], lambda line: typer.echo(line, err=True))
+        typer.echo(f"loading {models[0].name} ...", err=True)
+        with running(models) as system:
+            yield Gateway(system.url), models[0].name
+    except KeyboardInterrupt:
+        raise Failure("interrupted", Exit.INTERRUPTED) from None
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation. `fields` are those of every request."""
+
+    gateway: Gateway
+    fields: dict[str, Any]
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Until the user leaves. Raises Failure where nobody is there to be told of one."""
+        terminal = sys.stdin.isatty()
+        if terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401 - input() edits lines and remembers them then
+            typer.echo("Chat with /help for help; Ctrl-D leaves.", err=True)
+        while True:
+            try:
+                line = text_from(partial(input, "> ") if terminal else _line)
+                if not line.startswith("/"):
+                    if line.strip():
+                        self.say(line)
+                elif not self.obey(line):
+                    return
+            except EOFError:
+                if terminal:
+                    typer.echo()
+                return
+            except KeyboardInterrupt:
+                if not terminal:
+                    raise
+                typer.echo("\n(/exit or Ctrl-D leaves)", err=True)
+            except Failure as failure:
+                if not terminal:
+                    raise
+                typer.echo(f"penstock: {failure}", err=True)
+
+    def obey(self, line: str) -> bool:
+        """Carry out a command; False to leave."""
+        command, _, rest = line.strip().partition(" ")
+        if command == "/reset":
+            self.turns.clear()
+            typer.echo("(the conversation is forgotten)", err=True)
+        elif command == "/system":
+            self.system = rest.strip() or None
+            typer.echo("(the system message is set)" if self.system else "(there is no system message)", err=True)
+        elif command == "/help":
+            typer.echo(HELP, err=True)
+        elif command == "/exit":
+            return False
+        else:
+            typer.echo(f"(no command {command}; /help shows them)", err=True)
+        return True
+
+    def say(self, text: str) -> None:
+        """Send a message and print the answer as it comes; Ctrl-C stops it, and what came of it counts.
+
+        Raises Failure; the conversation is then as it was.
+        """
+        from workers.cli.terminal.show import TextStream
+
+        first = [{"role": "system", "content": self.system}] if self.system is not None else []
+        message = {"role": "user", "content": text}
+        answer: list[str] = []
+        shown = TextStream(1)
+        try:
+            request = {**self.fields, "messages": [*first, *self.turns, message]}
+            with closing(self.gateway.chat(request)) as pieces:
+                for piece in pieces:
+                    answer.append(piece)
+                    shown.show({"event": "token", "text": piece})
+        except KeyboardInterrupt:
+            shown.close()
+            typer.echo("(stopped)", err=True)
+        finally:
+            shown.close()
+        self.turns += [message, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _line() -> str:
+    """A line of standard input, where that is no terminal. Raises EOFError."""
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")

@@ -1,0 +1,198 @@
+"""`penstock run`: one prompt, one answer, in this process; nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.exits import Exit, Failure
+from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.options import (
+    Deterministic,
+    Device,
+    DraftModel,
+    DType,
+    FrequencyPenalty,
+    IgnoreEos,
+    KvCacheDType,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    Outputs,
+    PresencePenalty,
+    Quantization,
+    RepetitionPenalty,
+    Seed,
+    Speculate,
+    SpeculateTokens,
+    Stop,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    speculation,
+)
+from workers.cli.terminal.stdin import text_from
+
+if TYPE_CHECKING:
+    from engine import Engine, Event, Request, SamplingParams
+
+STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock run tiny 'def fibonacci(n):' --max-tokens 64 --temperature 0"
+    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Models")(run)
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Take it for a user's message: use the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    max_tokens: MaxTokens = None,
+    min_tokens: MinTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    n: Outputs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    dtype: DType = None,
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDType = None,
+    deterministic: Deterministic = False,
+    speculate: Speculate = None,
+    draft_model: DraftModel = None,
+    speculate_tokens: SpeculateTokens = None,
+    device: Device = None,
+    threads: Threads = None,
+) -> None:
+    """Load a model, print what it makes of a prompt as it comes, and end. No server, no queue."""
+    from workers.cli.processes import needs
+
+    if system is not None and not chat:
+        raise Failure("--system goes with --chat")
+    with needs("worker"):
+        from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
+        from workers.errors import Refused
+        from workers.library import verify
+    (found,) = find_models([model], lambda line: typer.echo(line, err=True))
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": stop,
+        "ignore_eos": ignore_eos or None,
+        "n": n,
+    }
+    if draft_model is not None:
+        (guesser,) = find_models([draft_model], lambda line: typer.echo(line, err=True))
+        draft_model = str(guesser.folder)
+    setup: dict[str, Any] = {
+        **speculation(speculate, draft_model, speculate_tokens),
+        "dtype": dtype,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "deterministic": deterministic or None,
+        "device": device,
+        "threads": threads,
+        "max_num_seqs": n,
+    }
+    try:
+        asked = {name: value for name, value in sampling.items() if value is not None}
+        SamplingParams(**asked)  # what is wrong with it is said before a model is loaded for seconds
+        config = EngineConfig(**{name: value for name, value in setup.items() if value is not None})
+        text = text_from(sys.stdin.read) if prompt == "-" else prompt
+        verify(found.folder)
+        with Engine.load(found.folder, config) as engine:
+            if engine.card is None:
+                raise Failure(f"{found.folder} has no tokenizer.json: it cannot read a text")
+            params = SamplingParams(**{**engine.card.defaults, **asked})
+            _show(engine, Request("run", _prompt_ids(engine, found.folder, text, chat, system), params), as_json)
+    except (EngineError, Refused) as error:
+        raise Failure(str(error)) from error
+
+
+def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool, system: str | None) -> list[int]:
+    assert engine.tokenizer is not None
+    if not chat:
+        return engine.tokenizer.encode(text)
+    from engine.text import ConfinedTemplate, ModelCard, TemplateSource
+
+    source = TemplateSource.from_bytes(ModelCard.tokenizer_files(folder))
+    if source is None:
+        raise Failure(f"{folder} has no chat template; leave --chat out to have it go on from the text as it is")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    with closing(ConfinedTemplate(source)) as template:
+        rendered = template.render([*messages, {"role": "user", "content": text}])
+    return engine.tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def _show(engine: Engine, request: Request, as_json: bool) -> None:
+    """Print the outputs. Raises Failure for one that fails, and when interrupted."""
+    from workers.cli.terminal.show import TextStream
+
+    params: SamplingParams = request.params
+    outputs: list[dict[str, Any]] = [
+        {"index": index, "text": "", "token_ids": [], "finish_reason": None} for index in range(params.n)
+    ]
+    shown = None if as_json else TextStream(params.n)
+    last: Event | None = None
+    try:
+        for last in _events(engine, request):
+            output = outputs[last.choice]
+            output["token_ids"] += last.token_ids
+            output["text"] += "".join(last.texts)
+            output["finish_reason"] = last.finish_reason
+            if shown is not None:
+                for place, text in enumerate(last.texts):
+                    final = last.finish_reason if place + 1 == len(last.texts) else None
+                    shown.show({"event": "token", "choice": last.choice, "text": text, "finish_reason": final})
+        if shown is not None:
+            shown.show({"event": "end"})
+    except KeyboardInterrupt:
+        engine.abort(request.id)
+        raise Failure("interrupted", Exit.INTERRUPTED) from None
+    finally:
+        if shown is not None:
+            shown.close()
+    assert last is not None
+    if last.error is not None:
+        raise Failure(f"the model failed: {last.error}", Exit.TASK_FAILED)
+    if as_json:
+        made = sum(len(output["token_ids"]) for output in outputs)
+        usage = {"prompt_tokens": last.prompt_tokens, "output_tokens": made}
+        typer.echo(json.dumps({"choices": outputs, "usage": usage}))
+
+
+def _events(engine: Engine, request: Request) -> Iterator[Event]:
+    """Until the last one of the request."""
+    came: SimpleQueue[Event] = SimpleQueue()
+    engine.submit(request, came.put)
+    while True:
+        event = came.get()
+        yield event
+        if event.done:
+            return

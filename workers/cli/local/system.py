@@ -1,0 +1,275 @@
+"""The whole system on one machine, as child processes of this one.
+
+    start:  valkey (unless a broker is given) -> gateway, workers, sweeper -> wait until all are of use
+    stop:   gateway stops listening -> workers drain -> sweeper, the gateway's streams end -> valkey
+
+Whatever a child dies of once all run, it is started again; but a worker that was told to drain, or that drained for a
+spot notice, stays stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from engine.execution.threads import threads_of_each
+from producers.client.aio import AsyncClient
+from producers.client.steps import FAILURES
+from producers.connection.local import HOST
+from producers.gateway.pools import read_fleet
+from workers.cli.client import Gateway
+from workers.cli.exits import Exit, Failure
+from workers.cli.gpus.choice import Chosen
+from workers.cli.local import embedded
+from workers.cli.local.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
+from workers.cli.processes import PENSTOCK, open_port
+from workers.errors import Refused
+from workers.library import Found
+from workers.runtime.connect import check_server
+from workers.runtime.signals import coming
+
+STREAMS_END_S: Final = 5.0
+VALKEY_STOP_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. With a `broker`, no server of our own is started and `data_dir` is not used. With `gpus`, there is
+    one for each worker."""
+
+    models: tuple[Found, ...]
+    data_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    broker: str | None = None
+    store: str | None = None
+    workers: int = 1
+    gpus: tuple[Chosen, ...] = ()
+    drain: float = 30.0
+    log_level: str = "warning"
+    worker_options: tuple[str, ...] = ()
+    gateway_options: tuple[str, ...] = ()
+    health_ports: tuple[int | None, ...] = ()
+    """One for each worker, in the order of models and their workers; none given: nowhere."""
+
+
+@dataclass(slots=True)
+class System:
+    """`start`, then `stop`, also after a start that failed. `say(name, line)` is told what the children print."""
+
+    plan: Plan
+    say: Callable[[str, str], None]
+    broker: str = field(init=False, default="")
+    store: str = field(init=False, default="")
+    port: int = field(init=False, default=0)
+    _data: embedded.DataDir | None = field(init=False, default=None)
+    _listener: socket.socket | None = field(init=False, default=None)
+    _valkey: Child | None = field(init=False, default=None)
+    _gateway: Child | None = field(init=False, default=None)
+    _workers: list[Child] = field(init=False, default_factory=list)
+    _sweeper: Child | None = field(init=False, default=None)
+
+    @property
+    def url(self) -> str:
+        """Where callers on this machine find the gateway."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.plan.host, self.plan.host)  # noqa: S104 - compared
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def children(self) -> list[Child]:
+        """Those that were started."""
+        return [child for child in (self._valkey, self._gateway, *self._workers, self._sweeper) if child is not None]
+
+    async def start(self) -> None:
+        """Raises Failure when something is in the way, or a child dies before all are of use."""
+        plan = self.plan
+        # The port first: it is what most often is in the way, and nothing runs yet.
+        self._listener = open_port(plan.host, plan.port)
+        self.port = self._listener.getsockname()[1]
+        if plan.broker is None:
+            self._data = await embedded.open_data_dir(plan.data_dir)
+            port = self._data.port()
+            self.broker = self.store = f"redis://{HOST}:{port}/0"
+            self._valkey = Child(embedded.valkey(self._data, port), self.say)
+            await self._valkey.start()
+            await embedded.started(self._valkey, self._data, port)
+        else:
+            self.broker, self.store = plan.broker, plan.store or plan.broker
+        try:
+            for url, role in {self.store: "store", self.broker: "broker"}.items():
+                await asyncio.to_thread(check_server, url, role)
+        except Refused as refused:
+            raise Failure(str(refused)) from refused
+        self._gateway = Child(self._gateway_program(), self.say)
+        await self._gateway.start()
+        for program in self._worker_programs():
+            child = Child(program, self.say)
+            self._workers.append(child)
+            await child.start()
+        self._sweeper = Child(self._sweeper_program(), self.say)
+        await self._sweeper.start()
+        await self._all_of_use()
+        for worker in self._workers:
+            worker.give_up = lambda status, deaths: TOLD if status == 0 else None
+        for child in self.children:
+            child.restart = True
+
+    async def stop(self) -> None:
+        """Stop all in good order: what is running may end, what does not is handed back to the queue."""
+        self._stop_listening()
+        if self._gateway is not None:
+            self._gateway.order(signal.SIGTERM)
+        await asyncio.gather(*(child.stop(self.plan.drain + HAND_BACK_S) for child in self._workers))
+        if self._sweeper is not None:
+            await self._sweeper.stop(STREAMS_END_S)
+        if self._gateway is not None:
+            await self._gateway.stop(STREAMS_END_S)
+        await self._stop_valkey()
+
+    def hasten(self) -> None:
+        """While it stops: workers hand back now what they run."""
+        for child in self._workers:
+            child.order(signal.SIGQUIT)
+
+    async def kill(self) -> None:
+        """Stop all at once. What was running is found in the queue at the next start."""
+        self._stop_listening()
+        others = [child for child in self.children if child is not self._valkey]
+        await asyncio.gather(*(child.stop(1.0, signal.SIGKILL) for child in others))
+        await self._stop_valkey()
+
+    async def _all_of_use(self) -> None:
+        """The gateway answers, and each worker has its lease. Raises Failure when a child dies before that."""
+        keepers = {child.keeper: child for child in self.children if child.keeper is not None}
+        ready = asyncio.create_task(self._ready())
+        try:
+            done, _ = await asyncio.wait((ready, *keepers), return_when="FIRST_COMPLETED")
+        finally:
+            ready.cancel()
+        for keeper, child in keepers.items():
+            if keeper in done:
+                await asyncio.sleep(0.1)  # its last words are on their way
+                said = "\n  ".join(list(child.lines)[-8:])
+                refused = keeper.result() == Exit.REFUSED
+                raise Failure(
+                    f"{child.program.name} {ended(keeper.result())}:\n  {said}",
+                    Exit.REFUSED if refused else Exit.TASK_FAILED,
+                )
+
+    async def _ready(self) -> None:
+        names = {child.program.argv[-1] for child in self._workers}
+        async with AsyncClient(self.broker, self.store) as client:
+            while True:
+                try:
+                    fleet = await read_fleet(client.store, client.broker)
+                    if names <= {worker["worker"] for pool in fleet.pools for worker in pool.workers}:
+                        break
+                except FAILURES as error:
+                    self.say("up", f"the store or the broker fails: {error}")
+                await asyncio.sleep(0.05)
+        gateway = Gateway(self.url)
+        while True:
+            if await asyncio.to_thread(gateway.ready):
+                return
+            await asyncio.sleep(0.05)
+
+    def _gateway_program(self) -> Program:
+        assert self._listener is not None
+        fd = self._listener.fileno()
+        argv = [*PENSTOCK, "gateway", "--fd", str(fd), "--log-level", self.plan.log_level]
+        # Streams may go on for as long as workers drain; then we end them.
+        argv += ["--drain", str(self.plan.drain + HAND_BACK_S), *self.plan.gateway_options]
+        for model in self.plan.models:
+            argv += ["--await-model", model.name]
+        return Program("gateway", argv, self._urls(), pass_fds=(fd,))
+
+    def _sweeper_program(self) -> Program:
+        return Program("sweeper", [*PENSTOCK, "sweeper", "--log-level", self.plan.log_level], self._urls())
+
+    def _worker_programs(self) -> list[Program]:
+        plan, programs = self.plan, []
+        total = plan.workers * len(plan.models)
+        # What was said of them comes later on the line, and wins.
+        shared = ("--threads", str(threads_of_each(total))) if total > 1 else ()
+        gpus, ports = iter(plan.gpus), iter(plan.health_ports)
+        for model in plan.models:
+            for k in range(1, plan.workers + 1):
+                name = "worker" if total == 1 else f"worker.{model.name}.{k}"
+                argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain", str(plan.drain), *shared]
+                argv += [*plan.worker_options, "--log-level", plan.log_level]
+                env = self._urls()
+                if (port := next(ports, None)) is not None:
+                    argv += ["--health-port", str(port)]
+                if plan.gpus:
+                    argv += ["--device", "cuda"]
+                    env["CUDA_VISIBLE_DEVICES"] = next(gpus).visible
+                argv += ["--name", f"{socket.gethostname()}.{os.getpid()}.{name}"]
+                programs.append(Program(name, argv, env))
+        return programs
+
+    def _urls(self) -> dict[str, str]:
+        """By environment, not on the command line: they may have passwords in them."""
+        return {"BROKER_URL": self.broker, "STORE_URL": self.store}
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def _stop_valkey(self) -> None:
+        if self._valkey is not None:
+            await self._valkey.stop(VALKEY_STOP_S)
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+
+
+async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> bool:
+    """Start the system, use it, stop it. SIGINT, SIGTERM or SIGHUP ends the use; with SIGQUIT, or a second one, workers
+    hand back at once what they run; a third ends all on the spot.
+
+    Returns whether the use came to its own end. Raises Failure from the start, the use, or for the third signal;
+    nothing is left running in any case.
+    """
+    came = coming()
+
+    async def start_and_use() -> None:
+        await system.start()
+        await use(system)
+
+    work = asyncio.create_task(start_and_use())
+    told = asyncio.create_task(came.get())
+    await asyncio.wait((work, told), return_when="FIRST_COMPLETED")
+    finished = work.done()
+    signals = 0
+    if not finished:
+        signals = 2 if told.result() is signal.SIGQUIT else 1
+        work.cancel()
+        await asyncio.wait((work,))
+        told = asyncio.create_task(came.get())
+    stopping = asyncio.create_task(system.stop())
+    while True:
+        if signals == 2:
+            system.hasten()
+        await asyncio.wait((stopping, told), return_when="FIRST_COMPLETED")
+        if stopping.done():
+            break
+        signals += 1
+        told = asyncio.create_task(came.get())
+        if signals > 2:
+            stopping.cancel()
+            told.cancel()
+            await asyncio.wait((stopping,))
+            await system.kill()
+            raise Failure("stopped at once; what was running is in the queue", Exit.INTERRUPTED)
+    told.cancel()
+    stopping.result()
+    if not work.cancelled():
+        work.result()
+    return finished

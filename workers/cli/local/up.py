@@ -1,0 +1,200 @@
+"""`penstock up`: the whole system on one machine, until it is told to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from producers.connection.local import DATA_DIR
+from workers.cli.exits import PROCESS_STATUS
+from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.options import (
+    DEFAULT_URL,
+    CorsOrigin,
+    Deterministic,
+    DraftModel,
+    DType,
+    Gpus,
+    KvCacheBytes,
+    KvCacheDType,
+    MaxBatchedTokens,
+    MaxDeaths,
+    MaxNumSeqs,
+    MaxQueued,
+    MaxQueuedPerTenant,
+    MemoryShare,
+    Quantization,
+    Speculate,
+    SpeculateTokens,
+    SpotEndpoint,
+    SpotNotice,
+    StepLimit,
+    Threads,
+    UnhurriedTokens,
+    check_spot,
+    finite,
+    health_ports,
+    said_again,
+)
+
+if TYPE_CHECKING:
+    from workers.cli.local.system import System
+
+
+#: Options that are passed on as they are, with the names and meanings that they have there.
+OF_WORKERS: Final = (
+    *("max_deaths", "step_limit", "spot_notice", "spot_endpoint", "max_num_seqs", "max_batched_tokens"),
+    "unhurried_tokens",
+    *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
+    *("speculate", "draft_model", "speculate_tokens"),
+)
+OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock up --port 8000 --data-dir ~/penstock --model tiny --workers 2"
+    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="The whole system")(up)
+
+
+def up(
+    context: typer.Context,
+    host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    data_dir: Annotated[Path, typer.Option(help="Where the embedded Valkey keeps queues and results.")] = DATA_DIR,
+    broker: Annotated[
+        str | None, typer.Option(envvar="BROKER_URL", help="Use this Redis or Valkey; none is started then.")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(envvar="STORE_URL", help="With --broker: records and streams; unset: the broker.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"{MODEL} May be repeated; unset: tiny.", autocompletion=complete_model)
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=64, help="Processes for each model; unset: 1.")] = None,
+    gpus: Gpus = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_batched_tokens: MaxBatchedTokens = None,
+    unhurried_tokens: UnhurriedTokens = None,
+    kv_cache_bytes: KvCacheBytes = None,
+    memory_share: MemoryShare = None,
+    dtype: DType = None,
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDType = None,
+    deterministic: Deterministic = False,
+    speculate: Speculate = None,
+    draft_model: DraftModel = None,
+    speculate_tokens: SpeculateTokens = None,
+    threads: Threads = None,
+    max_deaths: MaxDeaths = 3,
+    step_limit: StepLimit = 180.0,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Serve /livez and /readyz of the first worker on this port, of each other one on the next: all of the "
+            "first model's workers, then those of the second; unset: nowhere.",
+        ),
+    ] = None,
+    spot_notice: SpotNotice = None,
+    spot_endpoint: SpotEndpoint = None,
+    max_queued: MaxQueued = None,
+    max_queued_per_tenant: MaxQueuedPerTenant = None,
+    cors_origin: CorsOrigin = None,
+    drain: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on at Ctrl-C.")
+    ] = 30.0,
+    log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
+) -> None:
+    """Start Valkey, a gateway, workers and a sweeper; Ctrl-C drains and stops them; what was queued is kept."""
+    import asyncio
+    from contextlib import suppress
+
+    from workers.cli.exits import Failure
+    from workers.cli.gpus.choice import choose, gpus_here
+    from workers.cli.processes import checked_level, needs
+
+    with needs("gateway"), needs("worker"):
+        from workers.cli.local.system import Plan, System, conduct
+
+    if store is not None and broker is None:
+        raise Failure("--store goes with --broker; without them both are the embedded Valkey server")
+    check_spot(spot_notice, spot_endpoint)
+    level = checked_level(log_level)
+
+    def say(name: str, line: str) -> None:
+        with suppress(OSError):  # nobody reads it any more: no reason to stop serving
+            typer.echo(f"{name} | {line}", err=True)
+
+    chosen = choose(gpus, gpus_here()) if gpus is not None else ()
+    names = model or ["tiny"]
+    if chosen and workers is not None:
+        raise Failure("--gpus is one worker for each of them; leave --workers out")
+    if len(chosen) % len(names):
+        raise Failure(f"{len(chosen)} GPUs do not go evenly to {len(names)} models")
+    each = len(chosen) // len(names) or workers or 1
+    ports = health_ports(health_port, each * len(names))
+    if port in ports:
+        raise Failure(
+            f"port {port} is the gateway's, and would be that of a worker's /readyz: --health-port {health_port}"
+        )
+    models = find_models(names, lambda line: say("up", line))
+    if draft_model is not None:  # once, and not in each worker
+        find_models([draft_model], lambda line: say("up", line))
+    plan = Plan(
+        models,
+        data_dir,
+        host,
+        port,
+        broker,
+        store,
+        each,
+        chosen,
+        drain,
+        level,
+        worker_options=tuple(said_again(context, only=OF_WORKERS)),
+        gateway_options=tuple(said_again(context, only=OF_THE_GATEWAY)),
+        health_ports=tuple(ports),
+    )
+
+    server = "an embedded Valkey server" if broker is None else "the broker that was given"
+    say(
+        "up",
+        f"starting {server}, a gateway, a sweeper, "
+        f"{each * len(models)} worker(s) for {', '.join(one.name for one in models)}",
+    )
+    finished = asyncio.run(conduct(System(plan, say), _serve))
+    assert not finished, "it is used until a signal comes"
+    say("up", "stopped; what was queued is found at the next start")
+
+
+async def _serve(system: System) -> None:
+    import asyncio
+
+    from producers.connection.connect import shown
+    from workers.cli.client import Gateway
+
+    models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
+    elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
+    kept = f", kept in {system.plan.data_dir}" if system.plan.broker is None else ""
+    health = " ".join(f"http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
+    typer.echo(
+        f"\nPenstock is ready at {system.url}\n"
+        f"  models  {', '.join(models)}\n"
+        f"  broker  {shown(system.broker)}{kept}\n"
+        + (f"  workers {health}\n" if health else "")
+        + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
+        f"{how_to_end()} drains and stops it.\n"
+    )
+    await asyncio.Event().wait()
+
+
+def how_to_end() -> str:
+    """What stops this process. A shell without job control has its background jobs ignore Ctrl-C."""
+    import os
+    import signal
+
+    return f"kill -TERM {os.getpid()}" if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else "Ctrl-C"

@@ -1,0 +1,1 @@
+"""Commands about models: `penstock models`, `quantize`, `warm`. references reads model names on the command line."""

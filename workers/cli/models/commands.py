@@ -1,0 +1,228 @@
+"""`penstock models`: what models there are, what they are made of, and how more come here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from workers.cli.exits import PROCESS_STATUS, Failure
+from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.options import DEFAULT_URL
+from workers.cli.terminal.show import printable
+
+if TYPE_CHECKING:
+    from engine.text import ModelCard
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+#: Settings of a config.json that say how large a model is.
+SHAPE: Final = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "intermediate_size": "feed-forward width",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "key-value heads",
+    "head_dim": "head size",
+    "vocab_size": "vocabulary",
+    "sliding_window": "sliding window",
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    models = typer.Typer(no_args_is_help=True, help="What models there are, and how more come here.")
+    examples: dict[str, tuple[Callable[..., None], str]] = {
+        "ls": (listed, "penstock models ls --json"),
+        "show": (show, "penstock models show tiny"),
+        "pull": (pull, "penstock models pull hf://Qwen/Qwen3-0.6B@main --name qwen3"),
+        "card": (card, "penstock models card tiny"),
+    }
+    for name, (command, example) in examples.items():
+        models.command(name, epilog=f"Example: {example}\n\n{PROCESS_STATUS}")(command)
+    app.add_typer(models, name="models", rich_help_panel="Models")
+
+
+def listed(
+    as_json: Json = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PENSTOCK_URL", help=f"A gateway, for what it serves; unset: {DEFAULT_URL}, if it answers."
+        ),
+    ] = None,
+) -> None:
+    """List bundled and pulled models, and those that a running gateway serves."""
+    rows = [*_here(), *_served(url)]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    columns = ("name", "where", "version", "parameters", "size", "context", "chat")
+    table = [columns]
+    for row in rows:
+        size = "" if row["bytes"] is None else _megabytes(row["bytes"])
+        count = "" if row["parameters"] is None else _count(row["parameters"])
+        chat = "yes" if "chat" in row["capabilities"] else "no"
+        table.append((row["name"], row["where"], row["version"], count, size, str(row["context_length"]), chat))
+    widths = [max(len(line[column]) for line in table) for column in range(len(columns))]
+    for line in table:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _shown(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".")
+
+
+def show(model: Model, as_json: Json = False) -> None:
+    """Show a model's shape, size, context, chat template and files. One on a hub is pulled first."""
+    folder, found = _card(model)
+    from engine.text.config import Config, packed_bits, read_config
+
+    config = Config.of_model(read_config(folder))
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if _shown(path)}
+    shape = {name: config.get(name) for name in SHAPE if name in config}
+    stored = config.get("dtype") or config.get("torch_dtype")
+    section = config.get("quantization_config")
+    bits = packed_bits({"quantization_config": section})
+    quantised = None
+    if isinstance(section, dict):
+        quantised = f"{section.get('quant_method')}, {f'{bits} bits' if bits < 32 else '8-bit floats'}"
+    if as_json:
+        about = {"folder": str(folder), "dtype": stored, "quantization": section, "shape": shape, "files": files}
+        typer.echo(json.dumps({**json.loads(found.to_json()), **about, "tokenizer_files": found.files}))
+        return
+    lines = {
+        "name": found.name,
+        "version": found.version,
+        "folder": str(folder),
+        "architecture": found.architecture,
+        "parameters": f"{found.parameters:,}",
+        "stored as": stored,
+        "quantised": quantised,
+        "context": f"{found.context_length:,} tokens",
+        **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in shape.items()},
+        "chat template": "yes" if "chat" in found.capabilities else "none: it continues texts, it does not chat",
+        "defaults": ", ".join(f"{name} {value:g}" for name, value in found.defaults.items()) or "none",
+    }
+    width = max(map(len, lines))
+    told = [f"{name.ljust(width)}  {value}" for name, value in lines.items() if value is not None]
+    told.append(f"files: {_megabytes(sum(files.values()))}")
+    told += [f"  {size:>14,}  {name}" for name, size in files.items()]
+    for line in told:  # of which much is whatever the model's files say
+        typer.echo(printable(line, sys.stdout.isatty()))
+
+
+def pull(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="hf://OWNER/NAME[@REVISION], or a folder.")],
+    name: Annotated[
+        str | None, typer.Option(help="What it is called here; unset: as the repository or folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Bring a model into the local model folder, with its checksums.
+
+    The folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
+    """
+    from workers.cli.processes import needs
+    from workers.errors import Refused
+    from workers.library import Shelf, find_model
+    from workers.library.reference import HUB, bundled, checked_name, name_of
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    try:
+        called = checked_name(name or name_of(source), source)
+        if called in bundled():
+            raise Refused(f"{called!r} is the name of a bundled model; give another with --name")
+        if source.startswith(HUB):
+            with needs("worker"):
+                folder = find_model(f"{called}={source}", say).folder
+        elif Path(source).is_dir():
+            folder = Shelf.default().copy(called, Path(source)).folder
+        else:
+            raise Refused(f"{source!r} is no folder; a model on a hub looks like hf://OWNER/NAME")
+    except Refused as refused:
+        raise Failure(str(refused)) from refused
+    pulled = {"name": called, "version": folder.name, "folder": str(folder)}
+    typer.echo(json.dumps(pulled) if as_json else f"{called} {folder.name}")
+
+
+def card(model: Model) -> None:
+    """Print a model's card, which is what gateways and clients know of it, as JSON."""
+    typer.echo(_card(model)[1].to_json())
+
+
+def _card(model: str) -> tuple[Path, ModelCard]:
+    from engine.errors import ModelError
+    from workers.cli.processes import needs
+
+    with needs("gateway"):
+        from engine.text import ModelCard
+    (found,) = find_models([model], lambda line: typer.echo(line, err=True))
+    try:
+        return found.folder, ModelCard.from_folder(found.folder, found.name)
+    except ModelError as error:
+        raise Failure(f"{found.folder} holds no model that can be served: {error}") from error
+
+
+def _here() -> Iterator[dict[str, Any]]:
+    """Without a look into tokenizers, which takes seconds for large ones."""
+    from engine.errors import ModelError
+    from workers.cli.processes import needs
+    from workers.library import Shelf
+    from workers.library.reference import bundled
+
+    with needs("gateway"):
+        from engine.text import ModelCard, TemplateSource
+        from engine.text.checkpoint import count_parameters, model_version
+        from engine.text.config import Config, read_config
+    places = [(name, "bundled", folder) for name, folder in bundled().items()]
+    places += [(one.name, "pulled", one.folder) for one in sorted(Shelf.default().all(), key=lambda one: one.name)]
+    for name, where, folder in places:
+        try:
+            chat = TemplateSource.from_bytes(ModelCard.tokenizer_files(folder)) is not None
+            yield {
+                "name": name,
+                "where": where,
+                "version": model_version(folder),
+                "parameters": count_parameters(folder),
+                "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+                "context_length": Config.of_model(read_config(folder)).context_length(),
+                "capabilities": ["generate", "chat"] if chat else ["generate"],
+                "folder": str(folder),
+            }
+        except ModelError as error:
+            typer.echo(f"penstock: {folder} holds no model that can be served: {error}", err=True)
+
+
+def _served(url: str | None) -> Iterator[dict[str, Any]]:
+    """Nothing where no gateway was asked for, and none answers at the usual place."""
+    from workers.cli.client import Gateway, Unreachable
+
+    gateway = Gateway(url or DEFAULT_URL)
+    try:
+        models = gateway.models()
+    except Unreachable:
+        if url is not None:
+            raise
+        return
+    for model in models:
+        same = {name: model[name] for name in ("version", "context_length", "capabilities")}
+        where = {"name": model["id"], "where": gateway.url, "parameters": None, "bytes": None, "folder": None}
+        yield {**where, **same}
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
+
+
+def _count(parameters: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if parameters >= unit:
+            return f"{parameters / unit:.2f} {name}"
+    return f"{parameters / 1e3:.0f} K"

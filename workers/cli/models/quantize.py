@@ -1,0 +1,240 @@
+"""`penstock quantize`: a smaller checkpoint of a model, and what that changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from workers.cli.exits import Failure
+from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.models.unfinished import unfinished
+from workers.cli.options import Device, Threads
+
+if TYPE_CHECKING:
+    from engine.quant.make import Comparison, Recipe
+
+STATUS: Final = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
+#: Of a text of the user's own, the last part judges what the rest calibrated.
+_HELD_OUT: Final = 0.1
+_REPORT: Final = "quantization_report.json"
+_METHODS: Final = ("gptq", "nearest")
+#: Characters of a file of the default text: many files rather than a few long ones.
+_OF_A_FILE: Final = 8000
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock quantize tiny-v2 ./tiny-v2-int4 --bits 4"
+    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Models")(quantize)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    calibration: list[str]
+    held_out: list[str]
+    source: str
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not be there yet.")],
+    bits: Annotated[int, typer.Option(help="8 or 4, of each weight.")] = 8,
+    method: Annotated[
+        str, typer.Option(help="gptq: rounded so that the calibration text's products change least; nearest: plainly.")
+    ] = "gptq",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale: 128, 64 or 32. Unset: with 8 bits all, with 4 the most that fit."
+        ),
+    ] = None,
+    head: Annotated[
+        int, typer.Option(help="Bits of the output head, and of an embedding that is tied to it: 16, as it is, or 8.")
+    ] = 16,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="A text like what the model will read; its end judges. Unset: Python's own library."),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=256, help="Tokens of it that are used.")] = 32768,
+    evaluation_tokens: Annotated[int, typer.Option(min=256, help="Tokens of the held-out text.")] = 16384,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    device: Device = None,
+    threads: Threads = None,
+) -> None:
+    """Write a model with weights of 8 or 4 bits, and tell by how much its output changed.
+
+    What is made is a folder that this and other engines serve: safetensors in the "pack-quantized" form of
+    compressed-tensors, with a manifest.
+    """
+    from workers.cli.processes import needs
+
+    if bits not in (4, 8):
+        raise Failure(f"--bits is {bits}; it must be 8 or 4")
+    if method not in _METHODS:
+        raise Failure(f"--method is {method!r}; it must be one of {', '.join(_METHODS)}")
+    if head not in (16, 8):
+        raise Failure(f"--head is {head}; it must be 16 (as it is) or 8")
+    with needs("worker"):
+        from engine.config import EngineConfig
+        from engine.errors import EngineError
+        from engine.quant.make import Recipe
+        from engine.quant.make.model import GROUPS
+        from workers.errors import Refused
+        from workers.library import verify
+    if group_size is not None and group_size not in GROUPS:
+        raise Failure(f"--group-size is {group_size}; it must be one of {', '.join(map(str, GROUPS))}")
+    if os.path.lexists(out):
+        raise Failure(f"{out} is there already; name a folder that is not")
+    texts = _texts(calibration)
+    (found,) = find_models([model], _say)
+    try:
+        EngineConfig(device=device or "auto", threads=threads)  # type: ignore[arg-type]  # it checks what it is given
+        verify(found.folder)
+        recipe = Recipe(bits, method, group_size, 8 if head == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
+        with unfinished(out, _say) as work:
+            report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), device, threads)
+    except (EngineError, Refused) as error:
+        raise Failure(str(error)) from error
+    except OSError as error:
+        raise Failure(f"cannot write {out}: {error}") from error
+    report = {"folder": str(out), **report}
+    typer.echo(json.dumps(report) if as_json else _told(report))
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _texts(calibration: Path | None) -> Texts:
+    if calibration is None:
+        from workers.library.corpus import standard_library
+
+        try:
+            files = standard_library()
+        except FileNotFoundError as error:
+            raise Failure(f"{error}; or give a text with --calibration") from error
+        random.Random(0).shuffle(files)  # noqa: S311  # data, not secrets
+        return Texts(
+            [file.text[:_OF_A_FILE] for file in files if not file.held_out],
+            [file.text[:_OF_A_FILE] for file in files if file.held_out],
+            "Python's standard library",
+        )
+    try:
+        text = calibration.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failure(f"--calibration: {calibration} cannot be read as UTF-8 text: {error}") from error
+    border = int(len(text) * (1 - _HELD_OUT))
+    return Texts([text[:border]], [text[border:]], str(calibration))
+
+
+def _make(
+    folder: Path,
+    work: Path,
+    recipe: Recipe,
+    texts: Texts,
+    tokens: tuple[int, int],
+    device: str | None,
+    threads: int | None,
+) -> dict[str, Any]:
+    import torch
+
+    from engine.engine import device_named
+    from engine.execution.threads import threads_for
+    from engine.quant.make import compare, quantise, windows
+    from engine.quant.make.model import plain
+    from engine.text import ModelCard, Tokenizer
+    from engine.text.config import Config, read_config
+    from workers.library.local_models import write_manifest
+
+    torch.set_num_threads(threads_for(threads))
+    place = device_named(device or "auto")
+    context = Config.of_model(read_config(folder)).context_length()
+    tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))
+    learnt, judged = (
+        windows(tokenizer, part, count, context)
+        for part, count in zip((texts.calibration, texts.held_out), tokens, strict=True)
+    )
+    if not learnt or not judged:
+        raise Failure(f"{texts.source} is too short to calibrate with, and to judge: give a text of some pages")
+    recipe = quantise(folder, work, recipe, learnt, place, _say)
+    _copy_rest(folder, work)
+    _say("comparing")
+    found = compare(plain(folder, place), plain(work, place), judged)
+    report = _report(folder, work, recipe, texts, sum(map(len, learnt)), found)
+    (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _say_in_readme(work / "README.md", report)
+    write_manifest(work)
+    return report
+
+
+def _copy_rest(folder: Path, work: Path) -> None:
+    """Tokenizer, template and settings, as they are."""
+    from workers.library.local_models import INDEX, KEPT, MANIFEST, own_file
+
+    for path in sorted(folder.iterdir()):
+        if KEPT.fullmatch(path.name) and path.name not in ("config.json", MANIFEST, INDEX) and path.is_file():
+            shutil.copyfile(own_file(folder, path.name), work / path.name)
+
+
+def _say_in_readme(path: Path, report: dict[str, Any]) -> None:
+    """What a person reads is of the original, and comes after what was made of it."""
+    whole = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    # Fields for a hub's own use come first, if there are any.
+    fields = re.match(r"---\n.*?\n---\n", whole, re.DOTALL)
+    head = fields[0] if fields else ""
+    rest = whole[len(head) :].lstrip("\n")
+    told = [f"Quantised by `penstock quantize`; measures are in [{_REPORT}]({_REPORT})."]
+    told += ["What follows was written of the original."] if rest else []
+    table = [f"| {name} | {value} |" for name, value in _lines(report).items()]
+    text = "\n".join([*told, "", "| | |", "| --- | --- |", *table])
+    path.write_text("\n".join(filter(None, [head, text + "\n", rest])), encoding="utf-8")
+
+
+def _report(
+    folder: Path, work: Path, recipe: Recipe, texts: Texts, calibrated: int, found: Comparison
+) -> dict[str, Any]:
+    from engine.text.checkpoint import model_version
+
+    def size(where: Path) -> int:
+        return sum(path.stat().st_size for path in where.glob("*.safetensors"))
+
+    return {
+        "of": {"name": folder.name, "version": model_version(folder), "bytes": size(folder)},
+        "bytes": size(work),
+        "bits": recipe.bits,
+        "method": recipe.method,
+        "group_size": recipe.group,
+        "head_bits": recipe.head,
+        "text": texts.source,
+        "calibration_tokens": calibrated if recipe.method == "gptq" else 0,
+        **found.to_json(),
+    }
+
+
+def _lines(report: dict[str, Any]) -> dict[str, str]:
+    group = "one scale for each output" if report["group_size"] is None else f"groups of {report['group_size']}"
+    return {
+        "made of": f"{report['of']['name']} {report['of']['version']}",
+        "weights": f"{report['bits']} bits, {group}, {report['method']}",
+        "output head": "as it was" if report["head_bits"] is None else f"{report['head_bits']} bits",
+        "size": f"{report['bytes'] / 1e6:,.1f} MB, was {report['of']['bytes'] / 1e6:,.1f} MB",
+        "text": f"{report['text']}: {report['calibration_tokens']:,} tokens calibrated, {report['tokens']:,} judge",
+        "perplexity": f"{report['perplexity']:.3f}, was {report['perplexity_before']:.3f} "
+        f"({report['perplexity_increase']:+.2%})",
+        "divergence": f"KL {report['divergence']:.5f} nats on average, p99 {report['divergence_p99']:.4f}",
+        "agreement": f"{report['agreement']:.2%} of the likeliest tokens are the same",
+    }
+
+
+def _told(report: dict[str, Any]) -> str:
+    lines = {"folder": report["folder"], **_lines(report)}
+    width = max(map(len, lines))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items())

@@ -1,0 +1,308 @@
+"""Claims what Celery handed over, many at a time, and starts it in the engine.
+
+The last suspect runs alone: a task whose workers died as often as is allowed but once has company in every crash, and
+most of that company is innocent. It waits, unclaimed, until the engine is empty, and nothing is fetched while it runs.
+So only a task that kills its worker by itself is ever given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from engine.request import Request
+from producers.connection.log_throttle import complain
+from producers.connection.script import Call, run_many
+from producers.contract import keys
+from producers.contract.record import Record
+from producers.contract.task import DEFAULTS, Task
+from producers.errors import InvalidTask
+from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
+from workers.flow.delivery import Delivery
+from workers.flow.stream import read_first, tokens_of
+from workers.pool.chat import ChatPrompts
+from workers.pool.plain import error_json
+from workers.runtime.connect import LOST, connect
+
+if TYPE_CHECKING:
+    from workers.flow.intake import Arrival
+    from workers.runtime.assembly import Runtime
+
+logger = logging.getLogger(__name__)
+
+BATCH = 64
+#: Streams that are read in one go: the first should not wait long for the last.
+STREAMS = 16
+RETRY_S = 0.2
+SAMPLING = tuple(field.name for field in fields(SamplingParams))
+
+
+class Claimer(threading.Thread):
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="penstock-claimer", daemon=True)
+        self._runtime = runtime
+        self._redis = connect(runtime.settings.store)
+        self._queue: queue.SimpleQueue[tuple[Delivery, Arrival | None] | None] = queue.SimpleQueue()
+        self._chat = ChatPrompts(runtime.files, runtime.engine.tokenizer)
+        self._suspects: deque[Delivery] = deque()
+        #: What came while a suspect had or awaited its turn: not claimed before that is over, or it would be counted
+        #: dead with it.
+        self._later: deque[tuple[Delivery, Arrival | None]] = deque()
+        #: By delivery: the beginning of what was published of it, read ahead.
+        self._streams: dict[str, list[Any]] = {}
+        self._alone = False
+        self._stopping = False
+
+    def submit(self, delivery: Delivery, arrival: Arrival | None = None) -> None:
+        """With `arrival`, a condemned message: decoded only when its task may go on."""
+        self._queue.put((delivery, arrival))
+
+    def room(self) -> None:
+        """Something was put down: a suspect may have its turn, or has had it."""
+        if self._alone:
+            self._queue.put(None)
+
+    def forget_suspects(self) -> None:
+        self._suspects.clear()
+        self._later.clear()
+        self._stay_alone(False)
+
+    def stop(self, timeout: float) -> bool:
+        self._stopping = True
+        self._queue.put(None)
+        self.join(timeout)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        while not self._stopping:
+            batch = [self._queue.get()]
+            while len(batch) < BATCH and not self._queue.empty():
+                batch.append(self._queue.get())
+            todo = [item for item in batch if item is not None and not item[0].put_down]
+            if self._alone:
+                self._later.extend(todo)
+                todo = []
+            claims = self._claim([delivery for delivery, _ in todo])
+            for start in range(0, len(todo), STREAMS):
+                part, answers = todo[start : start + STREAMS], claims[start : start + STREAMS]
+                self._read_ahead([delivery for delivery, _ in part], answers)
+                for (delivery, arrival), claimed in zip(part, answers, strict=True):
+                    self._take(delivery, arrival, claimed)
+            self._streams.clear()
+            self._next_suspect()
+
+    def _claim(self, deliveries: list[Delivery]) -> list[Claimed | Exception]:
+        """Until the store answers; an error is one task's own. A repeated CLAIM of a delivery repeats its answer."""
+        while True:
+            try:
+                answers = run_many(self._redis, [self._call(delivery) for delivery in deliveries])
+                return [_read(d.task_id, answer) for d, answer in zip(deliveries, answers, strict=True)]
+            except LOST as exc:
+                if self._stopping:
+                    return [Claimed("lost")] * len(deliveries)
+                complain(logger, "Cannot claim %d tasks, trying again: %s", len(deliveries), exc)
+                time.sleep(RETRY_S)
+
+    def _call(self, delivery: Delivery) -> Call:
+        return claim(
+            delivery.task_id,
+            delivery.uuid,
+            delivery.incarnation.id,
+            plain=delivery.plain.fields if delivery.plain else None,
+            condemned=delivery.condemned,
+            max_deaths=self._runtime.settings.max_deaths,
+        )
+
+    def _take(
+        self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed | Exception, alone: bool = False
+    ) -> None:
+        """Act upon the answer. A record that is none is a matter of its own task, not of those behind it."""
+        try:
+            if isinstance(claimed, Exception):
+                raise claimed
+            self._act(delivery, arrival, claimed, alone)
+        except Exception as exc:
+            logger.exception("Task %s: its record cannot be used", delivery.task_id)
+            if self._runtime.running.pop(delivery.uuid, None):
+                self._runtime.engine.abort(delivery.uuid)
+            self._runtime.finisher.bury(delivery, f"its record cannot be used: {exc}", claimed=True)
+
+    def _act(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed, alone: bool) -> None:
+        runtime = self._runtime
+        record = claimed.record
+        if claimed.answer == "lost":
+            runtime.life_is_over(delivery.incarnation)
+        elif claimed.answer == "done":
+            runtime.done(delivery, settled=True)
+        elif claimed.answer == "busy":
+            runtime.give_back(delivery, runtime.settings.retry_after)
+        elif arrival is not None and record is not None and "claims" in record.fields:
+            # Others claimed it and lived: it may be decoded, and comes back as a job, to be run or only to be settled.
+            delivery.begin(record, record.nexts)
+            delivery.owned = False
+            runtime.intake.pass_on(arrival)
+        elif claimed.answer == "settle":
+            assert record is not None
+            delivery.begin(record, record.nexts)
+            runtime.finisher.finish(delivery, record.status)
+        else:
+            assert record is not None
+            if "end" in record.fields:  # no token would be taken, and its message would come back for ever
+                raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
+            delivery.begin(record, record.nexts)
+            if delivery.revoked:
+                runtime.publisher.conclude_revoked(delivery)
+            elif delivery.plain and delivery.plain.error:
+                runtime.publisher.conclude(delivery, "failed", delivery.plain.error)
+            elif is_last_chance(record, runtime.settings.max_deaths) and not alone:
+                logger.warning("Task %s was lost with its worker %d times: it runs alone", record.id, record.deaths)
+                self._suspects.append(delivery)
+                self._stay_alone(True)
+            else:
+                self._start(delivery)
+
+    def _next_suspect(self) -> None:
+        """Give the next one its turn. Those that wait hold no claim: they must not be counted dead with it."""
+        for delivery in [d for d in self._suspects if d.put_down]:
+            self._suspects.remove(delivery)
+        self._release([d for d in self._suspects if d.record is not None])
+        if self._runtime.running or self._stopping:
+            return
+        if self._suspects:
+            delivery = self._suspects.popleft()
+            (claimed,) = self._claim([delivery])
+            self._take(delivery, None, claimed, alone=True)
+        elif self._alone:
+            self._stay_alone(False)
+            while self._later:
+                self._queue.put(self._later.popleft())
+
+    def _release(self, deliveries: list[Delivery]) -> None:
+        """Until the store answers."""
+        while deliveries and not self._stopping:
+            try:
+                run_many(self._redis, [release(delivery.task_id, delivery.uuid) for delivery in deliveries])
+            except LOST as exc:
+                complain(logger, "Cannot release %d tasks, trying again: %s", len(deliveries), exc)
+                time.sleep(RETRY_S)
+                continue
+            for delivery in deliveries:
+                delivery.record = None
+            return
+
+    def _stay_alone(self, alone: bool) -> None:
+        self._alone = alone
+        self._runtime.ledger.freeze(alone)
+
+    def _start(self, delivery: Delivery) -> None:
+        runtime = self._runtime
+        try:
+            request = self._request(delivery)
+            delivery.prompt_ids = request.prompt_ids
+            delivery.prompt_tokens = len(request.prompt_ids)
+            delivery.selects = request.params.selects
+            runtime.running[delivery.uuid] = delivery
+            if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
+                # Who runs alone may be a suspect, whose worker dies before it has made a step.
+                runtime.publisher.count(delivery, soon=len(runtime.running) == 1)
+            runtime.engine.submit(request, runtime.publisher.on_event)
+        except (RequestError, InvalidTask) as exc:
+            runtime.publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
+            return
+        except LOST as exc:
+            logger.warning("Cannot start task %s, giving it back: %s", delivery.task_id, exc)
+            runtime.let_go(delivery, runtime.settings.retry_after)
+            return
+        except BaseException as exc:  # a panic in the tokenizer, which is Rust, is no Exception
+            logger.exception("Cannot start task %s", delivery.task_id)
+            error = error_json("engine_error", f"The task could not be started: {exc!r}")
+            runtime.publisher.conclude(delivery, "failed", error)
+            return
+        runtime.housekeeper.watch_deadline(delivery)
+        if delivery.put_down:  # our life ended meanwhile
+            runtime.running.pop(delivery.uuid, None)
+            runtime.engine.abort(delivery.uuid)
+        elif delivery.revoked:
+            runtime.publisher.conclude_revoked(delivery)
+        elif delivery.cancelled:
+            runtime.publisher.conclude_cancelled(delivery)
+
+    def _request(self, delivery: Delivery) -> Request:
+        record = delivery.record
+        assert record is not None
+        task = Task.parse_json(record.fields.get("task", ""))
+        if task.n != record.n:
+            raise InvalidTask(f"the record says n = {record.n}, its task n = {task.n}", param="n")
+        return Request(
+            id=delivery.uuid,
+            prompt_ids=self._prompt_ids(task, record),
+            params=self._params(task, delivery),
+            tier=keys.TIERS[task.tier][0],
+            salt=task.tenant or "",
+            tenant=task.tenant or "",
+            weight=self._runtime.weights.get(task.tenant or "", 1.0),
+            resume=self._published(delivery) if any(delivery.base) else [],
+        )
+
+    def _prompt_ids(self, task: Task, record: Record) -> list[int]:
+        if task.messages is not None:
+            return self._chat.encode(task.messages, record.time("created"))
+        prompt = task.prompt
+        return self._runtime.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
+        """The task's own, else the card's, else everybody's; without what earlier workers have published as a whole."""
+        usual = {**DEFAULTS, **self._runtime.card.get("defaults", {})}
+        asked = {name: getattr(task, name) for name in SAMPLING}
+        filled = {name: usual[name] for name in DEFAULTS if asked[name] is None}
+        if delivery.scored:
+            filled["prompt_logprobs"] = None
+        if any(delivery.base):
+            filled["best_of"] = None
+        return SamplingParams(**asked | filled)
+
+    def _read_ahead(self, deliveries: Sequence[Delivery], answers: Sequence[Claimed | Exception]) -> None:
+        """The streams of those that others have begun, in one go: a worker that is drained hands hundreds over."""
+        begun = [
+            delivery
+            for delivery, claimed in zip(deliveries, answers, strict=True)
+            # By its fields alone: a record that is none is to fail its own task, later, and not this thread.
+            if isinstance(claimed, Claimed)
+            and claimed.answer == "go"
+            and claimed.record
+            and _begun(claimed.record.fields)
+        ]
+        with suppress(*LOST):  # then each is read by itself, as those are that cannot be read
+            streams = read_first(self._redis, [delivery.task_id for delivery in begun])
+            self._streams = {d.uuid: s for d, s in zip(begun, streams, strict=True) if not isinstance(s, Exception)}
+
+    def _published(self, delivery: Delivery) -> list[list[int]]:
+        """The tokens that earlier workers published, per choice: this worker goes on from there."""
+        found: list[list[int]] = [[] for _ in delivery.base]
+        first = self._streams.pop(delivery.uuid, None)
+        for choice, token_id in tokens_of(self._redis, delivery.task_id, first):
+            found[choice].append(token_id)
+        return found
+
+
+def _begun(fields: Mapping[str, str]) -> bool:
+    return any(name.startswith("next:") for name in fields)
+
+
+def _read(task_id: str, answer: Any) -> Claimed | Exception:
+    """A record that is no text is its own task's error, too."""
+    if isinstance(answer, Exception):
+        return answer
+    try:
+        return read_claim(task_id, answer)
+    except ValueError as exc:
+        return exc

@@ -1,0 +1,118 @@
+"""A delivery: one message in this worker's hands, from FETCH until ACK or BACK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from celery.worker.state import task_ready
+
+from engine.request import Event
+from producers.contract.record import Record
+from workers.leases.incarnation import Incarnation
+
+
+@dataclass(slots=True)
+class Job:
+    """Celery's side of a delivery: the stock tracer with its arguments, and whom to tell."""
+
+    tracer: Callable[..., Any]
+    args: tuple[Any, ...]
+    on_done: Callable[..., Any]
+    request: Any
+    """celery.worker.request.Request; it holds us by a weak reference only, we hold it by a strong one."""
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The message's headers, args and kwargs, as Celery keeps them for the tracer."""
+        headers: dict[str, Any] = self.args[2]
+        return headers
+
+
+@dataclass(slots=True)
+class Plain:
+    """What a plain Celery message asks for: the fields of a record to be made, and why it is no task, if so (JSON)."""
+
+    fields: dict[str, str | int]
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Delivery:
+    """The delivery's UUID is also the name of its claim, and of the engine's request."""
+
+    uuid: str
+    task_id: str
+    incarnation: Incarnation
+    condemned: bool = False
+    """Its workers died before they could claim it, too often."""
+    owned: bool = False
+    """The pool acknowledges it, not Celery."""
+    beside: bool = False
+    """An ordinary Celery task that the pool runs beside the engine."""
+    plain: Plain | None = None
+    job: Job | None = None
+    record: Record | None = None
+    base: list[int] = field(default_factory=list)
+    """Per choice, the index at which this worker took over."""
+    entries: list[list[str]] = field(default_factory=list)
+    """Per choice, the stream entries made here, from `base` on: a failover may ask for the last ones again."""
+    prompt_ids: list[int] = field(default_factory=list)
+    prompt: list[str] = field(default_factory=list)
+    """The stream entries of the prompt's log probabilities, where they were made here."""
+    scored: bool = False
+    """They are in the stream, or on their way: tokens come after them."""
+    selects: bool = False
+    """The engine makes more choices than are published, all at the end."""
+    held: list[Event] = field(default_factory=list)
+    """What it said of those, until all is said."""
+    discarded: int = 0
+    """Tokens of those that are not published."""
+    reasons: list[str | None] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    deadline: float | None = None
+    """When it has to end, by this machine's monotonic clock."""
+    cancelled: bool = False
+    """A word came that it is; maybe before it ran."""
+    revoked: bool = False
+    """Celery revoked it, and has told the result backend."""
+    revoked_expired: bool = False
+    ended: bool = False
+    """Its end is written, or it is on its way back: whatever else would end it comes too late."""
+    put_down: bool = False
+    """Settled, released, or its incarnation is over: whatever comes for it now is too late."""
+
+    def begin(self, record: Record, nexts: list[int]) -> None:
+        """The claim was granted: this worker appends from `nexts` on."""
+        self.record = record
+        self.base = nexts
+        self.entries = [[] for _ in nexts]
+        self.scored = record.scored
+        self.reasons = [None] * len(nexts)
+
+    @property
+    def complete(self) -> bool:
+        """All of its choices have ended by themselves."""
+        return all(self.reasons)
+
+    def next_index(self, choice: int) -> int:
+        """Of the next token, as far as this worker knows."""
+        return self.base[choice] + len(self.entries[choice])
+
+    @property
+    def used(self) -> int:
+        """KV tokens of all that was computed for it: the prompt once, the output of each choice."""
+        made = sum(base + len(entries) for base, entries in zip(self.base, self.entries, strict=True))
+        return self.prompt_tokens + made + self.discarded
+
+    def terminate(self, signal: Any = None) -> None:
+        """celery.worker.request calls this on what `apply_async` returned; `terminate_job` has done the work."""
+
+
+def forget(request: Any) -> None:
+    """Celery's books: the request is not active any more, and its message is nobody's concern."""
+    if not request.acknowledged:
+        task_ready(request)
+        request.acknowledge()

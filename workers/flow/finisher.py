@@ -1,0 +1,237 @@
+"""After a won FINISH: runs Celery's stock tracer (result, events, links, chords), then SETTLE, then ACK.
+
+A worker that dies in here leaves a task that is final but not settled: whoever gets its message runs the tracer from
+the record, never the engine. So links are sent at least once, and the output is made exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery import states
+from celery.exceptions import Reject
+from kombu.exceptions import OperationalError
+
+from producers.connection.log_throttle import complain
+from producers.connection.script import run_many
+from producers.contract.record import Record
+from producers.contract.result import collect, failure, summary
+from producers.errors import TaskFailed
+from producers.store.protocol import release, settle
+from workers.flow.delivery import Delivery
+from workers.flow.stream import read_stream
+from workers.pool.plain import error_json
+from workers.pool.task import OUTCOME, Fault
+from workers.runtime.connect import LOST, connect
+
+if TYPE_CHECKING:
+    from workers.runtime.assembly import Runtime
+
+logger = logging.getLogger(__name__)
+
+BATCH = 256
+#: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter.
+RETRY, BACK, DEAD = "retry", "back", "dead"
+RETRY_S = 1.0
+#: Times that Celery's side of a task may fail, other than by a server that is away.
+MAX_FAILURES = 3
+AWAY = (*LOST, OperationalError)
+
+
+@dataclass(slots=True)
+class _Ending:
+    delivery: Delivery
+    status: str
+    error: str = "null"
+    delay: float = 0.0
+    """Before the message is fetched again, where it goes back, seconds."""
+    traced: bool = False
+    failures: int = 0
+    reason: str = ""
+    """Why the message is to be kept."""
+    claimed: bool = True
+    """The claim may be ours: put down without SETTLE or RELEASE, a copy of its message would wait for it for ever."""
+
+
+class Finisher(threading.Thread):
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="penstock-finisher", daemon=True)
+        self._runtime = runtime
+        self.redis = connect(runtime.settings.store)
+        self._queue: queue.SimpleQueue[_Ending | None] = queue.SimpleQueue()
+
+    def finish(self, delivery: Delivery, status: str, error: str = "null") -> None:
+        """The record is final with this status, and the claim is ours."""
+        self._queue.put(_Ending(delivery, status, error))
+
+    def may_retry(self, delivery: Delivery) -> bool:
+        """Has Celery a try left? Without a job (a condemned message) there is nothing to publish again."""
+        job = delivery.job
+        return job is not None and (job.headers.get("retries") or 0) < self._runtime.settings.max_retries
+
+    def retry(self, delivery: Delivery, message: str) -> None:
+        """The engine failed the task, whose record is not final: publish a copy, RELEASE, ACK."""
+        self._queue.put(_Ending(delivery, RETRY, message))
+
+    def release(self, delivery: Delivery, delay: float = 0.0) -> None:
+        """Not finished here: RELEASE, then BACK; whoever claims it next goes on from its next token."""
+        self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True))
+
+    def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False) -> None:
+        """There is no record to finish: tell whoever waits for its result, RELEASE what was `claimed`, then ACK; the
+        message is kept."""
+        error = error_json("dead_lettered", f"The message cannot be used: {reason}")
+        self._queue.put(_Ending(delivery, DEAD, error, reason=reason, claimed=claimed))
+
+    def stop(self, timeout: float) -> bool:
+        """True once everything that was said before is settled."""
+        self._queue.put(None)
+        self.join(timeout)
+        return not self.is_alive()
+
+    def run(self) -> None:
+        with suppress(*LOST):  # so that handing back, which has little time, does not begin with that
+            self.redis.script_load(release("", "").script.text)
+        stopping = False
+        while not stopping:
+            batch = [self._queue.get()]
+            while len(batch) < BATCH and not self._queue.empty():
+                batch.append(self._queue.get())
+            stopping = None in batch
+            traced = [end for end in batch if end is not None and not end.delivery.put_down and self._trace(end)]
+            self._settle(traced)
+
+    # ---- the tracer ---------------------------------------------------------------------------------------------
+
+    def _trace(self, end: _Ending) -> bool:
+        """True when Celery's side is done, or given up; else it is tried again later."""
+        if end.traced:
+            return True
+        try:
+            self._tell_celery(end)
+            end.traced = True
+        except AWAY as exc:
+            complain(logger, "Celery's side of task %s has to wait: %s", end.delivery.task_id, exc)
+        except Exception as exc:
+            logger.exception("Celery's side of task %s failed", end.delivery.task_id)
+            end.failures += 1
+            if end.failures >= MAX_FAILURES:
+                return self._give_up(end, exc)
+        if not end.traced:
+            self._runtime.later(RETRY_S, lambda: self._queue.put(end))
+        return end.traced
+
+    def _give_up(self, end: _Ending, exc: Exception) -> bool:
+        """Callbacks that cannot be sent, say: the output stands, the message is kept as a dead letter."""
+        if end.status == RETRY:  # no copy was sent, so there is no other try
+            self._runtime.publisher.conclude(end.delivery, "failed", error_json("engine_error", end.error))
+            return False
+        end.traced, end.reason = True, end.reason or f"Celery's side of it failed: {exc!r}"
+        return True
+
+    def _tell_celery(self, end: _Ending) -> None:
+        """Raises what went wrong, which may be that result backend or broker are away."""
+        delivery, job = end.delivery, end.delivery.job
+        if delivery.revoked:
+            return  # it has announced the revocation itself
+        backend = self._runtime.app.backend
+        if job is None:  # condemned: nobody may decode the message, but whoever waits for the result must hear
+            if backend.get_state(delivery.task_id) in states.READY_STATES:  # of a copy, or told by Celery
+                return
+            if end.status == "cancelled":
+                backend.mark_as_revoked(delivery.task_id, "cancelled")
+            else:
+                backend.store_result(delivery.task_id, self._failure(end), states.FAILURE)
+            return
+        if end.status == "cancelled":
+            request = job.request
+            backend.mark_as_revoked(
+                delivery.task_id, "cancelled", request=request._context, store_result=request.store_errors
+            )
+            request.send_event("task-revoked", terminated=True, signum=None, expired=False)
+            return
+        job.headers[OUTCOME] = self._outcome(end)
+        started = time.monotonic()
+        try:
+            failed, value, _ = job.tracer(*job.args)
+        except Reject as rejected:  # a link that the broker does not take (`workers.pool.app`)
+            raise rejected.reason from rejected
+        if failed and getattr(value, "internal", False):
+            fault = getattr(value.exception, "exc", value.exception)
+            raise getattr(fault, "reason", fault)  # a copy that could not be published comes as Reject(reason)
+        job.on_done((failed, value, time.monotonic() - started))
+
+    def _outcome(self, end: _Ending) -> Any:
+        """What the task's body is to return or raise."""
+        if end.status == RETRY:
+            return Fault(end.error)
+        if end.status in ("failed", DEAD):
+            return self._failure(end)
+        delivery = end.delivery
+        assert delivery.record is not None
+        if delivery.job is not None and delivery.job.headers.get("ignore_result") and delivery.plain is None:
+            return {"id": delivery.task_id, "status": end.status}
+        record = Record.parse(delivery.task_id, self.redis.hgetall(delivery.record.key))
+        result = collect(record, read_stream(self.redis, delivery.task_id))
+        return summary(result)
+
+    def _failure(self, end: _Ending) -> TaskFailed:
+        record = end.delivery.record
+        return failure(json.loads(end.error) or (record.json("error") if record else None))
+
+    # ---- settle ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, ends: list[_Ending]) -> None:
+        for end in ends:
+            if not end.claimed:
+                self._runtime.done(end.delivery, end.reason)
+        ends = [end for end in ends if end.claimed]
+        calls = [
+            release(end.delivery.task_id, end.delivery.uuid)
+            if end.status in (RETRY, BACK, DEAD)
+            else settle(end.delivery.task_id)
+            for end in ends
+        ]
+        while calls and not all(end.delivery.put_down for end in ends):
+            try:
+                answers = run_many(self.redis, calls)
+            except LOST as exc:
+                complain(logger, "Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
+                time.sleep(RETRY_S)
+                continue
+            broken: list[_Ending] = []
+            for end, answer in zip(ends, answers, strict=True):
+                if end.status == DEAD:
+                    self._runtime.done(end.delivery, end.reason)
+                elif isinstance(answer, Exception):
+                    logger.error("Cannot settle or release task %s: %s", end.delivery.task_id, answer)
+                    end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
+                    broken.append(end)
+                elif end.status == BACK:
+                    self._runtime.give_back(end.delivery, end.delay)
+                elif end.status == RETRY:
+                    self._runtime.done(end.delivery, self._dead_letter(end))
+                elif answer:
+                    self._runtime.done(end.delivery, self._dead_letter(end), settled=True)
+                else:
+                    logger.warning("A failover lost the end of task %s: it goes back", end.delivery.task_id)
+                    self.release(end.delivery)
+            return self._settle(broken)
+
+    def _dead_letter(self, end: _Ending) -> str:
+        """Why the message is kept, if it is: a task given up on is worth a look."""
+        record = end.delivery.record
+        try:
+            error = record.json("error") if record else None
+        except ValueError as exc:
+            return f"its record cannot be used: {exc}"
+        if isinstance(error, dict) and error.get("code") == "dead_lettered":
+            return str(error["message"])
+        return end.reason

@@ -1,0 +1,396 @@
+"""Publishes tokens as they are made: once per engine step, one scripted call for all sequences.
+
+The engine's thread only appends to a list. This thread encodes, sends, and acts on the answers; whatever ends a running
+task passes through here, so that its last tokens are out before its FINISH.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import NOT_FINITE, EngineError
+from engine.logprobs import TokenLogprobs
+from engine.request import Event
+from producers.connection.log_throttle import complain
+from producers.connection.script import run, run_many, text
+from producers.contract.events import encode_prompt, encode_token, quote
+from producers.store.protocol import Append, append, finish, prompt, read_append
+from workers.flow.delivery import Delivery
+from workers.pool.plain import error_json
+from workers.runtime import probe
+from workers.runtime.connect import LOST, connect
+
+if TYPE_CHECKING:
+    from workers.runtime.assembly import Runtime
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+#: Entries in one call: after an outage there may be many, and a script blocks the store.
+MAX_ENTRIES = 2000
+
+EXPIRED = error_json("expired", "The deadline passed before the task was finished.")
+#: What a worker says whose model no longer answers what it did when it was loaded.
+BROKEN = (
+    f"{NOT_FINITE} also after the prompt that it answered when it was loaded, so that its weights in memory are "
+    "damaged. Its tasks go to others; start it again, and test this machine's memory or GPU if it happens again"
+)
+#: The finish reason of a choice that the deadline cut off; `_late.lua` has it too.
+DEADLINE = "deadline"
+
+
+@dataclass(slots=True)
+class Conclusion:
+    """How a running task is to end. `retry`: by Celery's retry, where it has tries left."""
+
+    delivery: Delivery
+    status: str
+    error: str = "null"
+    retry: bool = False
+
+
+class Publisher(threading.Thread):
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(name="penstock-publisher", daemon=True)
+        self._runtime = runtime
+        self._redis = connect(runtime.settings.store)
+        self._news: deque[Event | Conclusion | Delivery] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        #: Ends in NaN, by delivery: those that the question under way is about, and those that came since.
+        self._asked: dict[str, Conclusion] = {}
+        self._doubted: dict[str, Conclusion] = {}
+        self.busy_since: float | None = None
+        """When it began with what it is at; None while there is nothing to publish."""
+        self.tokens = 0
+
+    # ---- called by others -----------------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """The engine's thread, for each choice with news; `on_step` follows."""
+        self._news.append(event)
+
+    def on_step(self) -> None:
+        self._wake.set()
+
+    def count(self, delivery: Delivery, *, soon: bool) -> None:
+        """Tell the record how long its prompt is, which came as text: with the engine's next step, or `soon`. Any
+        thread, before the engine has it."""
+        self._news.append(delivery)
+        if soon:
+            self._wake.set()
+
+    def conclude(self, delivery: Delivery, status: str, error: str = "null") -> None:
+        """End it so, after what it has published. Any thread."""
+        self._conclude(Conclusion(delivery, status, error))
+
+    def _conclude(self, end: Conclusion) -> None:
+        self._news.append(end)
+        self._wake.set()
+
+    def conclude_late(self, delivery: Delivery) -> None:
+        """Its deadline passed: `incomplete`, with what it has. Any thread."""
+        self.conclude(delivery, "incomplete", EXPIRED)
+
+    def conclude_cancelled(self, delivery: Delivery) -> None:
+        """A cancel was accepted: its memory need not wait until the store has taken its end. Any thread."""
+        self._runtime.engine.abort(delivery.uuid)
+        self.conclude(delivery, "cancelled")
+
+    def conclude_revoked(self, delivery: Delivery) -> None:
+        if delivery.revoked_expired:
+            self.conclude(delivery, "failed", EXPIRED)
+        else:
+            self.conclude(delivery, "cancelled")
+
+    def stop(self, timeout: float) -> bool:
+        """True once everything that was said before is published."""
+        self._stopping = True
+        self._wake.set()
+        self.join(timeout)
+        return not self.is_alive()
+
+    # ---- the thread -----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            self.busy_since = time.monotonic()
+            try:
+                self._publish()
+            except Exception:
+                logger.exception("Publishing failed")
+            self.busy_since = None
+            if self._stopping and not self._news:
+                return
+
+    def _publish(self) -> None:
+        batch: dict[tuple[str, int], Append] = {}
+        ends: dict[str, Conclusion] = {}
+        scored: list[Delivery] = []
+        while self._news:
+            item = self._news.popleft()
+            if isinstance(item, Conclusion):
+                if not (item.delivery.ended or (item.status == "incomplete" and item.delivery.complete)):
+                    ends.setdefault(item.delivery.uuid, item)
+                continue
+            if isinstance(item, Delivery):
+                if item.uuid in self._runtime.running:
+                    self._said(item, 0, item.next_index(0), batch).prompt_tokens = item.prompt_tokens
+                continue
+            delivery = self._runtime.running.get(item.request_id)
+            if delivery is not None:
+                if item.prompt_logprobs is not None:
+                    self._note_prompt(delivery, item.prompt_logprobs)
+                    scored.append(delivery)
+                for event in self._due(delivery, item):
+                    self._note(delivery, event, batch, ends)
+        self._prompt(scored, ends)
+        self._append(list(batch.values()), ends)
+        self._finish(ends)
+        self._ask()
+
+    @staticmethod
+    def _note_prompt(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> None:
+        found = [(lp.logprob, lp.top) if lp else None for lp in logprobs]
+        delivery.prompt = encode_prompt(delivery.prompt_ids, found)
+        delivery.scored = True
+
+    @staticmethod
+    def _due(delivery: Delivery, event: Event) -> list[Event]:
+        """The events to publish now. Those of best_of's choices wait for each other: published in one call, no stream
+        can hold the choices of two runs."""
+        if not delivery.selects or event.error is not None:
+            return [event]
+        delivery.held.append(event)
+        return delivery.held if event.done else []
+
+    def _note(
+        self,
+        delivery: Delivery,
+        event: Event,
+        batch: dict[tuple[str, int], Append],
+        ends: dict[str, Conclusion],
+    ) -> None:
+        """Encode the event's tokens, and see whether it is the last one."""
+        choice = event.choice
+        if event.token_ids:
+            entries = _encode(event)
+            append = self._said(delivery, choice, event.index, batch)
+            append.entries += entries
+            append.discarded = delivery.discarded = event.discarded
+            delivery.entries[choice] += entries
+        if event.finish_reason is None and not event.done:
+            return
+        delivery.cached_tokens = event.cached_tokens
+        delivery.reasons[choice] = event.finish_reason
+        if event.error is not None:
+            code = "invalid_value" if event.refused else "engine_error"
+            error = error_json(code, event.error)
+            failed = Conclusion(delivery, "failed", error, retry=not event.refused)
+            (self._doubted if event.error == NOT_FINITE else ends)[delivery.uuid] = failed
+        elif event.done and "error" not in delivery.reasons:
+            end = ends.get(delivery.uuid)
+            if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
+                ends[delivery.uuid] = Conclusion(delivery, "completed")
+
+    @staticmethod
+    def _said(delivery: Delivery, choice: int, index: int, batch: dict[tuple[str, int], Append]) -> Append:
+        """What the batch says of a choice, from token `index` on."""
+        append = batch.get((delivery.uuid, choice))
+        if append is None:
+            append = batch[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, index)
+        append.scored = delivery.scored
+        return append
+
+    def _ask(self) -> None:
+        """Who is to blame for NaN: see `workers.runtime.probe`. Where the engine is closed, a drain hands them back."""
+        if self._doubted and not self._asked:
+            self._asked, self._doubted = self._doubted, {}
+            with suppress(EngineError):
+                probe.ask(self._runtime.engine, self._answered)
+
+    def _answered(self, error: str | None) -> None:
+        """The engine's thread. Where the model is broken, those whose end waits are handed back with all others."""
+        if error == NOT_FINITE:
+            self._runtime.give_up(f"the model is broken, not a request: {BROKEN}", frozenset())
+            return
+        asked, self._asked = self._asked, {}
+        for end in asked.values():
+            self._conclude(end)
+
+    def _prompt(self, deliveries: list[Delivery], ends: dict[str, Conclusion]) -> None:
+        """Until the store has their prompts' log probabilities, which come before their tokens."""
+        while todo := [delivery for delivery in deliveries if not delivery.put_down]:
+            try:
+                answers = run_many(self._redis, [prompt(d.task_id, d.uuid, d.prompt) for d in todo])
+            except LOST as exc:
+                complain(logger, "Cannot publish, trying again: %s", exc)
+                time.sleep(RETRY_S)
+                continue
+            for delivery, answer in zip(todo, answers, strict=True):
+                if isinstance(answer, Exception):
+                    logger.error("Cannot publish the prompt of task %s: %s", delivery.task_id, answer)
+                    self._not_ok(delivery, "error", ends)
+                elif text(answer) != "ok":
+                    self._not_ok(delivery, text(answer), ends)
+            return
+
+    def _not_ok(self, delivery: Delivery, answer: str, ends: dict[str, Conclusion]) -> None:
+        """What was to be published was not taken: the task is cancelled, or not ours."""
+        if answer == "cancel":
+            self._runtime.engine.abort(delivery.uuid)
+            ends[delivery.uuid] = Conclusion(delivery, "cancelled")
+        else:
+            self._lost(delivery, answer)
+            ends.pop(delivery.uuid, None)
+
+    def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
+        """Until the store has it all, or says that it is not ours to append."""
+        deliveries = self._runtime.deliveries
+        while batch:
+            part, rest = _part([a for a in batch if a.claim_id in deliveries])
+            if not part:
+                return
+            try:
+                answers = read_append(run(self._redis, append(part)))
+            except LOST as exc:
+                complain(logger, "Cannot publish, trying again: %s", exc)
+                time.sleep(RETRY_S)
+                continue
+            again: list[Append] = []
+            for one, (answer, next_index) in zip(part, answers, strict=True):
+                self.tokens += len(one.entries)
+                delivery = deliveries.get(one.claim_id)
+                if delivery is None or answer == "ok":
+                    continue
+                if answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
+                    self._not_ok(delivery, answer, ends)
+            batch = again + rest
+
+    def _resend(
+        self, delivery: Delivery, choice: int, next_index: int, again: list[Append], ends: dict[str, Conclusion]
+    ) -> bool:
+        """A failover lost the end of the stream: say it again. False where it lost more than we have said."""
+        start = next_index - delivery.base[choice]
+        if start < 0 or (delivery.scored and not delivery.prompt):
+            return False
+        if delivery.scored:
+            self._prompt([delivery], ends)
+        entries = delivery.entries[choice][start:]
+        again.append(
+            Append(
+                delivery.task_id,
+                delivery.uuid,
+                choice,
+                next_index,
+                entries,
+                scored=delivery.scored,
+                discarded=delivery.discarded,
+            )
+        )
+        return True
+
+    def _finish(self, ends: dict[str, Conclusion]) -> None:
+        """FINISH what ended here; what is to be retried goes to the finisher as it is."""
+        runtime = self._runtime
+        while ends:
+            for end in [e for e in ends.values() if e.retry and runtime.finisher.may_retry(e.delivery)]:
+                del ends[end.delivery.uuid]
+                if runtime.running.pop(end.delivery.uuid, None):
+                    runtime.engine.abort(end.delivery.uuid)  # its other choices run on
+                    runtime.finisher.retry(end.delivery, json.loads(end.error)["message"])
+            todo = [end for end in ends.values() if not (end.delivery.put_down or end.delivery.ended)]
+            try:
+                answers = run_many(self._redis, [_finish_call(end) for end in todo])
+            except LOST as exc:
+                complain(logger, "Cannot finish %d tasks, trying again: %s", len(todo), exc)
+                time.sleep(RETRY_S)
+                continue
+            again: list[Append] = []
+            ends = {}
+            for end, answer in zip(todo, answers, strict=True):
+                delivery = end.delivery
+                if isinstance(answer, Exception):
+                    self._bury(delivery, answer)
+                elif text(answer[0]) == "won":
+                    delivery.ended = True
+                    if runtime.running.pop(delivery.uuid, None) and end.status != "completed":
+                        runtime.engine.abort(delivery.uuid)
+                    runtime.finisher.finish(delivery, text(answer[1]), end.error)
+                elif text(answer[0]) == "resend" and all(
+                    self._resend(delivery, choice, int(n), again, ends) for choice, n in enumerate(answer[1:])
+                ):
+                    ends[delivery.uuid] = end
+                else:
+                    self._lost(delivery, text(answer[0]))
+            self._append(again, ends)
+
+    def _bury(self, delivery: Delivery, why: Exception) -> None:
+        """Its record is none, whoever takes it up: its message is kept, and no worker tries for ever."""
+        logger.error("Cannot finish task %s: %s", delivery.task_id, why)
+        delivery.ended = True
+        if self._runtime.running.pop(delivery.uuid, None):
+            self._runtime.engine.abort(delivery.uuid)
+        self._runtime.finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
+
+    def _lost(self, delivery: Delivery, answer: str) -> None:
+        """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
+        logger.warning("Task %s is not ours any more (%s)", delivery.task_id, answer)
+        self._runtime.let_go(delivery, self._runtime.settings.retry_after)
+
+
+def _encode(event: Event) -> list[str]:
+    """An event's tokens as stream entries; the finish reason stands on the choice's last token."""
+    token_ids, finish_reason = event.token_ids, event.finish_reason
+    if finish_reason is None and event.logprobs is None and len(token_ids) == 1:  # nearly every event
+        return [f"[{event.choice},{event.index},{token_ids[0]},{quote(event.texts[0])}]"]
+    last = len(token_ids) - 1
+    entries = []
+    for k, (token_id, piece) in enumerate(zip(token_ids, event.texts, strict=True)):
+        lp = event.logprobs[k] if event.logprobs else None
+        entries.append(
+            encode_token(
+                event.choice,
+                event.index + k,
+                token_id,
+                piece,
+                (lp.logprob, lp.top) if lp else None,
+                finish_reason if k == last else None,
+            )
+        )
+    return entries
+
+
+def _part(batch: list[Append]) -> tuple[list[Append], list[Append]]:
+    """As much of the batch as one call should carry, and the rest. What a task says at once stays together."""
+    size = 0
+    for k, one in enumerate(batch):
+        size += len(one.entries)
+        if size > MAX_ENTRIES and k and batch[k - 1].claim_id != one.claim_id:
+            return batch[:k], batch[k:]
+    return batch, []
+
+
+def _finish_call(end: Conclusion) -> Any:
+    d = end.delivery
+    reasons = [reason or DEADLINE for reason in d.reasons] if end.status == "incomplete" else d.reasons
+    return finish(
+        d.task_id,
+        d.uuid,
+        end.status,
+        reasons=json.dumps(reasons, separators=(",", ":")),
+        nexts=[d.next_index(choice) for choice in range(len(d.base))],
+        error=end.error,
+        prompt_tokens=d.prompt_tokens,
+        cached_tokens=d.cached_tokens,
+        scored=d.scored,
+    )

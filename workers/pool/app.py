@@ -1,0 +1,75 @@
+"""The Celery application of a worker."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from celery import Celery
+from celery.exceptions import Reject
+from kombu import Exchange, Queue
+from kombu.exceptions import OperationalError
+
+from producers.connection.connect import kombu_url
+from producers.connection.trouble import trouble
+from producers.contract import keys
+from workers.flow.finisher import Finisher
+from workers.pool.task import register
+from workers.settings import WorkerSettings
+from workers.transport import results
+from workers.transport.redis import RUNTIME, SCHEME
+
+
+class App(Celery):
+    """Celery, which takes a link that the broker refuses just now (its disk or memory is full) for a task that failed,
+    stores that as its result, and settles it without the link. What Rejects is left as it is, and tried again."""
+
+    def send_task(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().send_task(*args, **kwargs)
+        except OperationalError as exc:
+            cause = exc.__cause__ if isinstance(exc.__cause__, Exception) else exc
+            if isinstance(threading.current_thread(), Finisher) and trouble(cause) is not None:
+                raise Reject(exc) from exc
+            raise
+
+
+def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
+    """Consumes the queues through `workers.transport`; `attach` gives it the runtime before it starts."""
+    app = App("penstock", set_as_current=False)
+    app.loader.override_backends = {results.NAME: f"{results.__name__}:Backend"}
+    app.conf.update(
+        # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
+        broker_url=SCHEME + kombu_url(settings.broker).removeprefix("rediss").removeprefix("redis"),
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,  # stock gives up after 100 tries, three quarters of an hour
+        result_backend=f"{results.NAME}+{kombu_url(settings.store).removeprefix('redis+')}",
+        **{results.STORE: settings.store},
+        result_extended=True,
+        task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues],
+        task_default_queue=queues[-1],
+        task_create_missing_queues=True,
+        accept_content=["json"],
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        worker_pool="workers.pool.engine_pool:EnginePool",
+        worker_consumer="workers.pool.consumer:Consumer",
+        worker_hijack_root_logger=False,
+        worker_send_task_events=settings.events,
+        # Deliveries belong to the worker's incarnation, not to a connection: losing the connection ends nothing.
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_enable_prefetch_count_reduction=False,
+    )
+    register(app, settings.max_retries)
+    return app
+
+
+def attach(app: Celery, runtime: Any) -> None:
+    """The pool finds the runtime as `app.penstock`, the transport among its options."""
+    app.penstock = runtime
+    app.conf.broker_transport_options = {RUNTIME: runtime, "priority_steps": steps()}
+
+
+def steps() -> list[int]:
+    """kombu's priority steps, in its order."""
+    return sorted(priority for _, priority in keys.TIERS.values())

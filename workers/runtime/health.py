@@ -1,0 +1,63 @@
+"""`/livez` and `/readyz` of a worker, for whoever runs it. Only where a port was given.
+
+/livez   200 while it works or ends in order; 503 once it has given itself up (it ends by itself, soon after)
+/readyz  200 while it takes tasks; 503 with the reasons where it does not: draining, no lease, a stuck part, a fault
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+from workers.errors import Refused
+
+if TYPE_CHECKING:
+    from workers.runtime.assembly import Runtime
+
+
+class Health:
+    """Answers while the model is loaded, too. `serve` once there is a runtime to look at."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises Refused where the port is not to be had."""
+        self._runtime: Runtime | None = None
+        health = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 5.0
+
+            def do_GET(self) -> None:
+                status, body = health.answer(self.path.partition("?")[0])
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing: a probe comes every few seconds."""
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise Refused(f"cannot listen on {host} port {port} for /readyz: {error}") from error
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
+
+    def serve(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def answer(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON."""
+        runtime = self._runtime
+        if path == "/livez":
+            given_up = "" if runtime is None else runtime.given_up
+            return (503, {"status": "failed", "reasons": [given_up]}) if given_up else (200, {"status": "ok"})
+        if path == "/readyz":
+            reasons = ["the model is being loaded"] if runtime is None else runtime.unready()
+            return (503, {"status": "not ready", "reasons": reasons}) if reasons else (200, {"status": "ready"})
+        return 404, {"status": "there are /livez and /readyz"}

@@ -1,0 +1,69 @@
+"""How a worker process hears that it is to stop.
+
+The kernel's note of each signal comes to a thread of its own, so that neither a model that loads for minutes nor an
+event loop that waits for a broker keeps it from being heard.
+
+    SIGTERM, SIGINT, SIGHUP: drain      SIGQUIT, or a second one of any: hand back now      a third: end on the spot
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from workers.runtime.signals import SIGNALS, News
+
+if TYPE_CHECKING:
+    from workers.runtime.assembly import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+class Stopping(threading.Thread):
+    """`serve` once there is something to drain; what comes before that ends the process, which holds nothing yet."""
+
+    def __init__(self) -> None:
+        super().__init__(name="penstock-signals", daemon=True)
+        self._runtime: Runtime | None = None
+        self._lock = threading.Lock()
+        self._heard = 0
+        self._news = News()
+        self._ours, self._kernels = socket.socketpair()
+        self._kernels.setblocking(False)
+
+    def install(self) -> None:
+        """On the main thread. SIGHUP stays ignored where it is, as under nohup."""
+        for sig in SIGNALS:
+            if sig is not signal.SIGHUP or signal.getsignal(sig) is not signal.SIG_IGN:
+                signal.signal(sig, lambda *_: None)
+        signal.set_wakeup_fd(self._kernels.fileno(), warn_on_full_buffer=False)
+        self.start()
+
+    def serve(self, runtime: Runtime) -> None:
+        """From now on a signal drains."""
+        with self._lock:
+            self._runtime = runtime
+
+    def run(self) -> None:
+        while True:
+            for number in self._ours.recv(64):
+                if number in SIGNALS:
+                    with self._lock:
+                        self._take(signal.Signals(number))
+
+    def _take(self, sig: signal.Signals) -> None:
+        if not self._news.is_new(sig):
+            return
+        self._heard += 1
+        if self._runtime is None:
+            logger.info("%s before anything was taken: ending", sig.name)
+            os._exit(os.EX_OK)
+        if self._heard > 2:
+            logger.error("%s, the third signal: ending; what is held returns when the lease lapses", sig.name)
+            os._exit(os.EX_SOFTWARE)
+        at_once = sig is signal.SIGQUIT or self._heard > 1
+        self._runtime.stop(0.0 if at_once else self._runtime.settings.drain, f"{sig.name} came")

@@ -1,0 +1,127 @@
+"""`penstock worker`: load the model, announce it, and let Celery's worker run until it is told to stop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+import warnings
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from celery.apps.worker import install_cry_handler
+from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
+from celery.worker import state
+
+from producers.connection.log_throttle import complain
+from producers.connection.trouble import trouble
+from producers.contract import keys
+from workers.pool.app import attach, make_app
+from workers.runtime.assembly import Runtime
+from workers.runtime.connect import LOST, check_server, connect
+from workers.runtime.health import Health
+from workers.runtime.notify import notify_ready
+from workers.runtime.probe import check_model
+from workers.runtime.serving import announce
+from workers.runtime.spot import SpotNotice
+from workers.runtime.stopping import Stopping
+from workers.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+#: A store that does not take what must be in it before this worker can serve is asked again after this long.
+RETRY_S = 1.0
+
+
+def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
+    """Serve until told to stop (`workers.runtime.stopping`), and end the process; return the exit code where Celery
+    gives up.
+
+    Raises workers.errors.Refused where broker, store or model cannot be used.
+    """
+    logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
+    # And, each time that the broker was away, of a setting for tasks that cannot be acknowledged afterwards: these can.
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module="celery.worker.consumer")
+    for name in ("celery.app.trace", "celery.worker.strategy"):  # a line or two for every task
+        logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
+    stopping = Stopping()
+    stopping.install()
+    health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
+    check_server(settings.broker, "broker")
+    check_server(settings.store, "store")
+    engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
+    check_model(engine, settings.model, settings.step_limit)
+    card, queue = _announced(settings.store, engine, files)
+    app = make_app(settings, [queue, keys.model_queue(card["name"])])
+    runtime = Runtime(settings, engine, app, card, queue, files)
+    attach(app, runtime)
+    threading.excepthook = partial(_thread_died, runtime)
+    stopping.serve(runtime)
+    runtime.start()
+    if health is not None:
+        health.serve(runtime)
+    if settings.spot_notice is not None:
+        SpotNotice(runtime.notice, settings.spot_endpoint).start()
+    worker = _quiet(app.Worker)(
+        hostname=f"penstock@{settings.name}",
+        loglevel=loglevel,
+        concurrency=engine.max_num_seqs,
+        without_mingle=True,
+        without_gossip=True,
+        quiet=True,
+    )
+    # What is there now stays: a collection would take 140 ms to go through it, and come only once what tasks leave is a
+    # quarter of it.
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # the next full one comes when a quarter of what this one leaves, nothing, has come
+    logger.info("Serving %s from %s", card["name"], queue)
+    notify_ready()
+    worker.start()
+    if runtime.drain.over.is_set():
+        # The interpreter's own end takes as long as it likes, and on a busy machine longer than a drain may.
+        logging.shutdown()
+        os._exit(os.EX_OK)
+    return 0 if state.should_stop is not None else int(worker.exitcode or 0)
+
+
+def _quiet(worker: Any) -> Any:
+    """Celery's worker, without its handlers of signals: those run on the main thread, which may wait for a broker."""
+
+    def only_ours(self: Any, worker: Any) -> None:
+        install_cry_handler()  # SIGUSR1 shows where every thread is
+
+    return type("Worker", (worker,), {"install_platform_tweaks": only_ours})
+
+
+def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], str]:
+    """Until the store takes it: one that is full, or fails over, is no reason to load the model again."""
+    with connect(url) as store:
+        while True:
+            try:
+                return announce(store, engine, files)
+            except LOST as exc:
+                if trouble(exc) is None:
+                    raise
+                complain(logger, "The store does not take the model's card, trying again: %s", exc)
+                time.sleep(RETRY_S)
+
+
+def _thread_died(runtime: Runtime, args: Any) -> None:
+    """A worker that lacks a thread cannot go on. Any of its tasks may have been to blame."""
+    name = args.thread.name if args.thread else "a thread"
+    logger.critical("%s died", name, exc_info=(args.exc_type, args.exc_value, args.exc_traceback))
+    if name == "penstock-drain":
+        os._exit(os.EX_SOFTWARE)
+    elif name.startswith("penstock-"):
+        runtime.give_up(f"{name} died: {args.exc_type.__name__}", None)
+
+
+def _factory(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
