@@ -1,6 +1,6 @@
 """What has no TTL of its own and nobody needs any more: swept by the leader, so that nothing grows for ever.
 
-Each is looked at twice before it goes, where its maker might just be about to need it; docs/architecture.md names all.
+Each is looked at twice before it goes, where its maker might just be about to need it; docs/protocol.md names all.
 """
 
 from __future__ import annotations

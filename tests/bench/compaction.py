@@ -2,7 +2,7 @@
 
     python -m tests.bench.compaction
 
-The tokens are those of this repository's own architecture page, by the bundled model's tokenizer.
+The tokens are those of this repository's own page on the protocol, by the bundled model's tokenizer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COUNTS = [10, 100, 1000, 10_000]
 def tokens(count: int, top: int | None) -> list[str]:
     """Stream entries; with the log probabilities of so many alternatives each."""
     tokenizer = Tokenizer.from_file(str(ROOT / "workers" / "models" / "tiny" / "tokenizer.json"))
-    ids = tokenizer.encode((ROOT / "docs" / "architecture.md").read_text()).ids
+    ids = tokenizer.encode((ROOT / "docs" / "protocol.md").read_text()).ids
     chance = random.Random(1)
     entries = []
     for index, token in zip(range(count), itertools.cycle(ids), strict=False):

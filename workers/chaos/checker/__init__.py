@@ -6,7 +6,7 @@
     the same prompts, run in quiet                     -> `outputs` -> /
 
 Imports redis-py and Python's own alone (`lint-imports` and a test see to that); its idea of Penstock's formats is its
-own, written from their description in docs/architecture.md.
+own, written from their description in docs/protocol.md.
 """
 
 from workers.chaos.checker.history import History, Seen
