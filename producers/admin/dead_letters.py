@@ -18,15 +18,15 @@ from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
+from producers.broker.redis.calls import replay as replay_call
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, script
+from producers.connection.script import arun
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists
-from producers.store.protocol import PACKAGE
 
 #: Letters read in one go.
 PAGE: Final = 200
@@ -150,11 +150,7 @@ async def purge(client: AsyncClient, letter: Letter) -> bool:
 async def _send(client: AsyncClient, letter: Letter, message: str, task_id: str | None) -> Replayed:
     if not letter.list_name:
         raise NotReplayed("nothing says to which list it belongs; purge it")
-    call = Call(
-        script(PACKAGE, "replay"),
-        (keys.DEAD, keys.REAPED, letter.list_name),
-        (_bytes(letter.raw), _bytes(message), task_id or ""),
-    )
+    call = replay_call(_bytes(letter.raw), letter.list_name, _bytes(message), task_id or "")
     try:
         sent = await arun(client.broker, call)
     except ResponseError as error:

@@ -1,4 +1,7 @@
-"""The broker's side of the protocol: queues by tier, deliveries and leases.
+"""The broker's side of the protocol: queues by tier, deliveries and leases, behind one interface.
 
-redis has one function a script, which gives the `Call` to send and reads its answer; scripts/ has the Lua
+    sender ─▶ Sender, Broker.send ─▶ queue by tier ─▶ Consumer.fetch ─▶ in flight ─▶ Consumer.put_down
+
+base has the interface, values what goes in and comes out, connect chooses an implementation by URL
+redis/ and its scripts are the one for Redis and Valkey
 """

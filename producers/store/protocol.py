@@ -181,3 +181,8 @@ def compact(task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes]
 def release(task_id: str, claim_id: str) -> Call:
     """Answers 1, or 0 where another holds the claim."""
     return Call(script(PACKAGE, "release"), (keys.task(task_id),), (claim_id,))
+
+
+def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool) -> Call:
+    """Take or renew a worker's lease here; `about`: what it says of itself. Answers 1, or 0 where it is gone."""
+    return Call(script(PACKAGE, "lease"), (keys.lease(incarnation),), (about, ttl_ms, int(take)))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers.broker.redis.calls import due
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
@@ -32,11 +33,6 @@ PAGE: Final = 500
 PATIENCE_S: Final = 60.0
 #: Seconds that a pool is to have been without worker and messages before it is forgotten.
 RETIRE_AFTER_S: Final = 3600.0
-
-
-def due(queue: str) -> Call:
-    """Answers how many messages were held back for later, and are not any more."""
-    return Call(script(PACKAGE, "due"), (keys.delayed(queue),), ())
 
 
 def retire(queue: str, about: str) -> Call:

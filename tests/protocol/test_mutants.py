@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from redis import Redis
 
+from producers.broker import redis as broker
+from producers.store import protocol
 from tests.protocol.server import Mutant
 from tests.protocol.test_broker import check_broker
 from tests.protocol.test_scripts import check_store
@@ -149,7 +151,7 @@ BROKER = {
 
 @pytest.mark.parametrize("broken", STORE)
 def test_a_broken_store_script_is_noticed(broken: str, valkey: Redis) -> None:
-    mutant = Mutant("producers", *STORE[broken])
+    mutant = Mutant(protocol.PACKAGE, *STORE[broken])
     assert mutant.text()
     with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
         check_store(valkey, mutant, max_examples=100, stateful_step_count=40)
@@ -157,7 +159,7 @@ def test_a_broken_store_script_is_noticed(broken: str, valkey: Redis) -> None:
 
 @pytest.mark.parametrize("broken", BROKER)
 def test_a_broken_broker_script_is_noticed(broken: str, valkey: Redis) -> None:
-    mutant = Mutant("workers.transport", *BROKER[broken])
+    mutant = Mutant(broker.PACKAGE, *BROKER[broken])
     assert mutant.text()
     with pytest.raises(Exception):  # noqa: B017, PT011 - as above
         check_broker(valkey, mutant, max_examples=100, stateful_step_count=40)

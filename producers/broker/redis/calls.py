@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers.broker.values import Credit
 from producers.connection.script import Call, script, text
 from producers.contract import keys
 
-PACKAGE: Final = "producers.broker"
+PACKAGE: Final = "producers.broker.redis"
 
 #: Messages of each list that one FETCH sorts: a round trip's worth of the server's time, also with all lists full.
 BITE: Final = 64
@@ -22,14 +23,6 @@ def lists(queues: Sequence[str]) -> list[tuple[str, int]]:
     """The lists of the queues, each with its tier's rank, best tier first."""
     ranked = sorted((rank, tier) for tier, (rank, _) in keys.TIERS.items())
     return [(name, rank) for rank, tier in ranked for queue in queues for name in keys.tier_lists(queue, tier)]
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Room for tasks, per tier (index is its rank): what is free, and what lower tiers hold."""
-
-    seqs: tuple[int, int, int, int]
-    tokens: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +129,16 @@ def adopt(source: str, target: str) -> Call:
     """Move what waits in a queue without workers to the front of another's lists. Answers how many messages."""
     names = [name for pair in zip(lists([source]), lists([target]), strict=True) for name, _ in pair]
     return Call(script(PACKAGE, "adopt"), (keys.delayed(source), keys.delayed(target), *names), ())
+
+
+def due(queue: str) -> Call:
+    """Answers how many messages were held back for later, and are not any more."""
+    return Call(script(PACKAGE, "due"), (keys.delayed(queue),), ())
+
+
+def replay(entry: bytes, list_name: str, message: bytes, task_id: str) -> Call:
+    """A dead letter's message goes onto a list. Answers 1, or 0 where there is no such entry."""
+    return Call(script(PACKAGE, "replay"), (keys.DEAD, keys.REAPED, list_name), (entry, message, task_id))
 
 
 def reap(incarnation: str) -> Call:

@@ -1,0 +1,43 @@
+"""The broker on Redis or Valkey: lists by tier, a hash of deliveries in flight for each worker, turns by tenant.
+
+consumer and operator implement the two faces of `producers.broker.base`; waker is a connection that hears of changes
+calls has one function a script, which gives the `Call` to send and reads its answer; scripts/ has the Lua
+"""
+
+from producers.broker.redis.calls import (
+    BITE,
+    PACKAGE,
+    Fetched,
+    ack,
+    adopt,
+    back,
+    fetch,
+    lease,
+    lists,
+    read_fetch,
+    read_strays,
+    reap,
+    recall,
+    scheduled,
+    strays,
+)
+from producers.broker.values import Credit
+
+__all__ = [
+    "BITE",
+    "PACKAGE",
+    "Credit",
+    "Fetched",
+    "ack",
+    "adopt",
+    "back",
+    "fetch",
+    "lease",
+    "lists",
+    "read_fetch",
+    "read_strays",
+    "reap",
+    "recall",
+    "scheduled",
+    "strays",
+]

@@ -1,0 +1,140 @@
+"""A worker's side of the broker on Redis or Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from redis import Redis
+
+from producers.broker.base import Consumer, Waker
+from producers.broker.redis import calls
+from producers.broker.redis.waker import TrackingWaker
+from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules, sane_weights
+from producers.connection.connect import SILENT_S, connect
+from producers.connection.script import Call, run, run_many, text
+from producers.contract import keys
+
+CAPABILITIES: Final = Capabilities(
+    strict_order=True,
+    front_of_queue=True,
+    tenant_turns=True,
+    delay_per_message=True,
+    max_message_bytes=512 * 1024 * 1024,  # proto-max-bulk-len, unless the server says otherwise
+)
+#: Messages that go back into their lists in one call.
+PAGE: Final = 1000
+_SAID: Final = {1: PutDown.DONE, 0: PutDown.GONE, -1: PutDown.UNSETTLED}
+
+
+class RedisConsumer(Consumer):
+    capabilities = CAPABILITIES
+
+    def __init__(self, url: str, queues: Sequence[str], timeout: float = SILENT_S) -> None:
+        self._url = url
+        self._redis: Redis = connect(url, timeout=timeout)
+        self.queues = list(queues)
+        self._places = {name: (queue, rank) for queue in queues for name, rank in calls.lists([queue])}
+
+    # ---- deliveries -----------------------------------------------------------------------------------------------
+
+    def fetch(
+        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
+    ) -> list[Fetched] | None:
+        call = calls.fetch(
+            incarnation,
+            self.queues,
+            uuids,
+            credit,
+            capacity=rules.capacity,
+            plain_tokens=rules.plain_tokens,
+            ageing_ms=int(rules.ageing * 1000),
+            max_redeliveries=rules.max_redeliveries,
+            bite=bite or calls.BITE,
+        )
+        found = calls.read_fetch(run(self._redis, call))
+        if found is None:
+            return None
+        return [Fetched(one.uuid, *self._places[one.list_name], one.raw, one.condemned, one.buried) for one in found]
+
+    def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
+        answers = run_many(self._redis, [self._call(one) for one in what])
+        return [answer if isinstance(answer, Exception) else _SAID[answer] for answer in answers]
+
+    def _call(self, one: Ack | Back) -> Call:
+        if isinstance(one, Ack):
+            return calls.ack(one.incarnation, one.uuid, one.reason, one.used, one.settled)
+        return calls.back(one.incarnation, self.queues[0], one.uuid, int(one.delay * 1000))
+
+    def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
+        return calls.read_strays(run(self._redis, calls.strays(incarnation, held)))
+
+    def scheduled(self, count: int) -> list[bytes]:
+        return list(run(self._redis, calls.scheduled(self.queues[0], count)))
+
+    # ---- leases ---------------------------------------------------------------------------------------------------
+
+    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
+        run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=True, queue=self.queues[0]))
+
+    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
+        return bool(run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=False)))
+
+    def end_lease(self, incarnation: str) -> None:
+        self._redis.delete(keys.lease(incarnation))
+
+    def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
+        reap = calls.reap(incarnation)
+        recall = [calls.recall(queue, takers.get(queue, self.queues), PAGE) for queue in self.queues]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for call in (reap, recall[0]):
+                pipe.script_load(call.script.text)
+            pipe.delete(keys.lease(incarnation))
+            for call in (reap, *recall):
+                pipe.execute_command(*call.command)
+            counts = pipe.execute()[-len(recall) :]
+        while again := [call for call, count in zip(recall, counts, strict=True) if count == PAGE]:
+            recall, counts = again, run_many(self._redis, again)
+
+    def workers(self) -> list[Listed]:
+        listed = self._redis.hgetall(keys.INCARNATIONS)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in listed:
+                pipe.pttl(keys.lease(text(name)))
+            return read_listed(listed, pipe.execute())
+
+    def reap(self, incarnation: str) -> int:
+        return int(run(self._redis, calls.reap(incarnation)))
+
+    # ---- queues ---------------------------------------------------------------------------------------------------
+
+    def adopt(self, source: str) -> int:
+        return int(run(self._redis, calls.adopt(source, self.queues[0])))
+
+    def waiting(self, queue: str) -> int:
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name, _ in calls.lists([queue]):
+                pipe.llen(name)
+                pipe.zcard(keys.sorted_of(name))
+            pipe.zcard(keys.delayed(queue))
+            return sum(pipe.execute())
+
+    def weights(self) -> dict[str, float]:
+        return sane_weights(self._redis.hgetall(keys.WEIGHTS))
+
+    def waker(self, poke: Callable[[], None]) -> Waker:
+        return TrackingWaker(self._url, self.queues, poke)
+
+    def prepare(self) -> None:
+        self._redis.script_load(calls.back("", "", "").script.text)
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+def read_listed(listed: Mapping[Any, Any], left_ms: Sequence[int]) -> list[Listed]:
+    """`listed`: queues by incarnation; `left_ms`: PTTL of each one's lease, below -1 where there is none."""
+    return [
+        Listed(text(name), text(queue), None if left == -2 else max(0, left) / 1000)
+        for (name, queue), left in zip(listed.items(), left_ms, strict=True)
+    ]
