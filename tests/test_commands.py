@@ -25,7 +25,7 @@ from workers.cli.app import app
 from workers.library.reference import bundled
 
 MODEL = bundled()["tiny"]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Module -> what it is run with. MODEL is a bundled model, OTHER a build of the native kernels.
 TINY = {
     "engine.bench": ["--model MODEL --workload W1 --repeats 1 --threads 1 --breakdown"],

@@ -22,6 +22,7 @@ from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
 from producers.gateway.openai.completions import OWN, RENAMED
 from tests.engine.text.well_known import KNOWN
+from tests.test_commands import PAGES
 from workers.cli.app import app
 from workers.library.reference import bundled
 
@@ -118,9 +119,24 @@ def test_every_command_is_on_its_page() -> None:
             assert re.search(rf"\b{path.rpartition(' ')[2]}\b", listed), path
 
 
-def test_every_page_that_it_names_is_there() -> None:
-    for name in re.findall(r"\]\(([^)#:]+)[)#]", README):
-        assert (ROOT / name).is_file(), name
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_that_it_links_to_is_there(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8")):
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_ours_that_it_names_is_there(page: Path) -> None:
+    named = re.findall(r"`((?:engine|producers|workers|infra|tests|docs)/[\w./-]+)`", page.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_the_processes_are_those_of_the_procfile() -> None:
