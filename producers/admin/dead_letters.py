@@ -18,9 +18,8 @@ from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
-from producers.broker.redis.calls import replay as replay_call
+from producers.broker.base import NoSuchPlace
 from producers.client.aio import AsyncClient
-from producers.connection.script import arun
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
@@ -85,7 +84,7 @@ class Replayed:
 async def letters(client: AsyncClient) -> AsyncIterator[Letter]:
     """All of them, oldest first. Raises redis.exceptions.RedisError or OSError."""
     start = 0
-    while page := await client.broker.lrange(keys.DEAD, start, start + PAGE - 1):
+    while page := await client.broker.letters(start, PAGE):
         for raw in page:
             yield Letter.parse(raw)
         start += PAGE
@@ -144,19 +143,16 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
 
 async def purge(client: AsyncClient, letter: Letter) -> bool:
     """False where it is not there any more."""
-    return bool(await client.broker.execute_command("LREM", keys.DEAD, 1, _bytes(letter.raw)))
+    return await client.broker.remove_letter(_bytes(letter.raw))
 
 
 async def _send(client: AsyncClient, letter: Letter, message: str, task_id: str | None) -> Replayed:
     if not letter.list_name:
         raise NotReplayed("nothing says to which list it belongs; purge it")
-    call = replay_call(_bytes(letter.raw), letter.list_name, _bytes(message), task_id or "")
     try:
-        sent = await arun(client.broker, call)
-    except ResponseError as error:
-        if trouble(error) is not None:
-            raise
-        raise NotReplayed(f"{letter.list_name} is no list that takes it ({error}); purge it") from error
+        sent = await client.broker.replay(_bytes(letter.raw), letter.list_name, _bytes(message), task_id or "")
+    except NoSuchPlace as error:
+        raise NotReplayed(f"{error}; purge it") from error
     if not sent:
         raise NotReplayed("somebody else has taken it off the list")
     return Replayed(task_id, anew=False)

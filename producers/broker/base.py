@@ -192,10 +192,10 @@ class Broker(ABC):
 
     @abstractmethod
     async def prune(
-        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]]
+        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
     ) -> tuple[int, int]:
-        """For a queue without workers: remove the waiting messages that `over` names, given a page of them, with their
-        task ids. Answers how many were removed, and how many are left."""
+        """For a queue without workers: `over` is given the waiting messages, `page` at a time, and names those to be
+        removed, with their task ids. Answers how many were removed, and how many are left."""
 
     @abstractmethod
     async def forget(self, queue: str) -> None:

@@ -144,6 +144,12 @@ class Depths:
     dead_letters: int
 
 
+def check_weight(weight: float) -> None:
+    """Raises ValueError for one out of bounds."""
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"the weight is {weight:g}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+
+
 def sane_weights(raw: Mapping[Any, Any]) -> dict[str, float]:
     """Tenants' weights, without those that are none."""
     found = {}

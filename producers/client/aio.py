@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from redis.asyncio import Redis
 
+from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.hub import CLOSED, Hub
 from producers.client.reader import Reader
@@ -42,7 +43,8 @@ class AsyncClient:
         broker, store = servers(broker, store)
         #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
         self.store: Redis = connect_async(store)
-        self.broker: Redis = connect_async(broker) if store != broker else self.store
+        self.broker = connect_broker(broker, self.store if store == broker else None)
+        self._one_server = store == broker
         self._directory = Directory()
         self._hub = Hub(self.store)
         self._closed = False
@@ -76,8 +78,8 @@ class AsyncClient:
         """Raise redis.exceptions.RedisError or OSError unless store and broker answer, each at its first asking."""
         async with asyncio.timeout(SILENT_S):
             await self.store.execute_command("PING")
-            if self.broker is not self.store:
-                await self.broker.execute_command("PING")
+            if not self._one_server:
+                await self.broker.ping()
 
     def reader(self, task_id: str, start: int = 0) -> Reader:
         """A stream's reader, where `AsyncHandle.stream` does not suit. Close it."""
@@ -91,8 +93,8 @@ class AsyncClient:
         return await adrive(steps, self._perform)
 
     async def send(self, message: Message) -> None:
-        """Put a task's message on its list. Raises redis.exceptions.RedisError or OSError."""
-        await self.broker.execute_command("LPUSH", message.list, message.envelope())
+        """Put a task's message into its queue. Raises redis.exceptions.RedisError or OSError."""
+        await self.broker.send(message)
 
     async def aclose(self) -> None:
         """Close all connections; streams being read end with an error."""

@@ -9,13 +9,15 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from producers.broker.base import Sender
+from producers.broker.connect import connect_sender, is_known
 from producers.client import operations
 from producers.client.aio import AsyncClient
 from producers.client.hub import CLOSED
 from producers.client.portal import Expired, Portal
 from producers.client.steps import Pause, Send, Step, Steps, T, drive
 from producers.client.submission import Directory, submit
-from producers.connection.connect import connect, is_redis
+from producers.connection.connect import connect
 from producers.connection.local import servers
 from producers.connection.script import Call, run
 from producers.contract import keys
@@ -28,7 +30,6 @@ from producers.errors import PenstockError
 
 if TYPE_CHECKING:
     from celery import Celery
-    from redis import Redis
 
 
 class Client:
@@ -48,9 +49,9 @@ class Client:
         self._broker_url = broker
         self._store = connect(self._store_url)
         #: None where kombu speaks to the broker.
-        self._broker: Redis | None = None
-        if is_redis(broker):
-            self._broker = self._store if broker == self._store_url else connect(broker)
+        self._broker: Sender | None = None
+        if is_known(broker):
+            self._broker = connect_sender(broker, self._store if broker == self._store_url else None)
         self._directory = Directory()
         self._lock = threading.Lock()
         self._closed = False
@@ -127,7 +128,7 @@ class Client:
 
     def _send(self, message: Message) -> None:
         if self._broker is not None:
-            self._broker.execute_command("LPUSH", message.list, message.envelope())
+            self._broker.send(message)
             return
         from kombu.exceptions import OperationalError
 

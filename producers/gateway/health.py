@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
 from producers.gateway.context import Gateway, gateway_of
@@ -32,7 +32,7 @@ async def readyz(request: Request) -> JSONResponse:
     """Store and broker answer, so tasks can be taken; and the models that it was told to wait for were served."""
     gateway = gateway_of(request)
     client = gateway.client
-    servers = {"store": client.store, "broker": client.broker}
+    servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.store.ping, "broker": client.broker.ping}
     answers = dict(zip(servers, await asyncio.gather(*map(_answers, servers.values())), strict=True))
     checks = {name: "ok" if fine else "does not answer" for name, fine in answers.items()}
     if away := " and ".join(name for name, fine in answers.items() if not fine):
@@ -57,10 +57,10 @@ async def _unserved(gateway: Gateway) -> list[str]:
     return sorted(gateway.awaited)
 
 
-async def _answers(server: Redis) -> bool:
+async def _answers(ping: Callable[[], Awaitable[object]]) -> bool:
     try:
         async with asyncio.timeout(PATIENCE_S):
-            await server.execute_command("PING")
+            await ping()
     except FAILURES:
         return False
     return True

@@ -5,13 +5,13 @@ Read by whoever asks for /metrics, so the figures are there at zero workers.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
+from producers.broker.base import Broker
 from producers.connection.script import text
 from producers.contract import keys
 
@@ -55,8 +55,8 @@ class Fleet:
     swept: dict[str, int] = field(default_factory=dict)
 
 
-async def read_fleet(store: Redis, broker: Redis) -> Fleet:
-    """In three round trips, whatever their number. Raises redis.exceptions.RedisError or OSError."""
+async def read_fleet(store: Redis, broker: Broker) -> Fleet:
+    """In four round trips, whatever their number. Raises redis.exceptions.RedisError or OSError."""
     models, about, leads, swept, now, *left = await _ask(
         store,
         ("HKEYS", keys.MODELS),
@@ -72,36 +72,21 @@ async def read_fleet(store: Redis, broker: Redis) -> Fleet:
     )
     served = {keys.model_queue(text(model)): text(model) for model in models}
     served |= {text(queue): json.loads(pool)["model"] for queue, pool in about.items()}
-    lists = [(queue, tier, name) for queue in served for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
-    alive, dead_letters, *counts = await _ask(
-        broker,
-        ("HGETALL", keys.INCARNATIONS),
-        ("LLEN", keys.DEAD),
-        *(("LLEN", name) for _, _, name in lists),
-        *(("ZCARD", keys.sorted_of(name)) for _, _, name in lists),
-        *(("ZCARD", keys.turns(name)) for _, _, name in lists),
-        *(("ZCARD", keys.delayed(queue)) for queue in served),
-    )
+    depths = await broker.depths(list(served))
     pools = {
-        queue: Pool(queue.removeprefix(QUEUE_PREFIX), model, delayed=delayed)
-        for (queue, model), delayed in zip(served.items(), counts[3 * len(lists) :], strict=True)
+        queue: Pool(
+            queue.removeprefix(QUEUE_PREFIX), served[queue], its.waiting, its.tenants, its.delayed, its.in_flight
+        )
+        for queue, its in depths.queues.items()
     }
-    arrived, sorted_, tenants = (counts[k * len(lists) : (k + 1) * len(lists)] for k in range(3))
-    for (queue, tier, _), *waiting, waiters in zip(lists, arrived, sorted_, tenants, strict=True):
-        pools[queue].queued[tier] += sum(waiting)
-        pools[queue].tenants[tier] += waiters
-    taking = [(text(name), pools[text(queue)]) for name, queue in alive.items() if text(queue) in pools]
-    in_flight, leases = await asyncio.gather(
-        _ask(broker, *(("HLEN", keys.inflight(name)) for name, _ in taking)),
-        _ask(store, *(("GET", keys.lease(name)) for name, _ in taking)),
-    )
-    for (_, pool), held, lease in zip(taking, in_flight, leases, strict=True):
-        pool.in_flight += held
+    taking = [(name, pools[queue]) for name, queue in depths.workers.items() if queue in pools]
+    leases = await _ask(store, *(("GET", keys.lease(name)) for name, _ in taking))
+    for (_, pool), lease in zip(taking, leases, strict=True):
         if lease is not None:
             pool.workers.append(json.loads(lease))
     submitting, unsettled, to_compact = (_left(*one, now) for one in zip(left[::2], left[1::2], strict=True))
     done = {text(what): int(count) for what, count in swept.items()}
-    return Fleet(list(pools.values()), dead_letters, submitting, unsettled, to_compact, bool(leads), done)
+    return Fleet(list(pools.values()), depths.dead_letters, submitting, unsettled, to_compact, bool(leads), done)
 
 
 def _left(count: int, first: list[Any], now: Any) -> Left:

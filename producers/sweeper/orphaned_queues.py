@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, text
+from producers.connection.script import text
 from producers.contract import keys
 
 log = logging.getLogger(__name__)
@@ -32,21 +32,10 @@ PATIENCE_S: Final = 5.0
 
 
 class DesertedQueues:
-    """One for each process that leads: it remembers since when nobody serves a queue.
+    """One for each process that leads: it remembers since when nobody serves a queue."""
 
-    `reap(incarnation)` answers how many messages went back, `recall(queue, pools, count)` too, -1 where a worker of one
-    of those pools lives.
-    """
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        reap: Callable[[str], Call],
-        recall: Callable[[str, Sequence[str], int], Call],
-        patience_s: float = PATIENCE_S,
-    ) -> None:
+    def __init__(self, client: AsyncClient, patience_s: float = PATIENCE_S) -> None:
         self._store, self._broker = client.store, client.broker
-        self._reap, self._recall = reap, recall
         self._patience_s = patience_s
         self._since: dict[str, float] = {}
 
@@ -56,19 +45,15 @@ class DesertedQueues:
         since, self._since = self._since, {}
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
         takers = takers_of(pools)
-        workers = {text(inc): text(queue) for inc, queue in (await self._broker.hgetall(keys.INCARNATIONS)).items()}
-        async with self._broker.pipeline(transaction=False) as pipe:
-            for inc in workers:
-                pipe.exists(keys.lease(inc))
-            lives = dict(zip(workers, await pipe.execute(), strict=True))
-        served = {queue for inc, queue in workers.items() if lives[inc]}
+        workers = await self._broker.workers()
+        served = {worker.queue for worker in workers if worker.left is not None}
         now = time.monotonic()
         found = {queue: since.get(queue, now) for queue, its in takers.items() if not served & set(its)}
         late = [queue for queue, first in found.items() if queue in since and now - first >= self._patience_s]
         reaped = recalled = 0
-        for inc, queue in workers.items():
-            if queue in late and not lives[inc]:
-                reaped += max(0, int(await arun(self._broker, self._reap(inc))))
+        for worker in workers:
+            if worker.queue in late and worker.left is None:
+                reaped += max(0, await self._broker.reap(worker.incarnation))
         for queue in late:
             recalled += (back := await self._all(queue, takers[queue]))
             if back:
@@ -80,7 +65,7 @@ class DesertedQueues:
 
     async def _all(self, queue: str, pools: Sequence[str]) -> int:
         moved = 0
-        while (count := int(await arun(self._broker, self._recall(queue, pools, PAGE)))) > 0:
+        while (count := await self._broker.recall(queue, pools, PAGE)) > 0:
             moved += count
             if count < PAGE:
                 break

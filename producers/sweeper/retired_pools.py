@@ -13,11 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from producers.broker.redis.calls import due
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
@@ -47,18 +46,15 @@ class Pruned:
 
 
 class RetiredPools:
-    """One for each process that leads: it remembers since when nobody serves a pool. `recall(queue, pools, count)`: the
-    call that puts back into a queue's lists what its workers had sorted, see `producers.sweeper.orphaned_queues`."""
+    """One for each process that leads: it remembers since when nobody serves a pool."""
 
     def __init__(
         self,
         client: AsyncClient,
-        recall: Callable[[str, Sequence[str], int], Call] | None = None,
         retire_after_s: float = RETIRE_AFTER_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._store, self._broker = client.store, client.broker
-        self._recall = recall
         self._retire_after_s = retire_after_s
         self._patience_s = patience_s
         self._unserved_since: dict[str, float] = {}
@@ -70,7 +66,7 @@ class RetiredPools:
         """Raises redis.exceptions.RedisError or OSError."""
         pruned = Pruned()
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
-        serving = {text(queue) for queue in await self._broker.hvals(keys.INCARNATIONS)}
+        serving = {worker.queue for worker in await self._broker.workers()}
         served = {json.loads(pools[queue])["model"] for queue in serving if queue in pools}
         models = {text(model) for model in await self._store.hkeys(keys.MODELS)}
         unserved = [queue for queue in pools if queue not in serving]
@@ -98,24 +94,15 @@ class RetiredPools:
 
     async def _prune(self, queue: str, pools: Sequence[str], pruned: Pruned) -> int:
         """How many messages are left."""
-        while await arun(self._broker, due(queue)):
+        while await self._broker.due(queue):
             pass
-        while self._recall is not None and await arun(self._broker, self._recall(queue, pools, PAGE)) == PAGE:
+        while await self._broker.recall(queue, pools, PAGE) == PAGE:
             pass
-        left = 0
-        for name in dict.fromkeys(name for tier in keys.TIERS for name in keys.tier_lists(queue, tier)):
-            start = 0
-            while page := await self._broker.lrange(name, start, start + PAGE - 1):
-                over = await self._over(page)
-                for raw, task_id in over:
-                    pruned.messages += await self._broker.lrem(name, -1, raw)
-                    for counts in (keys.REAPED, keys.RETURNED):
-                        await self._broker.hdel(counts, task_id)
-                start += len(page) - len(over)
-            left += start
+        removed, left = await self._broker.prune(queue, self._over, PAGE)
+        pruned.messages += removed
         return left
 
-    async def _over(self, page: Iterable[Any]) -> list[tuple[Any, str]]:
+    async def _over(self, page: Iterable[bytes]) -> dict[bytes, str]:
         """Messages that CLAIM would answer `done` for, with their tasks: settled, or a client's without a record, which
         there was before the message."""
         found = [(raw, headers) for raw in page if (headers := _headers(raw)) is not None]
@@ -123,11 +110,11 @@ class RetiredPools:
             for _, headers in found:
                 pipe.hmget(keys.task(headers["id"]), "status", "settled")
             records = await pipe.execute()
-        return [
-            (raw, headers["id"])
+        return {
+            raw: headers["id"]
             for (raw, headers), (status, settled) in zip(found, records, strict=True)
             if settled is not None or (status is None and not is_plain(headers))
-        ]
+        }
 
     async def _retire(self, queue: str, about: str, pruned: Pruned) -> None:
         if self._waiting[queue]:
@@ -137,7 +124,7 @@ class RetiredPools:
         # A worker that announces the pool anew meanwhile says so in other words: it tells when.
         if time.monotonic() - since >= self._retire_after_s and await arun(self._store, retire(queue, about)):
             log.info("pool %s is forgotten: no worker serves it, and nothing is left of it", queue)
-            await self._broker.delete(f"_kombu.binding.{queue}")
+            await self._broker.forget(queue)
             del self._empty_since[queue], self._waiting[queue]
             pruned.pools += 1
 

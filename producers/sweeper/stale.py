@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,20 +39,17 @@ class Removed:
 
 
 class Stale:
-    """One for each process that leads: it remembers since when something is not needed. `reap`: the call that returns
-    the deliveries of a worker that is gone, and forgets it; workers do it sooner, where there are any."""
+    """One for each process that leads: it remembers since when something is not needed."""
 
     def __init__(
         self,
         client: AsyncClient,
-        reap: Callable[[str], Call] | None = None,
         *,
         letters_kept_s: float = LETTERS_KEPT_S,
         unneeded_s: float = UNNEEDED_S,
     ) -> None:
         self._client = client
         self._store, self._broker = client.store, client.broker
-        self._reap = reap
         self._letters_kept_s = letters_kept_s
         self._unneeded_s = unneeded_s
         self._since: dict[str, float] = {}
@@ -65,19 +61,15 @@ class Stale:
         await self._incarnations(removed, since, kept)
         await self._files(removed, since, kept)
         await self._letters(removed)
-        for name in map(text, await self._broker.hkeys(keys.UNSERVED)):
-            if not await self._broker.exists(name):  # FETCH enters it anew, when it finds something there
-                await self._broker.hdel(keys.UNSERVED, name)
+        await self._broker.tidy()
         self._since = kept
         return removed
 
     async def _incarnations(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
-        if self._reap is None:
-            return
-        for name in map(text, await self._broker.hkeys(keys.INCARNATIONS)):
-            lease = keys.lease(name)
-            if not await self._broker.exists(lease) and self._long(lease, since, kept):
-                count = int(await arun(self._broker, self._reap(name)))
+        for worker in await self._broker.workers():
+            name = worker.incarnation
+            if worker.left is None and self._long(keys.lease(name), since, kept):
+                count = await self._broker.reap(name)
                 removed.incarnations += count >= 0
                 removed.deliveries += max(count, 0)
                 if count > 0:
@@ -91,8 +83,7 @@ class Stale:
                 removed.files += int(await arun(self._store, unused(sha256)))
 
     async def _letters(self, removed: Removed) -> None:
-        seconds, _ = await self._broker.time()
-        before = int((seconds - self._letters_kept_s) * 1000)
+        before = await self._broker.now_ms() - int(self._letters_kept_s * 1000)
         old: list[Any] = []
         async for letter in letters(self._client):
             if letter.at_ms >= before:  # the oldest come first; one that says no time is not of ours

@@ -17,14 +17,13 @@ import os
 import random
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import complain
-from producers.connection.script import Call
 from producers.contract import keys
 from producers.store import protocol
 from producers.sweeper import unsent as submits
@@ -57,10 +56,7 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SweeperSettings:
-    """Of a sweeper that leads, or waits to. Times are seconds.
-
-    `recall`, `reap`: scripts of the broker's side, see `producers.sweeper.orphaned_queues`.
-    """
+    """Of a sweeper that leads, or waits to. Times are seconds."""
 
     broker: str
     store: str
@@ -81,8 +77,6 @@ class SweeperSettings:
     retire_after: float = RETIRE_AFTER_S
     deserted_after: float = DESERTED_AFTER_S
     """For how long no worker of a queue may have a lease before what they left goes back to its lists."""
-    recall: Callable[[str, Sequence[str], int], Call] | None = None
-    reap: Callable[[str], Call] | None = None
 
 
 async def run(
@@ -140,11 +134,9 @@ async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
 
 async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
     results = CeleryResults(client, settings.store)
-    pools = RetiredPools(client, settings.recall, settings.retire_after)
-    deserted = None
-    if settings.reap is not None and settings.recall is not None:
-        deserted = DesertedQueues(client, settings.reap, settings.recall, settings.deserted_after)
-    stale = Stale(client, settings.reap, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
+    pools = RetiredPools(client, settings.retire_after)
+    deserted = DesertedQueues(client, settings.deserted_after)
+    stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def tell() -> Counts:
         return {"told": await results.tell()}
@@ -154,8 +146,6 @@ async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
         return {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
 
     async def returned() -> Counts:
-        if deserted is None:
-            return {}
         reaped, recalled = await deserted.sweep()
         return {"returned": reaped, "recalled": recalled}
 

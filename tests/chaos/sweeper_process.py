@@ -8,7 +8,6 @@ import json
 import logging
 import sys
 
-from producers.broker import redis as broker
 from producers.sweeper.sweeper import SweeperSettings
 from workers.cli.processes import sweep
 
@@ -18,4 +17,4 @@ HASTY = {"every": 1.0, "unsent_after": 3.0, "unsettled_after": 3.0, "reader_leas
 if __name__ == "__main__":
     logging.basicConfig(level="INFO")
     settings = {**HASTY, **json.loads(sys.argv[1])}
-    asyncio.run(sweep(SweeperSettings(reap=broker.reap, recall=broker.recall, **settings)))
+    asyncio.run(sweep(SweeperSettings(**settings)))

@@ -16,7 +16,6 @@ from typing import Any, Self
 from redis import Redis
 
 from producers import Event
-from producers.broker import redis as broker
 from producers.client.aio import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
@@ -62,7 +61,7 @@ class Sweeper:
 def _sweep(url: str, name: str, fields: dict[str, Any]) -> None:
     async def go() -> None:
         async with AsyncClient(url) as client:
-            task = asyncio.create_task(lead(client, SweeperSettings(url, url, name, reap=broker.reap, **fields)))
+            task = asyncio.create_task(lead(client, SweeperSettings(url, url, name, **fields)))
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
             with contextlib.suppress(asyncio.CancelledError):
                 await task

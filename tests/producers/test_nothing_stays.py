@@ -101,8 +101,6 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         letters_kept=60.0,
         unneeded=0.2,
         retire_after=0.1,
-        recall=broker.recall,
-        reap=broker.reap,
     )
     async with AsyncClient(valkey_url) as client:
         await _load(client, valkey, worker)

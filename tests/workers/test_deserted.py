@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from producers import AsyncClient, Client
-from producers.broker import redis as broker
 from producers.contract import keys
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.stub_engine import STALLED
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.slow
 @contextlib.contextmanager
 def sweeping(rig: Rig) -> Iterator[None]:
     """One that leads, and looks again and again."""
-    settings = SweeperSettings(rig.url, rig.url, every=0.05, deserted_after=0.2, recall=broker.recall, reap=broker.reap)
+    settings = SweeperSettings(rig.url, rig.url, every=0.05, deserted_after=0.2)
     loop = asyncio.new_event_loop()
 
     async def sweep() -> None:

@@ -282,7 +282,6 @@ def sweeper(
     """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Compact streams. One leads."""
     import asyncio
 
-    from producers.broker import redis as scripts
     from producers.sweeper.sweeper import SweeperSettings
 
     _log(log_level)
@@ -293,8 +292,6 @@ def sweeper(
         reader_lease=reader_lease,
         compact_after=compact_after,
         letters_kept=letters_kept * 24 * 3600,
-        reap=scripts.reap,
-        recall=scripts.recall,
     )
     if name is not None:
         settings = replace(settings, name=name)

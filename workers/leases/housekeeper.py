@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from producers.admin.tenants import read_weights
 from producers.broker import redis as broker
+from producers.broker.values import sane_weights
 from producers.client.steps import Read, Step, drive
 from producers.connection.log_throttle import complain
 from producers.connection.script import Call, run, run_many, text
@@ -360,7 +360,7 @@ class Housekeeper(threading.Thread):
             self._reap_at = min(self._reap_at, now + self._reap(life) + REAP_AFTER_S)
             self._adopt()
             self._end_unwanted()
-            self._runtime.weights = read_weights(self._broker.hgetall(keys.WEIGHTS))
+            self._runtime.weights = sane_weights(self._broker.hgetall(keys.WEIGHTS))
         self._release_preempted()
 
     def _guarded(self, action: Callable[[], None]) -> None:

@@ -23,8 +23,6 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
-from producers.connection.script import text
-from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
@@ -131,24 +129,15 @@ class Room:
     async def _waiting(self, queue: str) -> tuple[dict[str, int], bool]:
         """Tasks of each tier of a pool, and whether a worker serves it. Measures how fast tasks are taken, from all
         queues of the broker. A broker that does not answer is submit's to tell of."""
-        names = [(tier, name) for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
         try:
-            async with asyncio.timeout(SILENT_S), self._client.broker.pipeline(transaction=False) as pipe:
-                for _, name in names:
-                    pipe.execute_command("LLEN", name)
-                    pipe.execute_command("ZCARD", keys.sorted_of(name))
-                pipe.execute_command("GET", keys.DELIVERIES)
-                pipe.execute_command("HVALS", keys.INCARNATIONS)
-                *counts, taken, pools = await pipe.execute()
+            async with asyncio.timeout(SILENT_S):
+                found = await self._client.broker.waiting(queue)
         except FAILURES:
             self._away = True
             return {}, False
         self._away = False
-        self._measure(int(taken or 0), any(counts))
-        waiting = dict.fromkeys(keys.TIERS, 0)
-        for (tier, _), arrived, by_tenant in zip(names, counts[::2], counts[1::2], strict=True):
-            waiting[tier] += arrived + by_tenant
-        return waiting, queue in map(text, pools)
+        self._measure(found.taken, any(found.tiers.values()))
+        return found.tiers, found.served
 
     def _measure(self, taken: int, waits: bool) -> None:
         """Time in which nothing waited says nothing of how fast workers are: it is passed over."""
@@ -166,12 +155,9 @@ class Room:
         """As far as workers have sorted what waits."""
         if self._away:  # a moment ago: not each tenant has to wait for that
             return 0
-        names = [name for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
         try:
-            async with asyncio.timeout(SILENT_S), self._client.broker.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.execute_command("ZCARD", keys.turn(name, tenant))
-                return sum(await pipe.execute())
+            async with asyncio.timeout(SILENT_S):
+                return await self._client.broker.waiting_of(queue, tenant)
         except FAILURES:
             self._away = True
             return 0

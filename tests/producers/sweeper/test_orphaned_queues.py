@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from itertools import chain
 
@@ -12,7 +12,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker import redis as broker
-from producers.connection.script import Call, run
+from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.sweeper import orphaned_queues as deserted
@@ -70,8 +70,8 @@ def left(valkey: Redis, names: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: [json.loads(raw)["headers"]["id"] for raw in valkey.lrange(name, 0, -1)[::-1]] for name in names}
 
 
-def sweeping(client: AsyncClient, recall: Callable[..., Call] = broker.recall) -> DesertedQueues:
-    return DesertedQueues(client, broker.reap, recall, patience_s=0.0)
+def sweeping(client: AsyncClient) -> DesertedQueues:
+    return DesertedQueues(client, patience_s=0.0)
 
 
 async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncClient, valkey: Redis) -> None:
@@ -90,7 +90,7 @@ async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncC
 
 async def test_it_waits_for_as_long_as_it_was_told(aclient: AsyncClient, valkey: Redis) -> None:
     leave(valkey)
-    queues = DesertedQueues(aclient, broker.reap, broker.recall, patience_s=3600.0)
+    queues = DesertedQueues(aclient, patience_s=3600.0)
     for _ in range(3):
         assert await queues.sweep() == (0, 0)
 
@@ -124,19 +124,21 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
 ) -> None:
     """At any page: before the first, or in the midst."""
     monkeypatch.setattr(deserted, "PAGE", 2)
+    real = aclient.broker.recall
     for starts in range(12):
         sent = leave(valkey)
         calls = 0
 
-        def recall(queue: str, pools: list[str], count: int, starts: int = starts) -> Call:
+        async def recall(queue: str, pools: list[str], count: int, starts: int = starts) -> int:
             nonlocal calls
             if calls == starts:
                 begin(valkey, "w.2")
                 fetch(valkey, [], "w.2")
             calls += 1
-            return broker.recall(queue, pools, count)
+            return await real(queue, pools, count)
 
-        queues = sweeping(aclient, recall)
+        monkeypatch.setattr(aclient.broker, "recall", recall)
+        queues = sweeping(aclient)
         await queues.sweep()
         await queues.sweep()
         assert calls > starts
@@ -161,20 +163,22 @@ async def test_a_sweeper_that_dies_between_any_two_calls_loses_nothing(
         sent = leave(valkey)
         calls, died = 0, False
 
-        def mortal(call: Callable[..., Call], dies: int = dies) -> Callable[..., Call]:
-            def made(*args: object) -> Call:
+        def mortal(call: Callable[..., Awaitable[int]], dies: int = dies) -> Callable[..., Awaitable[int]]:
+            async def made(*args: object) -> int:
                 nonlocal calls, died
                 died = died or calls == dies
                 calls += 1
                 if died:
                     raise ConnectionError("killed")
-                return call(*args)
+                return await call(*args)
 
             return made
 
-        queues = DesertedQueues(aclient, mortal(broker.reap), mortal(broker.recall), patience_s=0.0)
+        queues = sweeping(aclient)
         await queues.sweep()
-        with suppress(ConnectionError):
+        with suppress(ConnectionError), monkeypatch.context() as killed:
+            for name in ("reap", "recall"):
+                killed.setattr(aclient.broker, name, mortal(getattr(aclient.broker, name)))
             await queues.sweep()
         another = sweeping(aclient)
         await another.sweep()

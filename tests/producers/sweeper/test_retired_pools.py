@@ -60,7 +60,7 @@ async def test_only_what_is_over_is_removed_and_the_rest_told_of(
     impossible = Message("half", OLD, "default", 1, 9).envelope().replace('"half"', '"\\ud800"')  # in no key
     valkey.lpush(OLD, plain, "junk", impossible)
     valkey.hset(keys.REAPED, ids[1], 1)
-    pools = RetiredPools(aclient, broker.recall, patience_s=0)
+    pools = RetiredPools(aclient, patience_s=0)
     assert await pools.sweep() == Pruned(messages=5)
     left = valkey.lrange(OLD, 0, -1)
     assert left[:3] == [impossible.encode(), b"junk", plain.encode()]
@@ -117,7 +117,7 @@ async def test_what_was_sorted_or_held_back_is_found_too(aclient: AsyncClient, v
     assert len(broker.read_fetch(run(valkey, call)) or ()) == 2
     run(valkey, broker.back("w2", OLD, "u1", 60_000))
     run(valkey, broker.back("w2", OLD, "u2", 0))
-    assert await RetiredPools(aclient, broker.recall).sweep() == Pruned(messages=4)
+    assert await RetiredPools(aclient).sweep() == Pruned(messages=4)
     assert not valkey.exists(keys.delayed(OLD))
     assert not [name for name in valkey.keys("penstock:*") if OLD.encode() in name]
 

@@ -34,10 +34,10 @@ async def test_a_worker_that_is_gone_is_taken_off_the_books_and_its_deliveries_r
         broker.fetch("gone", ["q"], ["u"], free, capacity=(9, 999), plain_tokens=9, ageing_ms=9, max_redeliveries=3),
     )
     assert valkey.hlen(keys.inflight("gone")) == 1
-    stale = Stale(aclient, broker.reap, unneeded_s=0.0)
+    stale = Stale(aclient, unneeded_s=0.0)
     assert await stale.sweep() == Removed()
     valkey.delete(keys.lease("gone"))
-    patient = Stale(aclient, broker.reap)
+    patient = Stale(aclient)
     assert await patient.sweep() == await patient.sweep() == Removed(), "it may be about to say that it lives"
     assert await stale.sweep() == Removed(incarnations=1, deliveries=1)
     assert valkey.hkeys(keys.INCARNATIONS) == [b"lives"]

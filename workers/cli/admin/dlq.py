@@ -179,8 +179,7 @@ async def _chosen(
         raise Failure("say which: by their keys (penstock dlq ls shows them), or --all")
     if named and every:
         raise Failure("give keys or --all, not both")
-    seconds, micros = await client.broker.time()
-    until = seconds * 1000 + micros / 1000 - (older_than or 0.0) * 1000
+    until = await client.broker.now_ms() - (older_than or 0.0) * 1000
     found, missing = [], set(named or ())
     async for letter in letters(client):
         if named and not {letter.key, letter.task_id} & set(named):

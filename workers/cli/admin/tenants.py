@@ -63,8 +63,6 @@ def weigh(
     """Set a tenant's share of each tier. It holds from the next fetch on; in running engines within seconds."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.admin.tenants import weigh as set_weight
-
-        await set_weight(client, tenant, weight)
+        await client.broker.weigh(tenant, weight)
 
     with_client(broker, store, work)

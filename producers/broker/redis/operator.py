@@ -1,0 +1,201 @@
+"""The side of senders, gateways, sweepers and operators, on Redis or Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import redis
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from producers.broker.base import Broker, NoSuchPlace, Sender
+from producers.broker.redis import calls
+from producers.broker.redis.consumer import CAPABILITIES, read_listed
+from producers.broker.values import (
+    Depth,
+    Depths,
+    Listed,
+    Waiting,
+    check_weight,
+    sane_weights,
+)
+from producers.connection.script import arun, text
+from producers.connection.trouble import trouble
+from producers.contract import keys
+from producers.contract.message import Message
+
+
+class RedisSender(Sender):
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+
+    def send(self, message: Message) -> None:
+        self._redis.execute_command(*_push(message))
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+class RedisBroker(Broker):
+    """`client`: may be the store's, where that is the same server."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, client: Redis) -> None:
+        self._redis = client
+
+    async def ping(self) -> None:
+        await self._redis.execute_command("PING")
+
+    async def send(self, message: Message) -> None:
+        await self._redis.execute_command(*_push(message))
+
+    # ---- what there is --------------------------------------------------------------------------------------------
+
+    async def waiting(self, queue: str) -> Waiting:
+        lists = _lists(queue)
+        *counts, taken, pools = await self._ask(
+            *(("LLEN", name) for name, _ in lists),
+            *(("ZCARD", keys.sorted_of(name)) for name, _ in lists),
+            ("GET", keys.DELIVERIES),
+            ("HVALS", keys.INCARNATIONS),
+        )
+        found = Waiting(taken=int(taken or 0), served=queue in map(text, pools))
+        for (_, tier), count in zip(lists * 2, counts, strict=True):
+            found.tiers[tier] += count
+        return found
+
+    async def waiting_of(self, queue: str, tenant: str) -> int:
+        return sum(await self._ask(*(("ZCARD", keys.turn(name, tenant)) for name, _ in _lists(queue))))
+
+    async def depths(self, queues: Sequence[str]) -> Depths:
+        lists = [(queue, tier, name) for queue in queues for name, tier in _lists(queue)]
+        listed, dead_letters, *counts = await self._ask(
+            ("HGETALL", keys.INCARNATIONS),
+            ("LLEN", keys.DEAD),
+            *(("ZCARD", keys.delayed(queue)) for queue in queues),
+            *(
+                command
+                for _, _, name in lists
+                for command in (("LLEN", name), ("ZCARD", keys.sorted_of(name)), ("ZCARD", keys.turns(name)))
+            ),
+        )
+        found = {queue: Depth(delayed=count) for queue, count in zip(queues, counts, strict=False)}
+        each = iter(counts[len(queues) :])
+        for (queue, tier, _), arrived, by_tenant, tenants in zip(lists, each, each, each, strict=True):
+            found[queue].waiting[tier] += arrived + by_tenant
+            found[queue].tenants[tier] += tenants
+        workers = {text(name): text(queue) for name, queue in listed.items()}
+        held = await self._ask(*(("HLEN", keys.inflight(name)) for name in workers))
+        for queue, count in zip(workers.values(), held, strict=True):
+            if queue in found:
+                found[queue].in_flight += count
+        return Depths(found, workers, dead_letters)
+
+    async def workers(self) -> list[Listed]:
+        listed = await self._redis.hgetall(keys.INCARNATIONS)
+        return read_listed(listed, await self._ask(*(("PTTL", keys.lease(text(name))) for name in listed)))
+
+    # ---- what dead workers left -----------------------------------------------------------------------------------
+
+    async def reap(self, incarnation: str) -> int:
+        return int(await arun(self._redis, calls.reap(incarnation)))
+
+    async def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
+        return int(await arun(self._redis, calls.recall(queue, takers, count)))
+
+    async def due(self, queue: str) -> int:
+        return int(await arun(self._redis, calls.due(queue)))
+
+    async def prune(
+        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
+    ) -> tuple[int, int]:
+        removed = left = 0
+        for name, _ in _lists(queue):
+            start = 0
+            while messages := await self._range(name, start, page):
+                gone = await over(messages)
+                for raw, task_id in gone.items():
+                    removed += await self._redis.execute_command("LREM", name, -messages.count(raw), raw)
+                    for counts in (keys.REAPED, keys.RETURNED):
+                        await self._redis.hdel(counts, task_id)
+                start += sum(raw not in gone for raw in messages)
+            left += start
+        return removed, left
+
+    async def forget(self, queue: str) -> None:
+        await self._redis.delete(f"_kombu.binding.{queue}")
+
+    async def tidy(self) -> None:
+        for name in map(text, await self._redis.hkeys(keys.UNSERVED)):
+            if not await self._redis.exists(name):  # FETCH enters it anew, when it finds something there
+                await self._redis.hdel(keys.UNSERVED, name)
+
+    # ---- dead letters ---------------------------------------------------------------------------------------------
+
+    async def letters(self, start: int, count: int) -> list[bytes]:
+        return await self._range(keys.DEAD, start, count)
+
+    async def remove_letter(self, entry: bytes) -> bool:
+        return bool(await self._redis.execute_command("LREM", keys.DEAD, 1, entry))
+
+    async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
+        try:
+            return bool(await arun(self._redis, calls.replay(entry, place, message, task_id)))
+        except ResponseError as error:
+            if trouble(error) is not None:
+                raise
+            raise NoSuchPlace(f"{place} is no list that takes it ({error})") from error
+
+    async def now_ms(self) -> int:
+        seconds, micros = await self._redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    # ---- tenants --------------------------------------------------------------------------------------------------
+
+    async def tenants(self, queues: Sequence[str]) -> tuple[dict[str, dict[str, int]], int]:
+        found: dict[str, dict[str, int]] = {}
+        unsorted = 0
+        for name, tier in [one for queue in queues for one in _lists(queue)]:
+            unsorted += await self._redis.llen(name)
+            for tenant in map(text, await self._redis.zrange(keys.turns(name), 0, -1)):
+                tiers = found.setdefault(tenant, dict.fromkeys(keys.TIERS, 0))
+                tiers[tier] += await self._redis.zcard(keys.turn(name, tenant))
+        return found, unsorted
+
+    async def weights(self) -> dict[str, float]:
+        return sane_weights(await self._redis.execute_command("HGETALL", keys.WEIGHTS))
+
+    async def weigh(self, tenant: str, weight: float) -> None:
+        check_weight(weight)
+        if weight == 1:
+            await self._redis.execute_command("HDEL", keys.WEIGHTS, tenant)
+        else:
+            await self._redis.execute_command("HSET", keys.WEIGHTS, tenant, repr(weight))
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def _range(self, name: str, start: int, count: int) -> list[bytes]:
+        found: list[bytes] = await self._redis.execute_command("LRANGE", name, start, start + count - 1)
+        return found
+
+    async def _ask(self, *commands: tuple[str, ...]) -> list[Any]:
+        """In one round trip."""
+        if not commands:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            answers: list[Any] = await pipe.execute()
+            return answers
+
+
+def _push(message: Message) -> tuple[str, str, str]:
+    return "LPUSH", keys.tier_list(message.queue, message.tier), message.envelope()
+
+
+def _lists(queue: str) -> list[tuple[str, str]]:
+    """Each list of the queue, with its tier."""
+    return [(name, tier) for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]

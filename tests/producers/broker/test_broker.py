@@ -1,0 +1,126 @@
+"""The side of senders, gateways and operators: what it says of what a worker's side did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+import pytest
+from redis import Redis
+
+from producers.broker.base import Broker, Consumer, NoSuchPlace
+from producers.broker.connect import connect_broker, connect_consumer, connect_sender
+from producers.broker.values import Ack, Back, Credit, Depth, Rules
+from producers.contract.message import Message
+
+QUEUE = "penstock:queue:m@1.x"
+INC = "w.1"
+RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
+
+
+@pytest.fixture
+def url(valkey_url: str, valkey: Redis) -> str:
+    return valkey_url
+
+
+@pytest.fixture
+async def broker(url: str) -> AsyncIterator[Broker]:
+    found = connect_broker(url)
+    yield found
+    await found.aclose()
+
+
+@pytest.fixture
+def consumer(url: str) -> Iterator[Consumer]:
+    found = connect_consumer(url, [QUEUE])
+    found.take_lease(INC, "{}", 60.0)
+    yield found
+    found.close()
+
+
+async def send(broker: Broker, *names: str, tier: str = "default", tenant: str = "") -> None:
+    for name in names:
+        await broker.send(Message(name, QUEUE, tier, 1, 100, tenant))
+
+
+def take(consumer: Consumer, *uuids: str) -> list[str]:
+    fetched = consumer.fetch(INC, uuids, Credit((64,) * 4, (10**6,) * 4), RULES)
+    assert fetched is not None
+    return [json.loads(one.raw)["headers"]["id"] for one in fetched]
+
+
+async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Consumer) -> None:
+    await send(broker, "a", "b", "c", "d", tenant="t")
+    await send(broker, "e", tier="batch")
+    assert take(consumer, "1", "2") == ["a", "b"]
+    consumer.put_down([Back(INC, "2", 60.0)])
+    await send(broker, "f")
+    depths = await broker.depths([QUEUE, "none"])
+    tiers = {"priority": 0, "flex": 0}
+    assert depths.queues[QUEUE] == Depth({**tiers, "default": 3, "batch": 1}, {**tiers, "default": 1, "batch": 1}, 1, 1)
+    assert depths.queues["none"] == Depth()
+    assert (depths.workers, depths.dead_letters) == ({INC: QUEUE}, 0)
+    waiting = await broker.waiting(QUEUE)
+    assert (waiting.tiers, waiting.taken, waiting.served) == ({**tiers, "default": 3, "batch": 1}, 2, True)
+    assert await broker.waiting_of(QUEUE, "t") == 2
+    waits, unsorted = await broker.tenants([QUEUE])
+    assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 1)
+
+
+async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str) -> None:
+    sender = connect_sender(url)
+    sender.send(Message("a", QUEUE, "flex", 1, 1))
+    sender.close()
+    assert (await broker.waiting(QUEUE)).tiers["flex"] == 1
+
+
+async def test_what_a_dead_worker_left_comes_back(broker: Broker, consumer: Consumer) -> None:
+    await send(broker, "a", "b", "c", "d")
+    assert take(consumer, "1", "2") == ["a", "b"]
+    consumer.put_down([Back(INC, "1", 60.0)])
+    assert await broker.reap(INC) == await broker.recall(QUEUE, [QUEUE], 9) == -1
+    consumer.end_lease(INC)
+    assert [(one.incarnation, one.left) for one in await broker.workers()] == [(INC, None)]
+    assert (await broker.reap(INC), await broker.recall(QUEUE, [QUEUE], 9)) == (1, 2)
+    assert (await broker.due(QUEUE), await broker.due(QUEUE)) == (1, 0)
+    consumer.take_lease(INC, "{}", 60.0)
+    assert sorted(take(consumer, "5", "6", "7", "8")) == ["a", "b", "c", "d"]
+
+
+async def test_only_what_is_over_is_pruned_and_the_rest_keeps_its_order(broker: Broker, consumer: Consumer) -> None:
+    await send(broker, *"abcdefg")
+
+    async def over(page: Sequence[bytes]) -> Mapping[bytes, str]:
+        found = {raw: json.loads(raw)["headers"]["id"] for raw in page}
+        return {raw: name for raw, name in found.items() if name in "bcg"}
+
+    assert await broker.prune(QUEUE, over, 2) == (3, 4)
+    assert take(consumer, *"12345") == list("adef")
+
+
+async def test_a_dead_letter_is_replayed_once(broker: Broker, consumer: Consumer) -> None:
+    await send(broker, "a", "b")
+    take(consumer, "1", "2")
+    consumer.put_down([Ack(INC, "1", "no good"), Ack(INC, "2", "no good")])
+    first, second = await broker.letters(0, 9)
+    assert await broker.letters(1, 1) == [second]
+    said = json.loads(first)
+    assert said["reason"] == "no good"
+    assert abs(said["at"] - await broker.now_ms()) < 600_000
+    message = said["message"].encode()
+    with pytest.raises(NoSuchPlace):
+        await broker.replay(first, "penstock:arrivals", message, "a")
+    assert await broker.replay(first, said["list"], message, "a")
+    assert not await broker.replay(first, said["list"], message, "a")
+    assert take(consumer, "3", "4") == ["a"]
+    assert await broker.remove_letter(second)
+    assert not await broker.remove_letter(second)
+
+
+async def test_a_weight_is_set_and_reset(broker: Broker, consumer: Consumer) -> None:
+    await broker.weigh("a", 4)
+    await broker.weigh("b", 2)
+    await broker.weigh("b", 1)
+    assert await broker.weights() == consumer.weights() == {"a": 4.0}
+    with pytest.raises(ValueError, match=r"1001; it must be from 0\.001 to 1000"):
+        await broker.weigh("a", 1001)
