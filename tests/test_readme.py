@@ -59,7 +59,8 @@ def test_the_families_are_those_of_the_registry() -> None:
 
 
 def test_the_parameters_are_those_of_the_engine() -> None:
-    assert sorted(code(row("Sampling")) + code(row("Ends"))) == sorted(field.name for field in fields(SamplingParams))
+    rows = ("Sampling", "Penalties", "Bans", "Log probabilities", "Ends")
+    assert sorted(name for one in rows for name in code(row(one))) == sorted(f.name for f in fields(SamplingParams))
 
 
 def test_what_openai_clients_may_send_is_taken() -> None:
