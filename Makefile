@@ -7,7 +7,7 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test lint figures .venv clean
+.PHONY: run test test-all lint figures .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
@@ -16,8 +16,13 @@ help:  ## Show this help
 run: .venv  ## Start the whole system, submit a mixed load, show the tokens stream, stop everything
 	$(BIN)/penstock demo
 
-test: .venv/.collected  ## Run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: .venv/.collected  ## Run the tests that every push has to pass
+	$(PYTEST) -m "not exhaustive"
+
+test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks
+	$(PYTEST)
 
 lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	$(BIN)/ruff format --check .

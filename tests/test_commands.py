@@ -135,7 +135,14 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "arguments"), [(module, line) for module, lines in TINY.items() for line in lines])
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        pytest.param(module, line, marks=pytest.mark.exhaustive if module.startswith("tests.bench") else ())
+        for module, lines in TINY.items()
+        for line in lines
+    ],
+)
 def test_a_tiny_run_ends_well(module: str, arguments: str, places: dict[str, str]) -> None:
     if module.rpartition(".")[2] in NATIVE and load_library() is None:
         pytest.skip("native kernels are not built for this CPU")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bench import figures
+from tests.exhaustive import few
 from tests.in_process import start, unchanged
 from tests.processes import ROOT
 
@@ -47,7 +48,7 @@ def test_no_place_waits_for_a_figure_that_nothing_measures() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", figures.FIGURES)
+@pytest.mark.parametrize("name", few(figures.FIGURES, "queue"))
 def test_benches_fill_a_table(
     name: str, page: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from engine import EngineConfig
 from tests.engine.random_models import FAMILIES, write_model
+from tests.exhaustive import few
 
 if find_spec("triton") is not None and not torch.cuda.is_available():
     from tests.engine import interpreter  # noqa: F401 - mends Triton's, in which kernels run where there is no GPU
@@ -44,20 +45,29 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "gqa")
 
 
-@pytest.fixture(scope="module", params=["gemma3", "phi3-longrope"])
-def awkward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+_PAIRS = [f"{name}-{kernels}" for name in ("gemma3", "phi3-longrope") for kernels in ("reference", "ragged")]
+
+
+@pytest.fixture(scope="module", params=few(_PAIRS, "gemma3-ragged", "phi3-longrope-reference"))
+def awkward_and_kernels(request: pytest.FixtureRequest) -> tuple[str, str]:
+    name, _, kernels = request.param.rpartition("-")
+    return name, kernels
+
+
+@pytest.fixture(scope="module")
+def awkward(awkward_and_kernels: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with windows beside full attention, or with keys that turn by length."""
-    name: str = request.param
+    name = awkward_and_kernels[0]
     return write_model(tmp_path_factory.mktemp("models") / name, seed=3, **FAMILIES[name])
 
 
-@pytest.fixture(scope="module", params=["reference", "ragged"])
-def cramped(request: pytest.FixtureRequest) -> EngineConfig:
+@pytest.fixture(scope="module")
+def cramped(awkward_and_kernels: tuple[str, str]) -> EngineConfig:
     """Steps too small for what is asked: prompts are cut, and requests wait for each other."""
     return EngineConfig(
         device="cpu",
         threads=1,
-        kernels=request.param,
+        kernels=awkward_and_kernels[1],
         overlap=0,
         max_num_seqs=6,
         max_num_batched_tokens=40,

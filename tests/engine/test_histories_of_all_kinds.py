@@ -22,6 +22,7 @@ from tests.engine.histories import histories
 from tests.engine.paged_model import VOCAB, Entry, PagedModel, Windows, computed_plainly, expected
 from tests.engine.test_overlap_histories import CLOCK, Device, Overlapping
 from tests.engine.test_scheduler_histories import Histories, Seen
+from tests.exhaustive import few
 
 #: Steps in which whoever waits has its turn, though two requests of a higher tier come with each: its tier falls to
 #: theirs in 30 s, and each step takes one.
@@ -192,14 +193,18 @@ class OverlappingOfAllKindsWithAWindow(OverlappingOfAllKinds):
 
 @pytest.mark.parametrize(
     "machine",
-    [
-        HistoriesOfAllKinds,
+    few(
+        [
+            HistoriesOfAllKinds,
+            HistoriesOfAllKindsInATightPool,
+            HistoriesOfAllKindsWithAWindow,
+            OverlappingOfAllKinds,
+            InStepOfAllKinds,
+            OverlappingOfAllKindsWithAWindow,
+        ],
         HistoriesOfAllKindsInATightPool,
-        HistoriesOfAllKindsWithAWindow,
-        OverlappingOfAllKinds,
-        InStepOfAllKinds,
         OverlappingOfAllKindsWithAWindow,
-    ],
+    ),
 )
 def test_requests_of_every_kind_end_once_and_as_undisturbed(machine, monkeypatch):
     monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)

@@ -20,6 +20,7 @@ from engine.sequence import UNKNOWN, Sequence
 from tests.engine.histories import histories
 from tests.engine.paged_model import PagedModel
 from tests.engine.test_scheduler_histories import Histories
+from tests.exhaustive import few
 
 CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now)
 
@@ -240,16 +241,21 @@ class OverlappingBeyondASwitch(Overlapping):
 
 @pytest.mark.parametrize(
     "machine",
-    [
-        Overlapping,
-        InStep,
-        OverlappingWithoutCaching,
+    few(
+        [
+            Overlapping,
+            InStep,
+            OverlappingWithoutCaching,
+            OverlappingInATightPool,
+            OverlappingWithBlocksOfOne,
+            OverlappingWithAWindow,
+            OverlappingWithWindowsAlone,
+            OverlappingBeyondASwitch,
+        ],
         OverlappingInATightPool,
-        OverlappingWithBlocksOfOne,
         OverlappingWithAWindow,
-        OverlappingWithWindowsAlone,
         OverlappingBeyondASwitch,
-    ],
+    ),
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, monkeypatch):
     monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)

@@ -30,6 +30,7 @@ from engine.speculate import Speculation
 from tests.engine.guessing import Guesser
 from tests.engine.histories import histories
 from tests.engine.paged_model import EOS, MAX_MODEL_LEN, VOCAB, PagedModel, choose, computed_plainly, expected
+from tests.exhaustive import few
 
 
 @dataclass
@@ -333,19 +334,26 @@ class HistoriesBeyondASwitch(Histories):
 
 @pytest.mark.parametrize(
     "machine",
-    [
-        Histories,
+    few(
+        [
+            Histories,
+            HistoriesWithRuns,
+            HistoriesWithoutCaching,
+            HistoriesInATightPool,
+            HistoriesWithBlocksOfOne,
+            HistoriesWithAWindow,
+            HistoriesWithWindowsAlone,
+            HistoriesWithWindowsWithoutCaching,
+            HistoriesInAHurry,
+            HistoriesInAHurryInATightPool,
+            HistoriesBeyondASwitch,
+        ],
         HistoriesWithRuns,
-        HistoriesWithoutCaching,
         HistoriesInATightPool,
-        HistoriesWithBlocksOfOne,
-        HistoriesWithAWindow,
         HistoriesWithWindowsAlone,
-        HistoriesWithWindowsWithoutCaching,
         HistoriesInAHurry,
-        HistoriesInAHurryInATightPool,
         HistoriesBeyondASwitch,
-    ],
+    ),
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine):
     run_state_machine_as_test(machine, settings=histories(60))

@@ -7,6 +7,7 @@ import pytest
 from tests.fuzz.soak import Plan, allowed_for, soak
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_planted_leak_is_found_and_nothing_else_is_accused() -> None:

@@ -55,6 +55,7 @@ def test_all_parts_are_run_figures_first(tmp_path: Path) -> None:
     assert [path.stem for path in statuses] == list(PARTS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_command_starts_without_the_packages_of_broker_and_gateway(

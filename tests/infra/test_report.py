@@ -105,6 +105,7 @@ def test_parts_that_were_not_asked_for_now_decide_nothing(tmp_path: Path) -> Non
     assert reported(tmp_path, "bench", "peer")[0] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_check_takes_its_figures_on_a_cpu_and_leaves_them_when_it_is_ended(tmp_path: Path) -> None:

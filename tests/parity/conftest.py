@@ -87,7 +87,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=list(VARIANTS))
+@pytest.fixture(params=[*VARIANTS, *FAMILIES])
 def variant(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -14,6 +14,7 @@ from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.request import Event
 from tests.engine.random_models import FAMILIES
+from tests.exhaustive import few
 from tests.parity.driver import Driver, greedy, prompts_of
 
 #: Shorter and longer than a window, on both sides of the switch of "phi3-longrope".
@@ -56,7 +57,7 @@ class Telling(Driver):
         ]
 
 
-@pytest.fixture(params=EACH)
+@pytest.fixture(params=few(EACH, "gqa", "gemma3", "phi3-longrope"))
 def variant(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -136,7 +137,7 @@ MIXED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gemma2"])
-@pytest.mark.parametrize(("tokens", "every"), [(16, None), (256, 4)])
+@pytest.mark.parametrize(("tokens", "every"), few([(16, None), (256, 4)], (16, None)))
 def test_whatever_is_asked_for(compare: Tell, model: Model, tokens: int, every: int | None) -> None:
     prompts = prompts_of([3, 50, 31, 16, 20, 64, 12, 33], model.vocab_size, seed=1)
     asked = [

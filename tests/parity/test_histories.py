@@ -7,6 +7,7 @@ import random
 import pytest
 
 from engine.models import Model
+from tests.exhaustive import few
 from tests.parity.conftest import Truth
 from tests.parity.driver import Driver, greedy, prompts_of
 
@@ -16,7 +17,7 @@ def variant() -> str:
     return "gqa"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few(range(12), 0, 1))
 def test_random_arrivals_aborts_and_preemptions(model: Model, truth: Truth, seed: int) -> None:
     dice = random.Random(seed)
     stems = prompts_of([20, 45], model.vocab_size, seed=seed)
@@ -51,7 +52,7 @@ def test_random_arrivals_aborts_and_preemptions(model: Model, truth: Truth, seed
             truth.check(prompts[name], driver.found[name][0])
 
 
-@pytest.mark.parametrize("at", range(0, 30, 3))
+@pytest.mark.parametrize("at", few(range(0, 30, 3), 3, 12))
 def test_an_abort_at_any_step_leaves_the_others_and_the_pool_whole(model: Model, truth: Truth, at: int) -> None:
     prompts = prompts_of([30, 80, 12, 55], model.vocab_size, seed=2)
     driver = Driver(model, blocks=24, tokens=16, overlap=at % 2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from engine.models import Model
 from engine.params import SamplingParams
+from tests.exhaustive import few
 from tests.parity.driver import Driver, prompts_of
 
 PARAMS: list[dict[str, Any]] = [
@@ -50,8 +52,7 @@ def alone(model: Model, jobs: list[tuple[list[int], SamplingParams]]) -> list[di
     return found
 
 
-@pytest.mark.parametrize("tokens", [16, 512])
-@pytest.mark.parametrize("every", [None, 1, 3])
+@pytest.mark.parametrize(("tokens", "every"), few(itertools.product((16, 512), (None, 1, 3)), (16, 3), (512, None)))
 def test_a_batch_changes_nothing(
     model: Model, jobs: Any, alone: list[dict[int, list[int]]], tokens: int, every: int | None
 ) -> None:

@@ -19,6 +19,7 @@ from redis import Redis
 from producers import Client
 from producers.contract import keys
 from producers.contract.events import Token
+from tests.exhaustive import few
 from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import Rig
 from workers.cli.local.supervisor import Child, Program
@@ -148,14 +149,18 @@ def test_a_device_that_fails_costs_no_token(tmp_path: Path) -> None:
         rig.check_nothing_left()
 
 
+NAN, ECC = ("nan", "the model is broken, not a request"), ("ecc", "uncorrectable ECC error")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_memory_that_fails_counts_against_no_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("faults", few([[ECC], [NAN, ECC]], [ECC]), ids=["once", "one after the other"])
+def test_memory_that_fails_counts_against_no_task(tmp_path: Path, faults: list[tuple[str, str]]) -> None:
     """Weights that are NaN from some step on, and an error that the device could not correct."""
     fault = tmp_path / "fault"
     with valkey() as (url, redis), Client(url) as client, supervised(rig := Rig(url, redis), fault) as failing:
         found: list[list[str]] = []
-        for what, says in {"nan": "the model is broken, not a request", "ecc": "uncorrectable ECC error"}.items():
+        for what, says in faults:
             rig.until(rig.leases, 120)
             found.append(ids := _ask(client, range(4)))
             rig.until(lambda ids=ids: all(rig.tokens(task_id) > 5 for task_id in ids), 120)

@@ -78,7 +78,7 @@ def _connected_since(rig: Rig, newest: int) -> int:
     return sum(int(one["id"]) > newest for one in rig.redis.client_list())
 
 
-@pytest.mark.parametrize(("away", "drain"), [(0.15, 0.75), (0.45, 7.5)])
+@pytest.mark.parametrize(("away", "drain"), [(0.15, 0.75), pytest.param(0.45, 7.5, marks=pytest.mark.exhaustive)])
 def test_a_server_that_is_far_away(linked: tuple[Rig, Links, str], away: float, drain: float) -> None:
     """Twice as long for each round trip. What does not end in time is handed back in time: where seven trips take
     longer than that, it begins sooner."""

@@ -40,8 +40,18 @@ class _Seen(Runner):
 
 NATIVE = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 #: Models by the sets of CPUs that have the mode; "cpu" is what runs where there was no compiler.
-ON_TORCH = [(name, "cpu") for name in ("gqa", "qwen2-window", "phi3-longrope", "gemma3")]
-ON_NATIVE = [pytest.param((name, "native"), marks=NATIVE) for name in sorted(VARIANTS | FAMILIES)]
+ON_TORCH = [
+    *((name, "cpu") for name in ("phi3-longrope", "gemma3")),
+    *(pytest.param((name, "cpu"), marks=pytest.mark.exhaustive) for name in ("gqa", "qwen2-window")),
+]
+ON_NATIVE = [
+    pytest.param((name, "native"), marks=NATIVE) for name in ("gqa", "mistral-window", "phi3-longrope", "gemma3")
+]
+ON_NATIVE += [
+    pytest.param((name, "native"), marks=[NATIVE, pytest.mark.exhaustive])
+    for name in sorted(VARIANTS | FAMILIES)
+    if (name, "native") not in [one.values[0] for one in ON_NATIVE]
+]
 
 
 def deterministic(folder: Path, dtype: str = "float32", kernels: str = "auto") -> Model:

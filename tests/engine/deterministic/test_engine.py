@@ -52,7 +52,11 @@ BASE = EngineConfig(
     scope="module",
     params=[
         ("gemma2", "cpu"),
-        *(pytest.param((name, "native"), marks=NATIVE) for name in ("gemma2", "gemma3", "phi3-longrope")),
+        pytest.param(("gemma3", "native"), marks=NATIVE),
+        *(
+            pytest.param((name, "native"), marks=[NATIVE, pytest.mark.exhaustive])
+            for name in ("gemma2", "phi3-longrope")
+        ),
     ],
     ids="-".join,
 )

@@ -58,8 +58,8 @@ def test_decoding_beside_any_number_of_others(steps: Steps) -> None:
     params=[
         ("gqa", "bfloat16", "cpu"),
         ("gemma2", "float32", "cpu"),
-        pytest.param(("gqa", "bfloat16", "native"), marks=NATIVE),
-        pytest.param(("gemma2", "float32", "native"), marks=NATIVE),
+        pytest.param(("gqa", "bfloat16", "native"), marks=[NATIVE, pytest.mark.exhaustive]),
+        pytest.param(("gemma2", "float32", "native"), marks=[NATIVE, pytest.mark.exhaustive]),
         pytest.param(("mistral-window", "bfloat16", "native"), marks=NATIVE),
     ],
     ids="-".join,

@@ -51,7 +51,7 @@ def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 
 #: Compiling takes a quarter of a minute, and several minutes where the machine has much else to do.
-PATIENT = (pytest.mark.slow, pytest.mark.timeout(900))
+PATIENT = (pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(900))
 
 
 @pytest.fixture(params=["own", *(pytest.param(name, marks=PATIENT) for name in ("wide", "dots"))])

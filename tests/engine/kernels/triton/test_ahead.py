@@ -24,6 +24,7 @@ def compiled(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_second_time_finds_all_in_the_cache_by_the_key_of_a_launch(tmp_path: Path) -> None:

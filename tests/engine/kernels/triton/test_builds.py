@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.exhaustive import few
 
 pytest.importorskip("triton")
 
@@ -19,37 +22,41 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MOST_SHARED = 232_448
 MOST_SHARED_ADA = 101_376
 
-Built = dict[str, dict[str, list[dict[str, Any]]]]
+Built = dict[str, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def built() -> Built:
-    """What each group's kernels take, by the name of what launches them. One process compiles all."""
-    groups = ["sm_90:attention", "sm_90:layers", "sm_90:products", "sm_90:fixed", "sm_90:decodes, 8 bits"]
-    groups += ["sm_89:attention, 8b"]
-    command = [sys.executable, "-m", "tests.engine.kernels.triton.builds", *groups]
+@cache
+def built(group: str) -> Built:
+    """Compiles a group in a process of its own. Returns what its kernels take, by the name of what launches them."""
+    command = [sys.executable, "-m", "tests.engine.kernels.triton.builds", group]
     ran = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "0"}, check=False, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    found: Built = json.loads(ran.stdout)
+    found: Built = json.loads(ran.stdout)[group]
     return found
 
 
-def test_decodes_over_a_cache_of_8_bits_spill_nothing_and_load_two_tiles_at_once(built: Built) -> None:
-    decodes = built["sm_90:decodes, 8 bits"]
+@pytest.fixture(params=few(["attention, 8b", "attention"], "attention, 8b"))
+def attention(request: pytest.FixtureRequest) -> Built:
+    return built(f"sm_90:{request.param}")
+
+
+@pytest.mark.exhaustive
+def test_decodes_over_a_cache_of_8_bits_spill_nothing_and_load_two_tiles_at_once() -> None:
+    decodes, wider = built("sm_90:decodes, 8 bits"), built("sm_90:attention, 8b")
     assert decodes.keys() == {"int8", "fp8"}
     for name, (decode, *_) in decodes.items():
         assert (decode["kernel"], decode["stack"]) == ("attend", 0), name
         assert decode["copies left on their way"] >= 2, name
         # Less than that of bf16, whose tiles are twice as large.
-        assert decode["shared"] < built["sm_90:attention"]["llama-3.1-8b"][0]["shared"], name
+        assert decode["shared"] < wider["llama-3.1-8b"][0]["shared"], name
     # A row of int8 has its scale behind it, and begins at a multiple of four bytes.
     assert decodes["fp8"][0]["copies of 16 bytes"] > 0
 
 
-def test_nothing_spills_and_all_fits(built: Built) -> None:
-    for name, kernels in built["sm_90:attention"].items():
+def test_nothing_spills_and_all_fits(attention: Built) -> None:
+    for name, kernels in attention.items():
         # Decodes, prompts, and what joins the parts of either.
         assert [kernel["kernel"] for kernel in kernels] == ["attend", "join", "attend", "join"]
         for kernel in kernels:
@@ -57,16 +64,16 @@ def test_nothing_spills_and_all_fits(built: Built) -> None:
             assert kernel["shared"] <= MOST_SHARED, (name, kernel)
 
 
-def test_keys_and_values_of_two_tiles_are_on_their_way_at_once(built: Built) -> None:
-    for name, kernels in built["sm_90:attention"].items():
+def test_keys_and_values_of_two_tiles_are_on_their_way_at_once(attention: Built) -> None:
+    for name, kernels in attention.items():
         for kernel in kernels:
             if kernel["kernel"] == "attend":
                 assert kernel["copies of 16 bytes"] > 0, (name, kernel)
                 assert kernel["copies left on their way"] == 2, (name, kernel)
 
 
-def test_prompts_are_multiplied_by_warpgroups_and_several_decodes_fit_beside_each_other(built: Built) -> None:
-    for name, (decode, _, prompt, _) in built["sm_90:attention"].items():
+def test_prompts_are_multiplied_by_warpgroups_and_several_decodes_fit_beside_each_other(attention: Built) -> None:
+    for name, (decode, _, prompt, _) in attention.items():
         assert prompt["wgmma"], name
         assert prompt["registers"] * prompt["warps"] * 32 <= 1 << 16, name
         # Three, as the tables in attention.py say; each takes 1 KiB more than its own.
@@ -74,8 +81,9 @@ def test_prompts_are_multiplied_by_warpgroups_and_several_decodes_fit_beside_eac
         assert 3 * decode["registers"] * decode["warps"] * 32 <= 1 << 16, name
 
 
-def test_kernels_of_layers_are_compiled_once_and_read_16_bytes_at_a_time(built: Built) -> None:
-    layers = built["sm_90:layers"]
+@pytest.mark.exhaustive
+def test_kernels_of_layers_are_compiled_once_and_read_16_bytes_at_a_time() -> None:
+    layers = built("sm_90:layers")
     once = ["rms_norm_kernel", "add_rms_norm_kernel", "gated_kernel", "rope_kv_kernel"]
     kernels = [kernel["kernel"] for kernel in layers["llama-3.1-8b"]]
     # However many tokens; activations are quantised at two widths.
@@ -86,8 +94,9 @@ def test_kernels_of_layers_are_compiled_once_and_read_16_bytes_at_a_time(built: 
             assert name == "tiny" or kernel["accesses of 16 bytes"] >= 3, (name, kernel)
 
 
-def test_weights_are_dequantised_in_registers_while_others_are_on_their_way(built: Built) -> None:
-    for name, found in built["sm_90:products"].items():
+@pytest.mark.exhaustive
+def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() -> None:
+    for name, found in built("sm_90:products").items():
         products = [kernel for kernel in found if kernel["kernel"] in ("int4_kernel", "int8_kernel")]
         assert len(products) == 3, name
         for kernel in found:
@@ -100,8 +109,9 @@ def test_weights_are_dequantised_in_registers_while_others_are_on_their_way(buil
             assert kernel["copies left on their way"] >= 4, (name, kernel)
 
 
-def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups(built: Built) -> None:
-    for name, kernels in built["sm_90:fixed"].items():
+@pytest.mark.exhaustive
+def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups() -> None:
+    for name, kernels in built("sm_90:fixed").items():
         assert len(kernels) >= 3, name
         for kernel in kernels:
             assert kernel["stack"] == 0, (name, kernel)
@@ -109,14 +119,16 @@ def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups(built: B
             assert kernel["wgmma"] == (kernel["kernel"] in ("attend_fixed", "product_kernel")), (name, kernel)
 
 
-def test_a_gpu_with_less_shared_memory_has_kernels_too(built: Built) -> None:
-    kernels = built["sm_89:attention, 8b"]["llama-3.1-8b"]
+@pytest.mark.exhaustive
+def test_a_gpu_with_less_shared_memory_has_kernels_too() -> None:
+    kernels = built("sm_89:attention, 8b")["llama-3.1-8b"]
     assert len(kernels) == 4
     for kernel in kernels:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= MOST_SHARED_ADA, kernel
 
 
+@pytest.mark.exhaustive
 def test_sampling_spills_nothing(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     env["TRITON_INTERPRET"] = "0"

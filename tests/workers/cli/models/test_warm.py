@@ -59,6 +59,7 @@ def test_what_was_compiled_ahead_serves_any_step_and_is_not_compiled_again(tmp_p
     assert f"TRITON_CACHE_DIR={cache}" in again.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("form", "kind"), [("gptq", "int8"), ("channel", "fp8")])

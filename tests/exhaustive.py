@@ -1,0 +1,24 @@
+"""What `make test` leaves to `make test-all`: of a family of cases it takes a few, so that it ends within minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Parameters for pytest, of which `make test` takes the `kept` ones; a tuple is of several.
+
+    Raises ValueError for one to be kept that is no case.
+    """
+    cases = list(cases)
+    if unknown := [one for one in kept if one not in cases]:
+        raise ValueError(f"{unknown} are not among the cases {cases}")
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=() if case in kept else pytest.mark.exhaustive
+        )
+        for case in cases
+    ]
