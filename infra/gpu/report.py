@@ -122,7 +122,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Ready for docs/performance.md."""
+    """Ready for docs/notes/gpu-limits.md."""
     bench = report["figures"]["bench"] or report["figures"]["short"]
     if bench is None:
         return "Nothing was measured.\n"
