@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -26,10 +27,11 @@ def start(module: str, *arguments: str) -> None:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Afterwards torch's threads and the cores that this process may use are as before."""
+    """Afterwards torch's threads, the cores that this process may use and the garbage collector are as before."""
     threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         os.sched_setaffinity(0, cores)
+        gc.enable()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-#: Part of the time that belongs to the warm-up.
+#: Part of the samples that belongs to the warm-up.
 WARM_UP = 0.4
 BLOCKS = 24
 #: One-sided, of the standard normal distribution: 1% of series without a trend would be called growing.
@@ -51,8 +51,7 @@ class Growth:
 
 def judge(samples: Sequence[tuple[float, float]], allowed: float) -> Growth:
     """`samples`: (seconds, value), in order of time. Raises ValueError where they are too few."""
-    first, last = samples[0][0], samples[-1][0]
-    kept = [(at, value) for at, value in samples if at >= first + WARM_UP * (last - first)]
+    kept = samples[round(WARM_UP * len(samples)) :]
     if len(kept) < FEWEST:
         raise ValueError(f"{len(kept)} samples after the warm-up; it takes {FEWEST} to see a trend")
     points = _averaged(kept)
