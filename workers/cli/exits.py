@@ -1,7 +1,9 @@
-"""Exit statuses that scripts can rely on, and the error that carries one."""
+"""Exit statuses that scripts can rely on, the error that carries one, and what is not installed as such an error."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final
 
@@ -34,3 +36,12 @@ class Failure(Exception):
     def __init__(self, message: str, status: Exit = Exit.REFUSED) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Imports within this block need an extra of the distribution. Raises Failure, which names it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise Failure(f"{error.name} is not installed; it comes with: pip install 'penstock[{extra}]'") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS, Failure
+from workers.cli.exits import PROCESS_STATUS, Failure, needs
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import (
     CorsOrigin,
@@ -327,15 +327,6 @@ def open_port(host: str, port: int) -> Any:
         raise Failure(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --port (0: any)"
         ) from error
-
-
-@contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """What is imported here comes with an extra of the distribution. Raises Failure, which says so."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise Failure(f"{error.name} is not installed; it comes with: pip install 'penstock[{extra}]'") from error
 
 
 def _look_at(broker: str, store: str | None) -> None:

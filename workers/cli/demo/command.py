@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS
+from workers.cli.exits import PROCESS_STATUS, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def demo(
     from pathlib import Path
 
     from workers.cli.exits import Exit, Failure
-    from workers.cli.processes import needs
 
     with needs("gateway"), needs("worker"):
         from workers.cli.local.system import Plan, System, conduct

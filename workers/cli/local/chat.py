@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.exits import CALLER_STATUS, Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import MaxTokens, Seed, Stop, Temperature, TopP
 from workers.cli.terminal.stdin import text_from
@@ -65,7 +65,6 @@ def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
     if url is not None:
         yield Gateway(url), model
         return
-    from workers.cli.processes import needs
 
     with needs("gateway"), needs("worker"):
         from workers.cli.local.background import running

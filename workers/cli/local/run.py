@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import Exit, Failure
+from workers.cli.exits import Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import (
     Deterministic,
@@ -83,7 +83,6 @@ def run(
     threads: Threads = None,
 ) -> None:
     """Load a model, print what it makes of a prompt as it comes, and end. No server, no queue."""
-    from workers.cli.processes import needs
 
     if system is not None and not chat:
         raise Failure("--system goes with --chat")

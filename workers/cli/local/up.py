@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from producers.connection.local import DATA_DIR
-from workers.cli.exits import PROCESS_STATUS
+from workers.cli.exits import PROCESS_STATUS, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import (
     DEFAULT_URL,
@@ -115,7 +115,7 @@ def up(
 
     from workers.cli.exits import Failure
     from workers.cli.gpus.choice import choose, gpus_here
-    from workers.cli.processes import checked_level, needs
+    from workers.cli.processes import checked_level
 
     with needs("gateway"), needs("worker"):
         from workers.cli.local.system import Plan, System, conduct

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS, Failure
+from workers.cli.exits import PROCESS_STATUS, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import DEFAULT_URL
 from workers.cli.terminal.show import printable
@@ -127,7 +127,6 @@ def pull(
 
     The folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
     """
-    from workers.cli.processes import needs
     from workers.errors import Refused
     from workers.library import Shelf, find_model
     from workers.library.reference import HUB, bundled, checked_name, name_of
@@ -159,7 +158,6 @@ def card(model: Model) -> None:
 
 def _card(model: str) -> tuple[Path, ModelCard]:
     from engine.errors import ModelError
-    from workers.cli.processes import needs
 
     with needs("gateway"):
         from engine.text import ModelCard
@@ -173,7 +171,6 @@ def _card(model: str) -> tuple[Path, ModelCard]:
 def _here() -> Iterator[dict[str, Any]]:
     """Without a look into tokenizers, which takes seconds for large ones."""
     from engine.errors import ModelError
-    from workers.cli.processes import needs
     from workers.library import Shelf
     from workers.library.reference import bundled
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import Failure
+from workers.cli.exits import Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.models.unfinished import unfinished
 from workers.cli.options import Device, Threads
@@ -74,7 +74,6 @@ def quantize(
     What is made is a folder that this and other engines serve: safetensors in the "pack-quantized" form of
     compressed-tensors, with a manifest.
     """
-    from workers.cli.processes import needs
 
     if bits not in (4, 8):
         raise Failure(f"--bits is {bits}; it must be 8 or 4")

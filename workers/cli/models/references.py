@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from workers.cli.exits import Failure
+from workers.cli.exits import Failure, needs
 
 if TYPE_CHECKING:
     from workers.library import Found
@@ -20,7 +20,6 @@ def find_models(references: Sequence[str], say: Callable[[str], None]) -> tuple[
     Here, and not in each process that serves one: a model is downloaded once, where its progress is seen, and Ctrl-C
     ends that.
     """
-    from workers.cli.processes import needs
     from workers.errors import Refused
     from workers.library import find_model, name_of
 

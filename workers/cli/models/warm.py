@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS, Exit, Failure
+from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import Deterministic, DType, KvCacheDType, Quantization
 
@@ -39,7 +39,6 @@ def warm(
 ) -> None:
     """Compile a model's GPU kernels ahead, so that a worker starts without a compiler. Takes no GPU and no weights,
     but those of a checkpoint that is quantised."""
-    from workers.cli.processes import needs
 
     with needs("worker"):
         from engine.errors import EngineError
