@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from redis.exceptions import RedisError
-
 from producers.connection.connect import connect
+from workers.chaos.checker.at_work import at_work
 from workers.chaos.journal import Journal
 from workers.chaos.plan import Fault, Plan
 from workers.chaos.pulse import Pulse
@@ -23,16 +22,6 @@ from workers.chaos.pulse import Pulse
 PATIENCE_S = 60.0
 #: What a process has sent arrives within this time (s) after it was held still.
 UNDER_WAY_S = 0.05
-#: The task ids of deliveries, by a pattern of the keys that hold them.
-_FETCHED = """
-local found = {}
-for _, name in ipairs(redis.call('KEYS', ARGV[1])) do
-  for _, packed in ipairs(redis.call('HVALS', name)) do
-    found[#found + 1] = cmsgpack.unpack(packed)[3]
-  end
-end
-return found
-"""
 #: Ends what a fault began.
 Healing = Callable[[], None]
 
@@ -149,7 +138,7 @@ class Injector:
                     with suppress(Gone):  # held still first, where that can be: what it is at is known for certain then
                         handle.pause()
                     time.sleep(UNDER_WAY_S)
-                    about |= self._at_work(handle.process)
+                    about |= at_work(self._broker, self._store, handle.process, self._open_tasks())
                 self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
                 handle.kill()
             self._pulse.stopped(about.get("stopped", {}))
@@ -178,31 +167,6 @@ class Injector:
             self._journal.write("missed", kind=f"end of {fault.kind}", target=fault.target)
         else:
             self._journal.write("healed", kind=fault.kind, target=fault.target)
-
-    def _at_work(self, process: str) -> dict[str, Any]:
-        """The streams that wait for a worker to go on, each with its length, and for how long its lease holds.
-
-        Of those that it has fetched and not claimed yet, those that have a token: an earlier worker made it, and its
-        readers wait for the next one.
-        """
-        try:
-            fetched = set(map(str, self._broker.eval(_FETCHED, 0, f"penstock:inflight:{process}.*")))
-            pipe, ids = self._store.pipeline(transaction=False), sorted({*self._open_tasks(), *fetched})
-            for task_id in ids:
-                pipe.hmget(f"penstock:task:{task_id}", "owner", "end")
-                pipe.xlen(f"penstock:stream:{task_id}")
-            answers = pipe.execute()
-            leases = [
-                self._store.pttl(name) for name in self._store.scan_iter(f"penstock:lease:{process}.*", count=1000)
-            ]
-        except RedisError:
-            return {"stopped": {}}
-        stopped = {
-            task_id: length
-            for task_id, (owner, end), length in zip(ids, answers[::2], answers[1::2], strict=True)
-            if end is None and (str(owner).startswith(f"{process}.") or (task_id in fetched and length))
-        }
-        return {"stopped": stopped, "lease_left": max(leases, default=0) / 1000}
 
 
 @contextmanager
