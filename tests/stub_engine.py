@@ -27,7 +27,7 @@ from engine.logprobs import TokenLogprobs
 from engine.params import MAX_CHOICES
 from engine.request import Event, Request
 from engine.scheduling.best_of import Candidates
-from workers.runtime import probe
+from workers.flow import probe
 
 VOCABULARY = 1000
 DEADLY, STALLED, SPOILED = 666, 667, 668

@@ -119,3 +119,8 @@ class Record:
         """`reasons`, `usage`, `error` or `lost`; None where absent."""
         value = self.fields.get(name)
         return json.loads(value) if value else None
+
+
+def error_json(code: str, message: str, param: str | None = None) -> str:
+    """A record's `error` field."""
+    return json.dumps({"code": code, "message": message, "param": param})

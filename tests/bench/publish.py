@@ -17,9 +17,11 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store.protocol import claim, read_claim
 from tests.processes import fill, valkey
+from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
+from workers.flow.incarnation import Incarnation
 from workers.flow.publisher import Publisher
-from workers.leases.incarnation import Incarnation
+from workers.flow.served import Served
 from workers.settings import WorkerSettings
 
 
@@ -29,23 +31,22 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
         redis.set(keys.lease(life.id), "{}")
         ids = fill(redis, "penstock:queue:stub", sequences, max_tokens=steps)
         finished: list[str] = []
-        runtime: Any = SimpleNamespace(
-            settings=WorkerSettings(broker=url, store=url, model="stub"),
-            running={},
-            deliveries={},
-            engine=SimpleNamespace(abort=lambda _: None),
-            finisher=SimpleNamespace(
-                may_retry=lambda _: False, finish=lambda d, status, error="null": finished.append(status)
-            ),
+        engine = SimpleNamespace(abort=lambda _: None, max_num_seqs=sequences, kv_tokens_total=0)
+        settings = WorkerSettings(broker=url, store=url, model="stub")
+        served = Served(settings, engine, {"name": "stub"}, {}, "penstock:queue:stub")
+        courier: Any = None
+        finisher: Any = SimpleNamespace(
+            may_retry=lambda _: False, finish=lambda d, status, error="null": finished.append(status)
         )
+        deliveries = Deliveries(served, courier)
         for task_id in ids:
             delivery = Delivery(f"c-{task_id}", task_id, life)
             record = read_claim(task_id, run(redis, claim(task_id, delivery.uuid, life.id))).record
             assert record is not None
             delivery.begin(record, record.nexts)
-            runtime.running[delivery.uuid] = runtime.deliveries[delivery.uuid] = delivery
-        publisher = Publisher(runtime)
-        events = [[_event(uuid, step, steps) for uuid in runtime.running] for step in range(steps)]
+            deliveries.running[delivery.uuid] = deliveries.held[delivery.uuid] = delivery
+        publisher = Publisher(served, deliveries, finisher, print)
+        events = [[_event(uuid, step, steps) for uuid in deliveries.running] for step in range(steps)]
         publisher.start()
         start = time.perf_counter()
         for batch in events:

@@ -23,7 +23,8 @@ from tests.stub_engine import StubEngine
 from workers.flow import claimer, intake
 from workers.flow.claimer import Claimer
 from workers.flow.publisher import Publisher
-from workers.leases import housekeeper
+from workers.leases import control
+from workers.leases.control import Control
 from workers.runtime import assembly as runtime
 from workers.runtime import gpu_facts, spot, watchdog
 from workers.runtime.gpu_facts import GpuFacts
@@ -135,7 +136,7 @@ def looks_often_for_notices() -> None:
 
 def pings_often() -> None:
     """On connections that listen, so that one whose peer has vanished is given up soon; and wakes by them alone."""
-    housekeeper.PING_S = 0.4  # type: ignore[misc, attr-defined]
+    control.PING_S = 0.4
     never_looks_idly()
 
 
@@ -159,7 +160,7 @@ def claimer_waits() -> None:
     take = Claimer._claim
 
     def waiting(self: Claimer, deliveries: Any) -> Any:
-        while self._runtime.running and not self._stopping:
+        while self._deliveries.running and not self._stopping:
             time.sleep(0.01)
         return take(self, deliveries)
 
@@ -191,7 +192,7 @@ def counts_steps() -> None:
     """Into the list `steps`, of each request that is not wanted here any more: why, and how many steps that began after
     this was heard computed it still. Looked at before each step."""
     heard: dict[str, list[Any]] = {}
-    step, word, not_ok = StubEngine._step, housekeeper.Housekeeper._heard, Publisher._not_ok
+    step, word, not_ok = StubEngine._step, Control._heard, Publisher._not_ok
     seen = Redis.from_url(os.environ["SEEN_URL"])
 
     def stepping(self: StubEngine) -> None:
@@ -202,8 +203,8 @@ def counts_steps() -> None:
                 seen.rpush("steps", json.dumps(heard.pop(uuid)))
         step(self)
 
-    def hears(self: housekeeper.Housekeeper, message: str) -> None:
-        for delivery in self._runtime.running.values():
+    def hears(self: Control, message: str) -> None:
+        for delivery in self._deliveries.running.values():
             if message == f"cancel {delivery.task_id}":
                 heard.setdefault(delivery.uuid, ["word", 0])
         word(self, message)
@@ -213,13 +214,13 @@ def counts_steps() -> None:
         not_ok(self, delivery, answer, ends)
 
     StubEngine._step = stepping  # type: ignore[method-assign]
-    housekeeper.Housekeeper._heard = hears  # type: ignore[method-assign]
+    Control._heard = hears  # type: ignore[method-assign]
     Publisher._not_ok = told  # type: ignore[method-assign]
 
 
 def starts_when_told() -> None:
     """What was claimed waits for the key `go`. The list `heard` has the words that came."""
-    start, word = Claimer._start, housekeeper.Housekeeper._heard
+    start, word = Claimer._start, Control._heard
     told = Redis.from_url(os.environ["SEEN_URL"])
 
     def starts(self: Claimer, delivery: Any) -> None:
@@ -227,17 +228,17 @@ def starts_when_told() -> None:
             time.sleep(0.01)
         start(self, delivery)
 
-    def hears(self: housekeeper.Housekeeper, message: str) -> None:
+    def hears(self: Control, message: str) -> None:
         word(self, message)
         told.rpush("heard", message)
 
     Claimer._start = starts  # type: ignore[method-assign]
-    housekeeper.Housekeeper._heard = hears  # type: ignore[method-assign]
+    Control._heard = hears  # type: ignore[method-assign]
 
 
 def hears_no_word() -> None:
     """Nothing comes by the control channel."""
-    housekeeper.Housekeeper._heard = lambda self, message: None  # type: ignore[method-assign]
+    Control._heard = lambda self, message: None  # type: ignore[method-assign]
 
 
 def tells_its_books() -> None:
@@ -251,8 +252,8 @@ def tells_its_books() -> None:
         qos = state.consumer.task_consumer.channel.qos
         return {
             "deliveries": len(runtime.deliveries),
-            "running": len(runtime.running),
-            "held": runtime.ledger.held,
+            "running": len(runtime.deliveries.running),
+            "held": runtime.deliveries.ledger.held,
             "arrivals": len(runtime.intake._arrivals),
             "errands": len(runtime.courier._errands),
             "requests": len(celery_state.requests),

@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from producers.broker import redis as broker
+from producers.broker.base import Consumer
+from producers.broker.values import Ack, Back, PutDown
 from producers.connection.log_throttle import complain
-from producers.connection.script import Call, run_many
+from producers.connection.script import run_many
 from producers.store.protocol import release
-from workers.leases.incarnation import Incarnation
-from workers.runtime.connect import LOST, connect
+from workers.connect import LOST, connect
+from workers.flow.incarnation import Incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -26,42 +27,39 @@ BATCH = 256
 RETRY_S = 0.2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Errand:
-    incarnation: Incarnation
-    call: Call
-    instead: Callable[[], Sequence[Call]] = tuple
-    """What to say where the broker holds the task's record, and it is not settled: a failover lost that."""
+    life: Incarnation
+    what: Ack | Back
 
 
 class Courier(threading.Thread):
-    def __init__(self, url: str, queue: str) -> None:
+    """`store`: the URL of the store, which hears of it where a settled task turns out not to be."""
+
+    def __init__(self, broker: Consumer, store: str) -> None:
         super().__init__(name="penstock-courier", daemon=True)
-        self.redis = connect(url)
-        self._queue = queue
+        self.broker = broker
+        self._store = connect(store)
         self._errands: deque[_Errand] = deque()
         self._changed = threading.Condition()
         self._stopping = False
 
-    def ack(self, incarnation: Incarnation, uuid: str, reason: str = "", used: int = 0, settled: str = "") -> None:
+    def ack(self, life: Incarnation, uuid: str, reason: str = "", used: int = 0, settled: str = "") -> None:
         """It is done with, for `used` KV tokens; with a reason, its message goes to the dead-letter list.
 
         `settled`: its task, if that is; where it turns out not to be, the message goes back, for whoever is next.
         """
-        errand = _Errand(incarnation, broker.ack(incarnation.id, uuid, reason, used, settled))
-        if settled:
-            errand.instead = lambda: (release(settled, uuid), broker.back(incarnation.id, self._queue, uuid))
-        self._add(errand)
+        self._add(_Errand(life, Ack(life.id, uuid, reason, used, settled)))
 
-    def back(self, incarnation: Incarnation, uuid: str, delay: float = 0.0) -> None:
+    def back(self, life: Incarnation, uuid: str, delay: float = 0.0) -> None:
         """The message goes back to the front of its list, after `delay` seconds."""
-        self._add(_Errand(incarnation, broker.back(incarnation.id, self._queue, uuid, int(delay * 1000))))
+        self._add(_Errand(life, Back(life.id, uuid, delay)))
 
     @property
     def pending(self) -> list[str]:
         """The deliveries of which something is to be said, or is being said."""
         with self._changed:
-            return [str(errand.call.args[0]) for errand in self._errands]
+            return [errand.what.uuid for errand in self._errands]
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything was taken; False when the broker did not answer in time."""
@@ -80,7 +78,7 @@ class Courier(threading.Thread):
 
     def run(self) -> None:
         with suppress(*LOST):  # so that handing back, which has little time, does not begin with that
-            self.redis.script_load(broker.back("", "", "").script.text)
+            self.broker.prepare()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._errands or self._stopping)
@@ -100,20 +98,25 @@ class Courier(threading.Thread):
 
     def _take(self, batch: list[_Errand]) -> set[int]:
         """The ids of the errands that need no second try."""
-        live = [errand for errand in batch if not errand.incarnation.over]
-        done = {id(errand) for errand in batch if errand.incarnation.over}
+        live = [errand for errand in batch if not errand.life.over]
+        done = {id(errand) for errand in batch if errand.life.over}
         try:
-            answers = run_many(self.redis, [errand.call for errand in live])
-            unsettled = [errand for errand, answer in zip(live, answers, strict=True) if answer == -1]
-            run_many(self.redis, [call for errand in unsettled for call in errand.instead()])
+            answers = self.broker.put_down([errand.what for errand in live])
+            unsettled = [e.what for e, answer in zip(live, answers, strict=True) if answer is PutDown.UNSETTLED]
+            self._return([what for what in unsettled if isinstance(what, Ack)])
         except LOST as exc:
             complain(logger, "The broker did not take %d answers, trying again: %s", len(live), exc)
             return done
-        if unsettled:
-            logger.warning("A failover lost the end of %d tasks: they go back to the queue", len(unsettled))
         for errand, answer in zip(live, answers, strict=True):
             if isinstance(answer, Exception):
                 complain(logger, "The broker refused an answer, trying again: %s", answer)
             else:
                 done.add(id(errand))
         return done
+
+    def _return(self, unsettled: Sequence[Ack]) -> None:
+        """The store has lost that these tasks are settled: RELEASE and BACK."""
+        if unsettled:
+            run_many(self._store, [release(one.settled, one.uuid) for one in unsettled])
+            self.broker.put_down([Back(one.incarnation, one.uuid) for one in unsettled])
+            logger.warning("A failover lost the end of %d tasks: they go back to the queue", len(unsettled))

@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import RequestError
 from engine.params import SamplingParams
@@ -23,19 +23,19 @@ from engine.request import Request
 from producers.connection.log_throttle import complain
 from producers.connection.script import Call, run_many
 from producers.contract import keys
-from producers.contract.record import Record
+from producers.contract.record import Record, error_json
 from producers.contract.task import DEFAULTS, Task
 from producers.errors import InvalidTask
 from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
+from workers.connect import LOST, connect
+from workers.flow.chat import ChatPrompts
+from workers.flow.clock import Clock
+from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
+from workers.flow.finisher import Finisher
+from workers.flow.publisher import Publisher
+from workers.flow.served import Served
 from workers.flow.stream import read_first, tokens_of
-from workers.pool.chat import ChatPrompts
-from workers.pool.plain import error_json
-from workers.runtime.connect import LOST, connect
-
-if TYPE_CHECKING:
-    from workers.flow.intake import Arrival
-    from workers.runtime.assembly import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -43,38 +43,42 @@ BATCH = 64
 #: Streams that are read in one go: the first should not wait long for the last.
 STREAMS = 16
 RETRY_S = 0.2
+#: Hands a condemned message to Celery, which decodes it.
+Decode = Callable[[], None]
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
 
 class Claimer(threading.Thread):
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(
+        self, served: Served, deliveries: Deliveries, clock: Clock, publisher: Publisher, finisher: Finisher
+    ) -> None:
         super().__init__(name="penstock-claimer", daemon=True)
-        self._runtime = runtime
-        self._redis = connect(runtime.settings.store)
-        self._queue: queue.SimpleQueue[tuple[Delivery, Arrival | None] | None] = queue.SimpleQueue()
-        self._chat = ChatPrompts(runtime.files, runtime.engine.tokenizer)
+        self._served = served
+        self._deliveries = deliveries
+        self._clock = clock
+        self._publisher = publisher
+        self._finisher = finisher
+        self._redis = connect(served.settings.store)
+        self._queue: queue.SimpleQueue[tuple[Delivery, Decode | None] | None] = queue.SimpleQueue()
+        self._chat = ChatPrompts(served.files, served.engine.tokenizer)
         self._suspects: deque[Delivery] = deque()
         #: What came while a suspect had or awaited its turn: not claimed before that is over, or it would be counted
         #: dead with it.
-        self._later: deque[tuple[Delivery, Arrival | None]] = deque()
+        self._later: deque[tuple[Delivery, Decode | None]] = deque()
         #: By delivery: the beginning of what was published of it, read ahead.
         self._streams: dict[str, list[Any]] = {}
         self._alone = False
         self._stopping = False
+        deliveries.on_put_down = self._room
 
-    def submit(self, delivery: Delivery, arrival: Arrival | None = None) -> None:
-        """With `arrival`, a condemned message: decoded only when its task may go on."""
-        self._queue.put((delivery, arrival))
+    def submit(self, delivery: Delivery, decode: Decode | None = None) -> None:
+        """`decode`: of a condemned message, called only when its task may go on."""
+        self._queue.put((delivery, decode))
 
-    def room(self) -> None:
-        """Something was put down: a suspect may have its turn, or has had it."""
+    def _room(self) -> None:
+        """Something was put down: a suspect may have its turn, or has had it. Any thread."""
         if self._alone:
             self._queue.put(None)
-
-    def forget_suspects(self) -> None:
-        self._suspects.clear()
-        self._later.clear()
-        self._stay_alone(False)
 
     def stop(self, timeout: float) -> bool:
         self._stopping = True
@@ -95,8 +99,8 @@ class Claimer(threading.Thread):
             for start in range(0, len(todo), STREAMS):
                 part, answers = todo[start : start + STREAMS], claims[start : start + STREAMS]
                 self._read_ahead([delivery for delivery, _ in part], answers)
-                for (delivery, arrival), claimed in zip(part, answers, strict=True):
-                    self._take(delivery, arrival, claimed)
+                for (delivery, decode), claimed in zip(part, answers, strict=True):
+                    self._take(delivery, decode, claimed)
             self._streams.clear()
             self._next_suspect()
 
@@ -119,51 +123,50 @@ class Claimer(threading.Thread):
             delivery.incarnation.id,
             plain=delivery.plain.fields if delivery.plain else None,
             condemned=delivery.condemned,
-            max_deaths=self._runtime.settings.max_deaths,
+            max_deaths=self._served.settings.max_deaths,
         )
 
     def _take(
-        self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed | Exception, alone: bool = False
+        self, delivery: Delivery, decode: Decode | None, claimed: Claimed | Exception, alone: bool = False
     ) -> None:
         """Act upon the answer. A record that is none is a matter of its own task, not of those behind it."""
         try:
             if isinstance(claimed, Exception):
                 raise claimed
-            self._act(delivery, arrival, claimed, alone)
+            self._act(delivery, decode, claimed, alone)
         except Exception as exc:
             logger.exception("Task %s: its record cannot be used", delivery.task_id)
-            if self._runtime.running.pop(delivery.uuid, None):
-                self._runtime.engine.abort(delivery.uuid)
-            self._runtime.finisher.bury(delivery, f"its record cannot be used: {exc}", claimed=True)
+            self._deliveries.stop(delivery)
+            self._finisher.bury(delivery, f"its record cannot be used: {exc}", claimed=True)
 
-    def _act(self, delivery: Delivery, arrival: Arrival | None, claimed: Claimed, alone: bool) -> None:
-        runtime = self._runtime
+    def _act(self, delivery: Delivery, decode: Decode | None, claimed: Claimed, alone: bool) -> None:
+        settings = self._served.settings
         record = claimed.record
         if claimed.answer == "lost":
-            runtime.life_is_over(delivery.incarnation)
+            self._deliveries.life_is_over(delivery.incarnation)
         elif claimed.answer == "done":
-            runtime.done(delivery, settled=True)
+            self._deliveries.done(delivery, settled=True)
         elif claimed.answer == "busy":
-            runtime.give_back(delivery, runtime.settings.retry_after)
-        elif arrival is not None and record is not None and "claims" in record.fields:
+            self._deliveries.give_back(delivery, settings.retry_after)
+        elif decode is not None and record is not None and "claims" in record.fields:
             # Others claimed it and lived: it may be decoded, and comes back as a job, to be run or only to be settled.
             delivery.begin(record, record.nexts)
             delivery.owned = False
-            runtime.intake.pass_on(arrival)
+            decode()
         elif claimed.answer == "settle":
             assert record is not None
             delivery.begin(record, record.nexts)
-            runtime.finisher.finish(delivery, record.status)
+            self._finisher.finish(delivery, record.status)
         else:
             assert record is not None
             if "end" in record.fields:  # no token would be taken, and its message would come back for ever
                 raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
             delivery.begin(record, record.nexts)
             if delivery.revoked:
-                runtime.publisher.conclude_revoked(delivery)
+                self._publisher.conclude_revoked(delivery)
             elif delivery.plain and delivery.plain.error:
-                runtime.publisher.conclude(delivery, "failed", delivery.plain.error)
-            elif is_last_chance(record, runtime.settings.max_deaths) and not alone:
+                self._publisher.conclude(delivery, "failed", delivery.plain.error)
+            elif is_last_chance(record, settings.max_deaths) and not alone:
                 logger.warning("Task %s was lost with its worker %d times: it runs alone", record.id, record.deaths)
                 self._suspects.append(delivery)
                 self._stay_alone(True)
@@ -175,7 +178,7 @@ class Claimer(threading.Thread):
         for delivery in [d for d in self._suspects if d.put_down]:
             self._suspects.remove(delivery)
         self._release([d for d in self._suspects if d.record is not None])
-        if self._runtime.running or self._stopping:
+        if self._deliveries.running or self._stopping:
             return
         if self._suspects:
             delivery = self._suspects.popleft()
@@ -201,40 +204,47 @@ class Claimer(threading.Thread):
 
     def _stay_alone(self, alone: bool) -> None:
         self._alone = alone
-        self._runtime.ledger.freeze(alone)
+        self._deliveries.ledger.freeze(alone)
 
     def _start(self, delivery: Delivery) -> None:
-        runtime = self._runtime
+        running = self._deliveries.running
         try:
             request = self._request(delivery)
             delivery.prompt_ids = request.prompt_ids
             delivery.prompt_tokens = len(request.prompt_ids)
             delivery.selects = request.params.selects
-            runtime.running[delivery.uuid] = delivery
+            running[delivery.uuid] = delivery
             if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
                 # Who runs alone may be a suspect, whose worker dies before it has made a step.
-                runtime.publisher.count(delivery, soon=len(runtime.running) == 1)
-            runtime.engine.submit(request, runtime.publisher.on_event)
+                self._publisher.count(delivery, soon=len(running) == 1)
+            self._served.engine.submit(request, self._publisher.on_event)
         except (RequestError, InvalidTask) as exc:
-            runtime.publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
+            self._publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
             return
         except LOST as exc:
             logger.warning("Cannot start task %s, giving it back: %s", delivery.task_id, exc)
-            runtime.let_go(delivery, runtime.settings.retry_after)
+            self._finisher.let_go(delivery, self._served.settings.retry_after)
             return
         except BaseException as exc:  # a panic in the tokenizer, which is Rust, is no Exception
             logger.exception("Cannot start task %s", delivery.task_id)
             error = error_json("engine_error", f"The task could not be started: {exc!r}")
-            runtime.publisher.conclude(delivery, "failed", error)
+            self._publisher.conclude(delivery, "failed", error)
             return
-        runtime.housekeeper.watch_deadline(delivery)
+        self._watch_deadline(delivery)
         if delivery.put_down:  # our life ended meanwhile
-            runtime.running.pop(delivery.uuid, None)
-            runtime.engine.abort(delivery.uuid)
+            running.pop(delivery.uuid, None)
+            self._served.engine.abort(delivery.uuid)
         elif delivery.revoked:
-            runtime.publisher.conclude_revoked(delivery)
+            self._publisher.conclude_revoked(delivery)
         elif delivery.cancelled:
-            runtime.publisher.conclude_cancelled(delivery)
+            self._publisher.conclude_cancelled(delivery)
+
+    def _watch_deadline(self, delivery: Delivery) -> None:
+        """The housekeeper ends it when its deadline passes."""
+        deadline = delivery.record.time("deadline") if delivery.record else None
+        if deadline is not None:
+            delivery.deadline = self._clock.local(deadline)
+            self._clock.wake()
 
     def _request(self, delivery: Delivery) -> Request:
         record = delivery.record
@@ -249,7 +259,7 @@ class Claimer(threading.Thread):
             tier=keys.TIERS[task.tier][0],
             salt=task.tenant or "",
             tenant=task.tenant or "",
-            weight=self._runtime.weights.get(task.tenant or "", 1.0),
+            weight=self._served.weights.get(task.tenant or "", 1.0),
             resume=self._published(delivery) if any(delivery.base) else [],
         )
 
@@ -257,11 +267,11 @@ class Claimer(threading.Thread):
         if task.messages is not None:
             return self._chat.encode(task.messages, record.time("created"))
         prompt = task.prompt
-        return self._runtime.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._served.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
         """The task's own, else the card's, else everybody's; without what earlier workers have published as a whole."""
-        usual = {**DEFAULTS, **self._runtime.card.get("defaults", {})}
+        usual = {**DEFAULTS, **self._served.card.get("defaults", {})}
         asked = {name: getattr(task, name) for name in SAMPLING}
         filled = {name: usual[name] for name in DEFAULTS if asked[name] is None}
         if delivery.scored:

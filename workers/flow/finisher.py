@@ -11,31 +11,32 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from celery import states
+from celery import Celery, states
 from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
 from producers.connection.log_throttle import complain
 from producers.connection.script import run_many
-from producers.contract.record import Record
+from producers.contract.record import Record, error_json
 from producers.contract.result import collect, failure, summary
-from producers.errors import TaskFailed
+from producers.errors import PenstockError, TaskFailed
 from producers.store.protocol import release, settle
+from workers.connect import LOST, connect
+from workers.flow.clock import Clock
+from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
+from workers.flow.served import Served
 from workers.flow.stream import read_stream
-from workers.pool.plain import error_json
-from workers.pool.task import OUTCOME, Fault
-from workers.runtime.connect import LOST, connect
-
-if TYPE_CHECKING:
-    from workers.runtime.assembly import Runtime
 
 logger = logging.getLogger(__name__)
 
+#: The request header in which it leaves what the body of `penstock.generate` is to return or raise.
+OUTCOME = "penstock_outcome"
 BATCH = 256
 #: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter.
 RETRY, BACK, DEAD = "retry", "back", "dead"
@@ -43,6 +44,10 @@ RETRY_S = 1.0
 #: Times that Celery's side of a task may fail, other than by a server that is away.
 MAX_FAILURES = 3
 AWAY = (*LOST, OperationalError)
+
+
+class Fault(PenstockError):
+    """The engine failed the task, maybe through no fault of the task's: it is worth another try."""
 
 
 @dataclass(slots=True)
@@ -58,13 +63,20 @@ class _Ending:
     """Why the message is to be kept."""
     claimed: bool = True
     """The claim may be ours: put down without SETTLE or RELEASE, a copy of its message would wait for it for ever."""
+    otherwise: Callable[[], None] | None = None
+    """Called where a copy for Celery's retry cannot be sent."""
 
 
 class Finisher(threading.Thread):
-    def __init__(self, runtime: Runtime) -> None:
+    """`clock` brings back what Celery's side could not take just now."""
+
+    def __init__(self, served: Served, app: Celery, deliveries: Deliveries, clock: Clock) -> None:
         super().__init__(name="penstock-finisher", daemon=True)
-        self._runtime = runtime
-        self.redis = connect(runtime.settings.store)
+        self._app = app
+        self._deliveries = deliveries
+        self._clock = clock
+        self._max_retries = served.settings.max_retries
+        self.redis = connect(served.settings.store)
         self._queue: queue.SimpleQueue[_Ending | None] = queue.SimpleQueue()
 
     def finish(self, delivery: Delivery, status: str, error: str = "null") -> None:
@@ -74,15 +86,25 @@ class Finisher(threading.Thread):
     def may_retry(self, delivery: Delivery) -> bool:
         """Has Celery a try left? Without a job (a condemned message) there is nothing to publish again."""
         job = delivery.job
-        return job is not None and (job.headers.get("retries") or 0) < self._runtime.settings.max_retries
+        return job is not None and (job.headers.get("retries") or 0) < self._max_retries
 
-    def retry(self, delivery: Delivery, message: str) -> None:
-        """The engine failed the task, whose record is not final: publish a copy, RELEASE, ACK."""
-        self._queue.put(_Ending(delivery, RETRY, message))
+    def retry(self, delivery: Delivery, message: str, otherwise: Callable[[], None]) -> None:
+        """The engine failed the task, whose record is not final: publish a copy, RELEASE, ACK; `otherwise` where no
+        copy can be published."""
+        self._queue.put(_Ending(delivery, RETRY, message, otherwise=otherwise))
 
     def release(self, delivery: Delivery, delay: float = 0.0) -> None:
         """Not finished here: RELEASE, then BACK; whoever claims it next goes on from its next token."""
         self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True))
+
+    def let_go(self, delivery: Delivery, delay: float = 0.0) -> None:
+        """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
+        self._deliveries.stop(delivery)
+        delivery.ended = True
+        if delivery.record is None:
+            self._deliveries.give_back(delivery, delay)
+        else:
+            self.release(delivery, delay)
 
     def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False) -> None:
         """There is no record to finish: tell whoever waits for its result, RELEASE what was `claimed`, then ACK; the
@@ -125,13 +147,13 @@ class Finisher(threading.Thread):
             if end.failures >= MAX_FAILURES:
                 return self._give_up(end, exc)
         if not end.traced:
-            self._runtime.later(RETRY_S, lambda: self._queue.put(end))
+            self._clock.later(RETRY_S, lambda: self._queue.put(end))
         return end.traced
 
     def _give_up(self, end: _Ending, exc: Exception) -> bool:
         """Callbacks that cannot be sent, say: the output stands, the message is kept as a dead letter."""
-        if end.status == RETRY:  # no copy was sent, so there is no other try
-            self._runtime.publisher.conclude(end.delivery, "failed", error_json("engine_error", end.error))
+        if end.otherwise is not None:  # no copy was sent, so there is no other try
+            end.otherwise()
             return False
         end.traced, end.reason = True, end.reason or f"Celery's side of it failed: {exc!r}"
         return True
@@ -141,7 +163,7 @@ class Finisher(threading.Thread):
         delivery, job = end.delivery, end.delivery.job
         if delivery.revoked:
             return  # it has announced the revocation itself
-        backend = self._runtime.app.backend
+        backend = self._app.backend
         if job is None:  # condemned: nobody may decode the message, but whoever waits for the result must hear
             if backend.get_state(delivery.task_id) in states.READY_STATES:  # of a copy, or told by Celery
                 return
@@ -191,7 +213,7 @@ class Finisher(threading.Thread):
     def _settle(self, ends: list[_Ending]) -> None:
         for end in ends:
             if not end.claimed:
-                self._runtime.done(end.delivery, end.reason)
+                self._deliveries.done(end.delivery, end.reason)
         ends = [end for end in ends if end.claimed]
         calls = [
             release(end.delivery.task_id, end.delivery.uuid)
@@ -209,17 +231,17 @@ class Finisher(threading.Thread):
             broken: list[_Ending] = []
             for end, answer in zip(ends, answers, strict=True):
                 if end.status == DEAD:
-                    self._runtime.done(end.delivery, end.reason)
+                    self._deliveries.done(end.delivery, end.reason)
                 elif isinstance(answer, Exception):
                     logger.error("Cannot settle or release task %s: %s", end.delivery.task_id, answer)
                     end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
                     broken.append(end)
                 elif end.status == BACK:
-                    self._runtime.give_back(end.delivery, end.delay)
+                    self._deliveries.give_back(end.delivery, end.delay)
                 elif end.status == RETRY:
-                    self._runtime.done(end.delivery, self._dead_letter(end))
+                    self._deliveries.done(end.delivery, self._dead_letter(end))
                 elif answer:
-                    self._runtime.done(end.delivery, self._dead_letter(end), settled=True)
+                    self._deliveries.done(end.delivery, self._dead_letter(end), settled=True)
                 else:
                     logger.warning("A failover lost the end of task %s: it goes back", end.delivery.task_id)
                     self.release(end.delivery)

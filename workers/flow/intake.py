@@ -15,21 +15,24 @@ import os
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from producers.broker import redis as broker
+from producers.broker.connect import connect_consumer
+from producers.broker.values import Fetched, Rules
 from producers.connection.log_throttle import complain
-from producers.connection.script import run
 from producers.contract import keys
+from workers.connect import LOST
 from workers.flow.acker import Courier
-from workers.flow.ledger import Ledger, Size
-from workers.flow.waker import Waker
-from workers.leases.incarnation import Incarnation
-from workers.runtime.connect import LOST, connect
-from workers.settings import WorkerSettings
+from workers.flow.celery_side import CelerySide
+from workers.flow.deliveries import Deliveries
+from workers.flow.delivery import Delivery
+from workers.flow.incarnation import Incarnation
+from workers.flow.ledger import Size
+from workers.flow.served import Served
 
 logger = logging.getLogger(__name__)
 
@@ -46,60 +49,37 @@ class Arrival:
     """A fetched message on its way to the event loop."""
 
     incarnation: Incarnation
-    fetched: broker.Fetched
+    fetched: Fetched
     payload: dict[str, Any]
-    queue: str
-
-
-class Holder(Protocol):
-    """Who owns the deliveries; see `workers.runtime.assembly`."""
-
-    incarnation: Incarnation
-
-    def arrived(self, arrival: Arrival, size: Size) -> bool:
-        """Take it into the books; False where it is dealt with otherwise."""
-
-    def refused(self, uuid: str, reason: str) -> None:
-        """It cannot be decoded: dead-letter it."""
-
-    def unreadable(self, incarnation: Incarnation, uuid: str, task_id: str, reason: str) -> None:
-        """No more than its id can be read: dead-letter it."""
-
-    def celery_forgets(self, uuid: str) -> None:
-        """It was not handed over: give it back."""
-
-    def loop_answers(self) -> None:
-        """The event loop runs."""
-
-    def life_is_over(self, incarnation: Incarnation) -> None:
-        """The lease is gone."""
 
 
 class Intake(threading.Thread):
-    def __init__(
-        self, settings: WorkerSettings, queues: Sequence[str], ledger: Ledger, courier: Courier, holder: Holder
-    ) -> None:
+    def __init__(self, served: Served, deliveries: Deliveries, courier: Courier, celery: CelerySide) -> None:
         super().__init__(name="penstock-intake", daemon=True)
-        self.queues = list(queues)
-        self._settings = settings
-        self._ledger = ledger
+        self.queues = served.queues
+        self._deliveries = deliveries
         self._courier = courier
-        self._holder = holder
-        self._redis = connect(settings.broker)
-        self._waker = Waker(settings.broker, queues, self.poke)
-        self._by_list = {name: (queue, rank) for queue in queues for name, rank in broker.lists([queue])}
-        self._ranks = dict(broker.lists(queues))
+        self._celery = celery
+        capacity = deliveries.ledger.capacity
+        self._rules = Rules(
+            capacity,
+            min(PLAIN_TOKENS, capacity[1]),
+            served.settings.ageing,
+            served.settings.max_redeliveries,
+        )
+        self._broker = connect_consumer(served.settings.broker, self.queues)
+        self._waker = self._broker.waker(self.poke)
         self._wake = threading.Event()
         self._arrivals: deque[Arrival] = deque()
         self._attached = False
-        self._stopped = False
         self._paused = False
-        #: The deliveries that the next FETCH names; it may have come, and its answer been lost.
-        self.asked = _fresh(BATCH)
+        self.loop_asked: float | None = None
+        """Since when the event loop is asked for a sign of life (monotonic); None once it gave one."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[0], False)
         os.set_blocking(self._pipe[1], False)
-        ledger.on_room = self.poke
+        deliveries.asked = _fresh(BATCH)
+        deliveries.ledger.on_room = self.poke
 
     def poke(self) -> None:
         """Something may fit, or may have come: look again."""
@@ -107,7 +87,7 @@ class Intake(threading.Thread):
 
     def stop(self) -> None:
         """Fetch no more. What has arrived and was not yet handed over goes back."""
-        self._stopped = True
+        self._deliveries.draining = True
         self.poke()
         self._waker.stop()
         self.detach()
@@ -131,7 +111,7 @@ class Intake(threading.Thread):
 
     @property
     def attached(self) -> bool:
-        return self._attached and not self._stopped
+        return self._attached and not self._deliveries.draining
 
     def pause(self, paused: bool) -> None:
         """The event loop takes nothing: fetch nothing for it, and give back what waits for it."""
@@ -147,23 +127,21 @@ class Intake(threading.Thread):
 
     def _give_back(self) -> None:
         while (arrival := self._next()) is not None:
-            self._holder.celery_forgets(arrival.fetched.uuid)
+            self._celery.forget(arrival.fetched.uuid)
 
     def hand_over(self, deliver: Callable[[dict[str, Any], str], None]) -> None:
         """Give everything that arrived to kombu's callbacks; runs in the event loop."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipe[0], 4096)
-        self._holder.loop_answers()
+        self.loop_asked = None
         while (arrival := self._next()) is not None:
             if arrival.incarnation.over:
                 continue
             try:
-                deliver(arrival.payload, arrival.queue)
+                deliver(arrival.payload, arrival.fetched.queue)
             except Exception as exc:
                 logger.exception("A message could not be decoded: dead-lettered")
-                self._holder.refused(
-                    arrival.fetched.uuid, f"cannot be decoded as Celery's: {type(exc).__name__}: {exc}"
-                )
+                self._celery.refuse(arrival.fetched.uuid, f"cannot be decoded as Celery's: {type(exc).__name__}: {exc}")
 
     def _next(self) -> Arrival | None:
         try:
@@ -175,47 +153,35 @@ class Intake(threading.Thread):
 
     def run(self) -> None:
         self._waker.start()
-        life = self._holder.incarnation
-        while not self._stopped:
+        books = self._deliveries
+        life = books.life
+        while not books.draining:
             self._wake.clear()
-            if life is not self._holder.incarnation:
-                life, self.asked = self._holder.incarnation, _fresh(BATCH)
+            if life is not books.life:
+                life, books.asked = books.life, _fresh(BATCH)
             if self._paused or not self._attached or not life.begun:
                 self._wake.wait(IDLE_S)
                 continue
             try:
-                fetched = broker.read_fetch(run(self._redis, self._call(life, self.asked)))
+                fetched = self._broker.fetch(life.id, books.asked, books.ledger.credit(), self._rules)
             except LOST as exc:
                 complain(logger, "Cannot fetch from the broker, trying again: %s", exc)
                 self._wake.wait(RECONNECT_S)
                 continue
             if fetched is None:
-                self._holder.life_is_over(life)
+                books.life_is_over(life)
             elif fetched:
                 given = sum(not one.buried for one in fetched)
-                self.asked = self.asked[given:] + _fresh(given)
+                books.asked = books.asked[given:] + _fresh(given)
                 for one in fetched:
                     self._take(life, one)
             else:
                 self._wake.wait(IDLE_S)
 
-    def _call(self, life: Incarnation, names: Sequence[str]) -> Any:
-        return broker.fetch(
-            life.id,
-            self.queues,
-            names,
-            self._ledger.credit(),
-            capacity=self._ledger.capacity,
-            plain_tokens=min(PLAIN_TOKENS, self._ledger.capacity[1]),
-            ageing_ms=int(self._settings.ageing * 1000),
-            max_redeliveries=self._settings.max_redeliveries,
-        )
-
-    def _take(self, life: Incarnation, one: broker.Fetched) -> None:
+    def _take(self, life: Incarnation, one: Fetched) -> None:
         if one.buried:
             self._bury(life, one, one.buried)
             return
-        queue, rank = self._by_list[one.list_name]
         try:
             payload = json.loads(one.raw)
         except (ValueError, RecursionError) as exc:
@@ -226,19 +192,25 @@ class Intake(threading.Thread):
             self._courier.back(life, one.uuid, delay)
             return
         payload["properties"]["delivery_tag"] = one.uuid
-        arrival = Arrival(life, one, payload, queue)
-        if self._holder.arrived(arrival, self._size(payload["headers"], rank)):
-            self.pass_on(arrival)
+        headers = payload["headers"]
+        delivery = Delivery(one.uuid, headers["id"], life, condemned=one.condemned)
+        if not self._deliveries.enter(delivery, self._size(headers, one.rank)):
+            return
+        pass_on = partial(self._pass_on, Arrival(life, one, payload))
+        if one.condemned:
+            self._celery.condemn(delivery, headers, pass_on)
+        else:
+            pass_on()
 
-    def _bury(self, life: Incarnation, one: broker.Fetched, reason: str) -> None:
+    def _bury(self, life: Incarnation, one: Fetched, reason: str) -> None:
         """A dead letter, or it becomes one; where at least its id can be read, whoever waits for it hears of it."""
         task_id = _id_of(one.raw)
         if task_id is None:
             self._courier.ack(life, one.uuid, reason)
         else:
-            self._holder.unreadable(life, one.uuid, task_id, reason)
+            self._celery.unreadable(Delivery(one.uuid, task_id, life), reason)
 
-    def pass_on(self, arrival: Arrival) -> None:
+    def _pass_on(self, arrival: Arrival) -> None:
         """Queue it for the event loop."""
         self._arrivals.append(arrival)
         self.nudge()
@@ -253,7 +225,7 @@ class Intake(threading.Thread):
             return Size(rank, 0, 0)
         said = headers.get("penstock")
         said = said if isinstance(said, dict) else {}
-        seqs, tokens = self._ledger.capacity
+        seqs, tokens = self._rules.capacity
         return Size(rank, _bounded(said.get("n"), 1, seqs), _bounded(said.get("tokens"), PLAIN_TOKENS, tokens))
 
 

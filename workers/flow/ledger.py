@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from producers.broker.redis import Credit
+from producers.broker.values import Credit
 
 NO_CREDIT = Credit((0, 0, 0, 0), (0, 0, 0, 0))
 

@@ -11,9 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from engine.errors import NOT_FINITE, EngineError
 from engine.logprobs import TokenLogprobs
@@ -21,14 +23,14 @@ from engine.request import Event
 from producers.connection.log_throttle import complain
 from producers.connection.script import run, run_many, text
 from producers.contract.events import encode_prompt, encode_token, quote
+from producers.contract.record import error_json
 from producers.store.protocol import Append, append, finish, prompt, read_append
+from workers.connect import LOST, connect
+from workers.flow import probe
+from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
-from workers.pool.plain import error_json
-from workers.runtime import probe
-from workers.runtime.connect import LOST, connect
-
-if TYPE_CHECKING:
-    from workers.runtime.assembly import Runtime
+from workers.flow.finisher import Finisher
+from workers.flow.served import Served
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +59,18 @@ class Conclusion:
 
 
 class Publisher(threading.Thread):
-    def __init__(self, runtime: Runtime) -> None:
+    """`give_up` ends this worker, whose model is broken, with the reason."""
+
+    def __init__(
+        self, served: Served, deliveries: Deliveries, finisher: Finisher, give_up: Callable[[str], None]
+    ) -> None:
         super().__init__(name="penstock-publisher", daemon=True)
-        self._runtime = runtime
-        self._redis = connect(runtime.settings.store)
+        self._engine = served.engine
+        self._deliveries = deliveries
+        self._finisher = finisher
+        self._give_up = give_up
+        self._retry_after = served.settings.retry_after
+        self._redis = connect(served.settings.store)
         self._news: deque[Event | Conclusion | Delivery] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -101,7 +111,7 @@ class Publisher(threading.Thread):
 
     def conclude_cancelled(self, delivery: Delivery) -> None:
         """A cancel was accepted: its memory need not wait until the store has taken its end. Any thread."""
-        self._runtime.engine.abort(delivery.uuid)
+        self._engine.abort(delivery.uuid)
         self.conclude(delivery, "cancelled")
 
     def conclude_revoked(self, delivery: Delivery) -> None:
@@ -143,10 +153,10 @@ class Publisher(threading.Thread):
                     ends.setdefault(item.delivery.uuid, item)
                 continue
             if isinstance(item, Delivery):
-                if item.uuid in self._runtime.running:
+                if item.uuid in self._deliveries.running:
                     self._said(item, 0, item.next_index(0), batch).prompt_tokens = item.prompt_tokens
                 continue
-            delivery = self._runtime.running.get(item.request_id)
+            delivery = self._deliveries.running.get(item.request_id)
             if delivery is not None:
                 if item.prompt_logprobs is not None:
                     self._note_prompt(delivery, item.prompt_logprobs)
@@ -212,16 +222,16 @@ class Publisher(threading.Thread):
         return append
 
     def _ask(self) -> None:
-        """Who is to blame for NaN: see `workers.runtime.probe`. Where the engine is closed, a drain hands them back."""
+        """Who is to blame for NaN: see `workers.flow.probe`. Where the engine is closed, a drain hands them back."""
         if self._doubted and not self._asked:
             self._asked, self._doubted = self._doubted, {}
             with suppress(EngineError):
-                probe.ask(self._runtime.engine, self._answered)
+                probe.ask(self._engine, self._answered)
 
     def _answered(self, error: str | None) -> None:
         """The engine's thread. Where the model is broken, those whose end waits are handed back with all others."""
         if error == NOT_FINITE:
-            self._runtime.give_up(f"the model is broken, not a request: {BROKEN}", frozenset())
+            self._give_up(f"the model is broken, not a request: {BROKEN}")
             return
         asked, self._asked = self._asked, {}
         for end in asked.values():
@@ -247,7 +257,7 @@ class Publisher(threading.Thread):
     def _not_ok(self, delivery: Delivery, answer: str, ends: dict[str, Conclusion]) -> None:
         """What was to be published was not taken: the task is cancelled, or not ours."""
         if answer == "cancel":
-            self._runtime.engine.abort(delivery.uuid)
+            self._engine.abort(delivery.uuid)
             ends[delivery.uuid] = Conclusion(delivery, "cancelled")
         else:
             self._lost(delivery, answer)
@@ -255,9 +265,9 @@ class Publisher(threading.Thread):
 
     def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
         """Until the store has it all, or says that it is not ours to append."""
-        deliveries = self._runtime.deliveries
+        held = self._deliveries.held
         while batch:
-            part, rest = _part([a for a in batch if a.claim_id in deliveries])
+            part, rest = _part([a for a in batch if a.claim_id in held])
             if not part:
                 return
             try:
@@ -269,7 +279,7 @@ class Publisher(threading.Thread):
             again: list[Append] = []
             for one, (answer, next_index) in zip(part, answers, strict=True):
                 self.tokens += len(one.entries)
-                delivery = deliveries.get(one.claim_id)
+                delivery = held.get(one.claim_id)
                 if delivery is None or answer == "ok":
                     continue
                 if answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
@@ -301,13 +311,12 @@ class Publisher(threading.Thread):
 
     def _finish(self, ends: dict[str, Conclusion]) -> None:
         """FINISH what ended here; what is to be retried goes to the finisher as it is."""
-        runtime = self._runtime
         while ends:
-            for end in [e for e in ends.values() if e.retry and runtime.finisher.may_retry(e.delivery)]:
+            for end in [e for e in ends.values() if e.retry and self._finisher.may_retry(e.delivery)]:
                 del ends[end.delivery.uuid]
-                if runtime.running.pop(end.delivery.uuid, None):
-                    runtime.engine.abort(end.delivery.uuid)  # its other choices run on
-                    runtime.finisher.retry(end.delivery, json.loads(end.error)["message"])
+                if self._deliveries.stop(end.delivery):  # its other choices run on
+                    otherwise = partial(self.conclude, end.delivery, "failed", end.error)
+                    self._finisher.retry(end.delivery, json.loads(end.error)["message"], otherwise)
             todo = [end for end in ends.values() if not (end.delivery.put_down or end.delivery.ended)]
             try:
                 answers = run_many(self._redis, [_finish_call(end) for end in todo])
@@ -323,9 +332,11 @@ class Publisher(threading.Thread):
                     self._bury(delivery, answer)
                 elif text(answer[0]) == "won":
                     delivery.ended = True
-                    if runtime.running.pop(delivery.uuid, None) and end.status != "completed":
-                        runtime.engine.abort(delivery.uuid)
-                    runtime.finisher.finish(delivery, text(answer[1]), end.error)
+                    if end.status == "completed":  # the engine has ended it by itself
+                        self._deliveries.running.pop(delivery.uuid, None)
+                    else:
+                        self._deliveries.stop(delivery)
+                    self._finisher.finish(delivery, text(answer[1]), end.error)
                 elif text(answer[0]) == "resend" and all(
                     self._resend(delivery, choice, int(n), again, ends) for choice, n in enumerate(answer[1:])
                 ):
@@ -338,14 +349,13 @@ class Publisher(threading.Thread):
         """Its record is none, whoever takes it up: its message is kept, and no worker tries for ever."""
         logger.error("Cannot finish task %s: %s", delivery.task_id, why)
         delivery.ended = True
-        if self._runtime.running.pop(delivery.uuid, None):
-            self._runtime.engine.abort(delivery.uuid)
-        self._runtime.finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
+        self._deliveries.stop(delivery)
+        self._finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
         """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
         logger.warning("Task %s is not ours any more (%s)", delivery.task_id, answer)
-        self._runtime.let_go(delivery, self._runtime.settings.retry_after)
+        self._finisher.let_go(delivery, self._retry_after)
 
 
 def _encode(event: Event) -> list[str]:

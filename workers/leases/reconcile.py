@@ -8,17 +8,15 @@ up. So it looks now and then, and what it finds twice it RELEASEs and gives BACK
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from redis import Redis
 
-from producers.broker import redis as broker
-from producers.connection.script import run, run_many
+from producers.broker.base import Consumer
+from producers.broker.values import Back
+from producers.connection.script import run_many
 from producers.store.protocol import release
-from workers.leases.incarnation import Incarnation
-
-if TYPE_CHECKING:
-    from workers.runtime.assembly import Runtime
+from workers.flow.deliveries import Deliveries
+from workers.flow.incarnation import Incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +24,19 @@ logger = logging.getLogger(__name__)
 class Strays:
     """Asked on the housekeeper's thread, several times a lease."""
 
-    def __init__(self, runtime: Runtime, store: Redis, broker: Redis) -> None:
-        self._runtime = runtime
+    def __init__(self, store: Redis, broker: Consumer, deliveries: Deliveries) -> None:
         self._store = store
         self._broker = broker
+        self._deliveries = deliveries
         self._seen: set[str] = set()
 
     def look(self, life: Incarnation) -> None:
         """Give back what is there for the second time: what is on its way in or out is not. Raises redis errors."""
-        runtime = self._runtime
-        held = {*runtime.intake.asked, *runtime.deliveries, *runtime.courier.pending}
-        found = broker.read_strays(run(self._broker, broker.strays(life.id, sorted(held))))
+        found = self._broker.strays(life.id, sorted(self._deliveries.known()))
         lasting = {uuid: task_id for uuid, task_id in found.items() if uuid in self._seen}
         self._seen = found.keys() - lasting.keys()
         if not lasting:
             return
         logger.warning("A failover brought back %d tasks that had left here: they go back to the queue", len(lasting))
         run_many(self._store, [release(task_id, uuid) for uuid, task_id in lasting.items()])
-        run_many(self._broker, [broker.back(life.id, runtime.queue, uuid) for uuid in lasting])
+        self._broker.put_down([Back(life.id, uuid) for uuid in lasting])

@@ -1,6 +1,6 @@
-"""Celery's pool, whose slots are sequences of the running batch.
+"""Celery's side of a worker: an app whose pool has a slot for each sequence of the running batch.
 
-    engine_pool (Celery hands a task over) -> claimer (CLAIM, tokenise) -> engine
-
-A `Delivery` is what is in hand, the `Ledger` counts the room that is left.
+app makes it, with the task penstock.generate (task), its requests (request) and its consumer
+consumer -> engine_pool -> celery_side of workers.flow -> claimer; other tasks run on a few threads beside the engine
+control: remote control, where Celery's own commands do not know how such a worker works
 """

@@ -7,9 +7,6 @@ from typing import Any, Final
 
 from celery.worker.control import control_command, inspect_command, nok
 
-from producers.broker import redis as broker
-from producers.connection.script import run
-
 #: Countdown tasks that one answer shows.
 SHOWN: Final = 100
 
@@ -17,14 +14,13 @@ SHOWN: Final = 100
 def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
     """Countdown and ETA tasks, which wait in the broker for all workers of the pool; the soonest 100."""
     runtime = state.app.penstock
-    messages = run(runtime.courier.redis, broker.scheduled(runtime.queue, SHOWN))
-    payloads = [json.loads(message) for message in messages]
+    payloads = [json.loads(message) for message in runtime.courier.broker.scheduled(SHOWN)]
     return [_shown(payload, state.hostname) for payload in payloads if payload["headers"].get("eta")]
 
 
 def fixed(state: Any, n: int = 1, **_: Any) -> dict[str, str]:
     """Refused: the pool is as large as the engine's batch."""
-    capacity = state.app.penstock.engine.max_num_seqs
+    capacity = state.app.penstock.served.engine.max_num_seqs
     said: dict[str, str] = nok(
         f"the pool is the engine's batch of {capacity} sequences, which memory was set aside for; "
         "start the worker with another --max-num-seqs"

@@ -59,19 +59,19 @@ class EnginePool(BasePool):
         uuid = headers["properties"]["delivery_tag"]
         request = accept_callback.__self__  # type: ignore[attr-defined]
         if not getattr(self.app.tasks[name], "engine_task", False):
-            side = self.runtime.take_beside(uuid)
+            side = self.runtime.celery.take_beside(uuid)
             if side is None:
                 forget(request)
             else:
                 self._beside.put(partial(self._run_beside, side, target, args, callback, accept_callback, request))
             return None
-        delivery: Delivery | None = self.runtime.take_job(uuid, Job(target, args, callback, request))
+        delivery: Delivery | None = self.runtime.celery.take_job(uuid, Job(target, args, callback, request))
         # Active from here on, so that `inspect` shows it. A request terminated before it came here is revoked at once.
         accept_callback(next(self._pids), time.monotonic())
         if delivery is None:
             forget(request)
         else:
-            self.runtime.claimer.submit(delivery)
+            self.runtime.celery.run(delivery)
         return delivery
 
     def _side_thread(self) -> None:
@@ -93,7 +93,7 @@ class EnginePool(BasePool):
             return
 
         def reject(log: Any, errors: Any, requeue: bool) -> None:
-            self.runtime.celery_reject(delivery.uuid, requeue)
+            self.runtime.celery.reject(delivery.uuid, requeue)
             on_reject(log, errors, requeue)
 
         on_reject, request.on_reject = request.on_reject, reject
@@ -101,20 +101,20 @@ class EnginePool(BasePool):
             apply_target(target, args, {}, callback, accept_callback)
         except BaseException as exc:  # a task that exits must not take the thread along
             logger.exception("Celery failed around task %s", delivery.task_id)
-            self.runtime.done(delivery, f"Celery failed around it: {exc!r}")
+            self.runtime.deliveries.done(delivery, f"Celery failed around it: {exc!r}")
             forget(request)
         if request.acknowledged:
-            self.runtime.celery_ack(delivery.uuid)
+            self.runtime.celery.ack(delivery.uuid)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Nothing more: Celery announces the revocation next, and `EngineRequest` passes that on."""
 
     def on_close(self) -> None:
-        self.runtime.stop_fetching()
+        self.runtime.intake.stop()
 
     def on_stop(self) -> None:
         """Drain; whoever told the worker to stop (`workers.runtime.stopping`) has begun that."""
-        self.runtime.drain.begin(self.runtime.settings.drain, "Celery's worker stops")
+        self.runtime.drain.begin(self.runtime.served.settings.drain, "Celery's worker stops")
         self.runtime.drain.over.wait()
 
     def on_terminate(self) -> None:
@@ -123,7 +123,7 @@ class EnginePool(BasePool):
 
     @property
     def num_processes(self) -> int:
-        capacity: int = self.runtime.engine.max_num_seqs
+        capacity: int = self.runtime.served.engine.max_num_seqs
         return capacity
 
     def _get_info(self) -> dict[str, Any]:

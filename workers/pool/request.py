@@ -16,7 +16,7 @@ class EngineRequest(Request):
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)
-        self._app.penstock.revoke(self, expired)
+        self._app.penstock.celery.revoke(self, expired)
 
     def acknowledge(self) -> None:
         """Once, whichever threads come for it: a lease may end while the finisher puts the task down, and Celery's

@@ -7,16 +7,11 @@ from typing import Any
 from celery import Celery, Task
 
 from producers.contract.keys import TASK_NAME
-from producers.errors import PenstockError, TaskFailed
+from producers.errors import TaskFailed
+from workers.flow.finisher import OUTCOME, Fault
 
-#: Where the finisher leaves the outcome in the request's headers.
-OUTCOME = "penstock_outcome"
 #: Before a task that the engine failed is tried again, seconds; doubled each time.
 RETRY_COUNTDOWN_S = 1.0
-
-
-class Fault(PenstockError):
-    """The engine failed the task, maybe through no fault of the task's: it is worth another try."""
 
 
 class EngineTask(Task):

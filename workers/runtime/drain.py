@@ -14,11 +14,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from workers.flow.delivery import Delivery
-    from workers.runtime.assembly import Runtime
+from workers.flow.acker import Courier
+from workers.flow.claimer import Claimer
+from workers.flow.deliveries import Deliveries
+from workers.flow.delivery import Delivery
+from workers.flow.finisher import Finisher
+from workers.flow.intake import Intake
+from workers.flow.publisher import Publisher
+from workers.leases.housekeeper import Housekeeper
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +40,27 @@ LEAST_S: Final = 0.05
 class Drain:
     """`begin` may be called by any thread, and again: that can only make it shorter."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._changed = threading.Condition()
+    def __init__(
+        self,
+        engine: Any,
+        deliveries: Deliveries,
+        *,
+        intake: Intake,
+        claimer: Claimer,
+        publisher: Publisher,
+        finisher: Finisher,
+        courier: Courier,
+        housekeeper: Housekeeper,
+    ) -> None:
+        self._engine = engine
+        self._deliveries = deliveries
+        self._changed = deliveries.changed
+        self._intake = intake
+        self._claimer = claimer
+        self._publisher = publisher
+        self._finisher = finisher
+        self._courier = courier
+        self._housekeeper = housekeeper
         self._until: float | None = None
         self._status = os.EX_OK
         self._suspects: Collection[str] | None = frozenset()
@@ -59,7 +82,7 @@ class Drain:
                 return
             self._until = until if self._until is None else min(until, self._until)
             self._changed.notify_all()
-        held = len(self._runtime.deliveries)
+        held = len(self._deliveries)
         if seconds > 0:
             logger.info("%s: fetching no more; %d tasks may go on for %.1f s", why, held, seconds)
         else:
@@ -67,20 +90,13 @@ class Drain:
         if first:
             threading.Thread(target=self._run, name="penstock-drain", daemon=True).start()
 
-    def put_down(self) -> None:
-        """A delivery less: it may have been the last."""
-        if self._until is not None:
-            with self._changed:
-                self._changed.notify_all()
-
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        runtime = self._runtime
-        runtime.stop_fetching()
+        self._intake.stop()
         with self._changed:
-            ahead = min(TRIPS * runtime.housekeeper.round_trip, max(0.0, self._until_now()) / 2)
-            while runtime.deliveries and (left := self._until_now() - ahead) > 0:
+            ahead = min(TRIPS * self._housekeeper.lease.round_trip, max(0.0, self._until_now()) / 2)
+            while self._deliveries.held and (left := self._until_now() - ahead) > 0:
                 self._changed.wait(left)
             # What is left of the drain time: nothing where a second signal came.
             spare = min(ahead, max(0.0, self._until_now()))
@@ -88,15 +104,11 @@ class Drain:
         faulthandler.dump_traceback_later(spare + EXIT_S, exit=True, file=2)  # Celery has taken sys.stderr
         end = time.monotonic() + spare + HAND_BACK_S
         whole = self._hand_back(end)
-        closed = _within(runtime.engine.close, end)
-        runtime.courier.stop()
-        runtime.housekeeper.stop()
-        runtime.watchdog.stop()
-        runtime.gpu.stop()
+        closed = _within(self._engine.close, end)
+        self._courier.stop()
+        self._housekeeper.stop()
         if not whole:
-            logger.error(
-                "Store or broker do not answer: %d tasks return when the lease lapses", len(runtime.deliveries)
-            )
+            logger.error("Store or broker do not answer: %d tasks return when the lease lapses", len(self._deliveries))
             os._exit(self._status or 1)
         if self._status or not closed:  # a thread that computes must not be met by the interpreter's end
             os._exit(self._status)
@@ -110,30 +122,32 @@ class Drain:
 
     def _hand_back(self, end: float) -> bool:
         """Whether all of it was taken by store and broker. The lease may be left to lapse: nothing is under it."""
-        runtime = self._runtime
-        left = list(runtime.deliveries.values())
+        left = list(self._deliveries.held.values())
         if left:
             logger.warning("The drain is over: handing %d tasks back", len(left))
         for delivery in left:
-            runtime.engine.abort(delivery.uuid)
-        stopped = runtime.claimer.stop(_left(end)) and runtime.publisher.stop(_left(end))
+            self._engine.abort(delivery.uuid)
+        stopped = self._claimer.stop(_left(end)) and self._publisher.stop(_left(end))
         # The last first: each goes to the front of its list.
-        for delivery in reversed(list(runtime.deliveries.values())):
+        for delivery in reversed(list(self._deliveries.held.values())):
             if self._suspects is not None and delivery.uuid not in self._suspects:
                 self._back(delivery)
-        stopped = runtime.finisher.stop(_left(end)) and stopped
-        if not (runtime.courier.flush(_left(end)) and stopped):
+        stopped = self._finisher.stop(_left(end)) and stopped
+        if not (self._courier.flush(_left(end)) and stopped):
             return False
         # What was kept back, and no lease over it, returns to the front by REAP; its next CLAIM finds an owner dead.
-        if not _within(lambda: runtime.housekeeper.end_life(runtime.incarnation), end):
+        if not _within(self._give_up_lease, end):
             logger.warning("All is handed back; the lease is left to lapse: store or broker answer slowly")
         return True
 
     def _back(self, delivery: Delivery) -> None:
         """RELEASE also what we do not know to be claimed: the answer to its CLAIM may be on its way."""
-        self._runtime.running.pop(delivery.uuid, None)
+        self._deliveries.running.pop(delivery.uuid, None)
         delivery.ended = True
-        self._runtime.finisher.release(delivery)
+        self._finisher.release(delivery)
+
+    def _give_up_lease(self) -> None:
+        self._housekeeper.lease.give_up(self._deliveries.life, self._finisher.redis, self._courier.broker)
 
 
 def _left(end: float) -> float:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workers.errors import Refused
-
-if TYPE_CHECKING:
-    from workers.runtime.assembly import Runtime
+from workers.runtime.assembly import Runtime
 
 
 class Health:

@@ -13,12 +13,9 @@ import os
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from workers.runtime.signals import SIGNALS, News
-
-if TYPE_CHECKING:
-    from workers.runtime.assembly import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +25,8 @@ class Stopping(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="penstock-signals", daemon=True)
-        self._runtime: Runtime | None = None
+        self._drain: Callable[[float, str], None] | None = None
+        self._seconds = 0.0
         self._lock = threading.Lock()
         self._heard = 0
         self._news = News()
@@ -43,10 +41,10 @@ class Stopping(threading.Thread):
         signal.set_wakeup_fd(self._kernels.fileno(), warn_on_full_buffer=False)
         self.start()
 
-    def serve(self, runtime: Runtime) -> None:
-        """From now on a signal drains."""
+    def serve(self, drain: Callable[[float, str], None], seconds: float) -> None:
+        """From now on a signal drains: `drain` is told for how long, at most `seconds`, and why."""
         with self._lock:
-            self._runtime = runtime
+            self._drain, self._seconds = drain, seconds
 
     def run(self) -> None:
         while True:
@@ -59,11 +57,11 @@ class Stopping(threading.Thread):
         if not self._news.is_new(sig):
             return
         self._heard += 1
-        if self._runtime is None:
+        if self._drain is None:
             logger.info("%s before anything was taken: ending", sig.name)
             os._exit(os.EX_OK)
         if self._heard > 2:
             logger.error("%s, the third signal: ending; what is held returns when the lease lapses", sig.name)
             os._exit(os.EX_SOFTWARE)
         at_once = sig is signal.SIGQUIT or self._heard > 1
-        self._runtime.stop(0.0 if at_once else self._runtime.settings.drain, f"{sig.name} came")
+        self._drain(0.0 if at_once else self._seconds, f"{sig.name} came")

@@ -18,13 +18,13 @@ from celery.worker import state
 
 from producers.connection.log_throttle import complain
 from producers.connection.trouble import trouble
-from producers.contract import keys
+from workers.connect import LOST, check_server, connect
+from workers.flow.probe import check_model
+from workers.flow.served import Served
 from workers.pool.app import attach, make_app
 from workers.runtime.assembly import Runtime
-from workers.runtime.connect import LOST, check_server, connect
 from workers.runtime.health import Health
 from workers.runtime.notify import notify_ready
-from workers.runtime.probe import check_model
 from workers.runtime.serving import announce
 from workers.runtime.spot import SpotNotice
 from workers.runtime.stopping import Stopping
@@ -57,11 +57,12 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     check_model(engine, settings.model, settings.step_limit)
     card, queue = _announced(settings.store, engine, files)
-    app = make_app(settings, [queue, keys.model_queue(card["name"])])
-    runtime = Runtime(settings, engine, app, card, queue, files)
+    served = Served(settings, engine, card, files, queue)
+    app = make_app(settings, served.queues)
+    runtime = Runtime(served, app, lambda store: announce(store, engine, files))
     attach(app, runtime)
     threading.excepthook = partial(_thread_died, runtime)
-    stopping.serve(runtime)
+    stopping.serve(runtime.stop, settings.drain)
     runtime.start()
     if health is not None:
         health.serve(runtime)

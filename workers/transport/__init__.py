@@ -1,7 +1,6 @@
-"""From the broker's lists into Celery's consumer, and back.
+"""What Celery plugs in to reach broker and store, on Penstock's own connections.
 
-    waker -> intake (FETCH, as much as the ledger has credit for) -> redis (kombu's transport) -> Celery
-    Celery or the pool -> courier (ACK, BACK)
-
-`broker` builds the scripted calls; the scripts lie in `scripts/`.
+redis: kombu's transport; intake (workers.flow) has fetched the messages, and hands them over in the event loop
+Celery's acknowledge, reject and a closed channel go to celery_side (workers.flow); publishing stays kombu's
+results: Celery's result backend
 """

@@ -31,11 +31,11 @@ class QoS(stock.QoS):
         virtual.QoS.append(self, message, delivery_tag)  # FETCH has entered it in flight
 
     def ack(self, delivery_tag: str) -> None:
-        self.channel.runtime.celery_ack(delivery_tag)
+        self.channel.runtime.celery.ack(delivery_tag)
         virtual.QoS.ack(self, delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        self.channel.runtime.celery_reject(delivery_tag, requeue)
+        self.channel.runtime.celery.reject(delivery_tag, requeue)
         virtual.QoS.ack(self, delivery_tag)
 
     def forget(self, delivery_tag: str) -> None:
@@ -49,7 +49,7 @@ class QoS(stock.QoS):
         """The channel closes: what no pool has taken up goes back to the front of its list."""
         self._flush()
         for tag in list(self._delivered):
-            self.channel.runtime.celery_forgets(tag)
+            self.channel.runtime.celery.forget(tag)
         self._delivered.clear()
 
     def restore_unacked_once(self, stderr: Any = None) -> None:
@@ -96,7 +96,7 @@ class Channel(stock.Channel):
                 if asynchronous and channel._registered:
                     channel._on_connection_disconnect(self)
 
-        return connection_pool(self.runtime.settings.broker, Connection)
+        return connection_pool(self.runtime.served.settings.broker, Connection)
 
     def _q_for_pri(self, queue: str, pri: int) -> str:
         # kombu's `sep` also stands in the binding tables, which plain senders read and write: that one stays as it is

@@ -9,12 +9,13 @@ import pytest
 from redis import Redis
 
 from producers.broker import redis as broker
+from producers.broker.connect import connect_consumer
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from tests.producers.proxy import Proxy
 from workers.flow.acker import Courier
-from workers.leases.incarnation import Incarnation
+from workers.flow.incarnation import Incarnation
 
 QUEUE = "penstock:queue:x"
 
@@ -34,7 +35,7 @@ def proxy(valkey_url: str) -> Iterator[Proxy]:
 
 @pytest.fixture
 def courier(proxy: Proxy) -> Iterator[Courier]:
-    courier = Courier(proxy.url, QUEUE)
+    courier = Courier(connect_consumer(proxy.url, [QUEUE]), proxy.url)
     courier.start()
     yield courier
     courier.stop()
@@ -126,7 +127,8 @@ def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Inc
 
 
 def test_flush_tells_when_the_broker_is_away() -> None:
-    courier = Courier("redis://127.0.0.1:1/0", QUEUE)
+    away = "redis://127.0.0.1:1/0"
+    courier = Courier(connect_consumer(away, [QUEUE]), away)
     courier.start()
     courier.ack(Incarnation("w"), "0")
     assert not courier.flush(0.5)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -14,9 +12,8 @@ from workers.runtime.stopping import Stopping
 
 def _told(*signals: signal.Signals) -> list[tuple[float, str]]:
     said: list[tuple[float, str]] = []
-    runtime = SimpleNamespace(settings=SimpleNamespace(drain=30.0), stop=lambda *how: said.append(how))
     hears = Stopping()
-    hears.serve(cast(Any, runtime))
+    hears.serve(lambda *how: said.append(how), 30.0)
     for sig in signals:
         hears._take(sig)
     return said

@@ -29,9 +29,9 @@ from workers.cli.gpus.choice import Chosen
 from workers.cli.local import embedded
 from workers.cli.local.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
 from workers.cli.processes import PENSTOCK, open_port
+from workers.connect import check_server
 from workers.errors import Refused
 from workers.library import Found
-from workers.runtime.connect import check_server
 from workers.runtime.signals import coming
 
 STREAMS_END_S: Final = 5.0

@@ -8,30 +8,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from producers.contract import keys
+from producers.contract.record import error_json
 from producers.contract.task import Task
 from producers.errors import InvalidTask
 from workers.flow.delivery import Plain
-
-if TYPE_CHECKING:
-    from workers.runtime.assembly import Runtime
+from workers.flow.served import Served
 
 #: Between the results that a chord makes one prompt of.
 PARAGRAPH: Final = "\n\n"
 
 
-def error_json(code: str, message: str, param: str | None = None) -> str:
-    """A record's `error` field."""
-    return json.dumps({"code": code, "message": message, "param": param})
-
-
-def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str, Any] | None) -> Plain:
-    """`arguments` holds `args` and `kwargs`; None where they must not be decoded."""
+def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments: dict[str, Any] | None) -> Plain:
+    """`now_ms`: by the store's clock. `arguments` holds `args` and `kwargs`; None where they must not be decoded."""
     fields: dict[str, str | int] = {
-        "model": runtime.model,
-        "queue": runtime.queue,
+        "model": served.model,
+        "queue": served.queue,
         "tier": "default",
         "n": 1,
         "task": "{}",
@@ -42,17 +36,17 @@ def plain_fields(runtime: Runtime, headers: dict[str, Any], arguments: dict[str,
     kwargs = arguments.get("kwargs") or {}
     try:
         kwargs = _with_prompt(arguments.get("args") or (), kwargs)
-        task = Task.parse({"model": runtime.model, "tier": _tier(headers), **kwargs})
-        if task.model != runtime.model:
-            raise InvalidTask(f"this queue serves model {runtime.model!r}, not {task.model!r}", param="model")
-        task = task.resolved(runtime.card)
+        task = Task.parse({"model": served.model, "tier": _tier(headers), **kwargs})
+        if task.model != served.model:
+            raise InvalidTask(f"this queue serves model {served.model!r}, not {task.model!r}", param="model")
+        task = task.resolved(served.card)
     except InvalidTask as exc:
         fields["task"] = json.dumps(kwargs, default=str)
         return Plain(fields, error_json(exc.code, str(exc), exc.param))
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n}
     if task.ttl is not None:
         fields["ttl"] = task.ttl
-    deadline = _deadline_ms(runtime, headers, task)
+    deadline = _deadline_ms(now_ms, headers, task)
     if deadline is not None:
         fields["deadline"] = deadline
     return Plain(fields)
@@ -102,11 +96,11 @@ def _step(priority: int) -> int:
     return max(step for _, step in keys.TIERS.values() if step <= max(0, priority))
 
 
-def _deadline_ms(runtime: Runtime, headers: dict[str, Any], task: Task) -> int | None:
+def _deadline_ms(now_ms: int, headers: dict[str, Any], task: Task) -> int | None:
     """The task's own timeout, from when it was claimed, or Celery's `expires`, whichever is first."""
     found = []
     if task.timeout is not None:
-        found.append(runtime.housekeeper.server_ms() + int(task.timeout * 1000))
+        found.append(now_ms + int(task.timeout * 1000))
     expires = headers.get("expires")
     if isinstance(expires, str):
         at = datetime.fromisoformat(expires)

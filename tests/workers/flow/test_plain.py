@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from workers.pool.plain import plain_fields
+from workers.flow.plain import plain_fields
+from workers.flow.served import Served
+from workers.settings import WorkerSettings
 
 NOW_MS = 1_800_000_000_000
 CARD: dict[str, Any] = {
@@ -21,19 +22,17 @@ CARD: dict[str, Any] = {
     "capabilities": ["generate"],
     "defaults": {"temperature": 0.5},
 }
-RUNTIME: Any = SimpleNamespace(
-    model="stub", queue="q", card=CARD, housekeeper=SimpleNamespace(server_ms=lambda: NOW_MS)
-)
+SERVED = Served(WorkerSettings("", "", "stub"), None, CARD, {}, "q")
 
 
 def fields(headers: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
-    plain = plain_fields(RUNTIME, headers or {}, {"args": [], "kwargs": kwargs})
+    plain = plain_fields(SERVED, NOW_MS, headers or {}, {"args": [], "kwargs": kwargs})
     assert plain.error is None, plain.error
     return plain.fields
 
 
 def error(arguments: dict[str, Any]) -> dict[str, Any]:
-    plain = plain_fields(RUNTIME, {}, arguments)
+    plain = plain_fields(SERVED, NOW_MS, {}, arguments)
     assert plain.error is not None
     found: dict[str, Any] = json.loads(plain.error)
     return found
@@ -100,7 +99,7 @@ def test_the_first_of_two_deadlines_counts() -> None:
     ],
 )
 def test_a_parent_s_result_is_the_prompt(argument: Any, prompt: Any) -> None:
-    plain = plain_fields(RUNTIME, {}, {"args": [argument], "kwargs": {"max_tokens": 3}})
+    plain = plain_fields(SERVED, NOW_MS, {}, {"args": [argument], "kwargs": {"max_tokens": 3}})
     assert plain.error is None, plain.error
     assert json.loads(str(plain.fields["task"]))["prompt"] == prompt
 
@@ -123,7 +122,7 @@ def test_a_parent_s_result_that_is_no_prompt_is_refused(args: list[Any], said: s
 def test_a_parent_s_result_is_the_last_message_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CARD, "capabilities", ["generate", "chat"])
     system = {"role": "system", "content": "Translate."}
-    plain = plain_fields(RUNTIME, {}, {"args": [{"text": "said"}], "kwargs": {"messages": [system]}})
+    plain = plain_fields(SERVED, NOW_MS, {}, {"args": [{"text": "said"}], "kwargs": {"messages": [system]}})
     assert plain.error is None, plain.error
     assert json.loads(str(plain.fields["task"]))["messages"] == [system, {"role": "user", "content": "said"}]
 
@@ -133,7 +132,7 @@ def test_a_prompt_may_not_be_given_twice() -> None:
 
 
 def test_what_is_no_task_keeps_its_arguments_and_says_why() -> None:
-    plain = plain_fields(RUNTIME, {}, {"args": [], "kwargs": {"prompt": "x", "seed": -1}})
+    plain = plain_fields(SERVED, NOW_MS, {}, {"args": [], "kwargs": {"prompt": "x", "seed": -1}})
     assert plain.fields["task"] == '{"prompt": "x", "seed": -1}'
     assert error({"args": [], "kwargs": {"prompt": "x", "seed": -1}})["param"] == "seed"
     assert "serves model 'stub', not 'other'" in error({"kwargs": {"prompt": "x", "model": "other"}})["message"]
@@ -141,6 +140,6 @@ def test_what_is_no_task_keeps_its_arguments_and_says_why() -> None:
 
 
 def test_a_message_that_must_not_be_decoded_has_a_record_all_the_same() -> None:
-    plain = plain_fields(RUNTIME, {}, None)
+    plain = plain_fields(SERVED, NOW_MS, {}, None)
     assert plain.error is None
     assert plain.fields == {"model": "stub", "queue": "q", "tier": "default", "n": 1, "task": "{}", "nonce": ""}

@@ -11,9 +11,9 @@ from celery import Celery
 from producers.contract import keys
 from tests.processes import Worker, valkey
 from tests.workers.rig import MODEL, Rig
+from workers.connect import check_server
 from workers.errors import Refused
 from workers.pool.app import make_app
-from workers.runtime.connect import check_server
 from workers.settings import WorkerSettings
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from redis import Redis
 
-from workers.flow.waker import Waker, shortest_prefixes
+from producers.broker.redis.waker import TrackingWaker, shortest_prefixes
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_prefixes_do_not_overlap(queues: list[str], prefixes: list[str]) -> None
 
 def test_it_tells_of_every_change_of_a_list_and_of_no_other(valkey: Redis, valkey_url: str) -> None:
     poked = threading.Event()
-    waker = Waker(valkey_url, ["queue:x", "queue:x@1"], poked.set)
+    waker = TrackingWaker(valkey_url, ["queue:x", "queue:x@1"], poked.set)
     waker.start()
     try:
         assert poked.wait(60), "once when it begins, for what came before"
@@ -52,7 +52,7 @@ def test_it_tells_of_every_change_of_a_list_and_of_no_other(valkey: Redis, valke
 
 def test_it_connects_again(valkey: Redis, valkey_url: str) -> None:
     poked = threading.Event()
-    waker = Waker(valkey_url, ["queue:x"], poked.set)
+    waker = TrackingWaker(valkey_url, ["queue:x"], poked.set)
     waker.start()
     try:
         assert poked.wait(60)
@@ -70,7 +70,7 @@ def test_it_connects_again(valkey: Redis, valkey_url: str) -> None:
 def test_where_the_server_offers_no_tracking_it_looks_often(valkey: Redis, valkey_url: str) -> None:
     valkey.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-client|tracking"])
     poked = threading.Event()
-    waker = Waker(valkey_url.replace("redis://", "redis://limited:x@"), ["queue:x"], poked.set)
+    waker = TrackingWaker(valkey_url.replace("redis://", "redis://limited:x@"), ["queue:x"], poked.set)
     waker.start()
     try:
         for _ in range(3):

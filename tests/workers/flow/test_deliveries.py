@@ -1,0 +1,83 @@
+"""The books: a delivery is put down once, and a life that is over takes all of its own along."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from producers.broker.connect import connect_consumer
+from workers.flow.acker import Courier
+from workers.flow.deliveries import Deliveries
+from workers.flow.delivery import Delivery
+from workers.flow.incarnation import Incarnation
+from workers.flow.ledger import Size
+from workers.flow.served import Served
+from workers.settings import WorkerSettings
+
+AWAY = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture
+def aborted() -> list[str]:
+    """What the engine was told to drop."""
+    return []
+
+
+@pytest.fixture
+def books(aborted: list[str]) -> Deliveries:
+    """Their courier keeps its errands: it has not been started."""
+    engine: Any = SimpleNamespace(max_num_seqs=4, kv_tokens_total=400, abort=aborted.append)
+    served = Served(WorkerSettings(AWAY, AWAY, "stub", name="w"), engine, {"name": "stub"}, {}, "q")
+    return Deliveries(served, Courier(connect_consumer(AWAY, served.queues), AWAY))
+
+
+def enter(books: Deliveries, uuid: str) -> Delivery:
+    delivery = Delivery(uuid, f"task-{uuid}", books.life)
+    assert books.enter(delivery, Size(2, 1, 100))
+    return delivery
+
+
+def test_a_delivery_is_put_down_once_and_makes_room(books: Deliveries) -> None:
+    told: list[int] = []
+    books.on_put_down = lambda: told.append(len(books))
+    delivery = enter(books, "a")
+    assert books.ledger.held == 1
+    books.done(delivery)
+    books.give_back(delivery)
+    assert (told, books.ledger.held, books.held) == ([0], 0, {})
+    assert books.known() == {"a"}, "one errand, on its way out"
+
+
+def test_what_the_engine_does_not_run_is_not_stopped(books: Deliveries, aborted: list[str]) -> None:
+    delivery = enter(books, "a")
+    assert not books.stop(delivery)
+    books.running["a"] = delivery
+    assert books.stop(delivery)
+    assert not books.stop(delivery)
+    assert aborted == ["a"]
+
+
+def test_a_life_that_is_over_drops_all_and_the_next_begins(books: Deliveries, aborted: list[str]) -> None:
+    lapsed: list[tuple[Incarnation, list[str]]] = []
+    books.on_lapse = lambda life, dropped: lapsed.append((life, [one.uuid for one in dropped]))
+    life, runs, waits = books.life, enter(books, "a"), enter(books, "b")
+    books.running["a"] = runs
+    books.life_is_over(life)
+    books.life_is_over(life)
+    assert lapsed == [(life, ["a", "b"])]
+    assert aborted == ["a"]
+    assert (books.held, books.running, books.ledger.held) == ({}, {}, 0)
+    assert books.life is not life
+    books.done(waits)
+    assert not books.known(), "what is dropped goes back by REAP alone"
+    assert not books.enter(Delivery("c", "task-c", life), Size(2, 1, 100))
+
+
+def test_no_life_begins_during_a_drain(books: Deliveries) -> None:
+    books.draining = True
+    life = books.life
+    books.life_is_over(life)
+    assert books.life is life
+    assert life.over

@@ -1,0 +1,51 @@
+"""What is to be done later, and the store's time. The housekeeper's thread does it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+
+class Clock:
+    """Thread-safe. `offset_ms`: how far the store's clock is ahead of this machine's."""
+
+    def __init__(self) -> None:
+        self.offset_ms = 0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+
+    def server_ms(self) -> int:
+        """The store's clock, in which deadlines are."""
+        return int(time.time() * 1000) + self.offset_ms
+
+    def local(self, server_ms: int) -> float:
+        """A time of the store's clock, by this machine's monotonic clock; seconds."""
+        return time.monotonic() + (server_ms - self.server_ms()) / 1000
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        """Run `action` on the housekeeper's thread after `delay` seconds; it must not block."""
+        with self._changed:
+            heapq.heappush(self._due, (time.monotonic() + delay, next(self._order), action))
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """End the housekeeper's wait: what it looks at has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, most: float, soonest: Callable[[], float]) -> list[Callable[[], None]]:
+        """Wait for at most `most` seconds; return the actions that are due by then.
+
+        `soonest`: when the wait is to end (monotonic). What changes it after it was called is followed by `wake`.
+        """
+        with self._changed:
+            first = self._due[0][0] if self._due else float("inf")
+            self._changed.wait(max(0.0, min(most, min(first, soonest()) - time.monotonic())))
+            now, ready = time.monotonic(), []
+            while self._due and self._due[0][0] <= now:
+                ready.append(heapq.heappop(self._due)[2])
+            return ready

@@ -1,0 +1,105 @@
+"""The worker's lease, on store and broker: taken, renewed, given up; and what a lapsed one leaves is let go."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis import Redis
+
+from producers.broker.base import Consumer
+from producers.broker.values import Back
+from producers.connection.script import run, run_many, text
+from producers.contract import keys
+from producers.store.protocol import lease, release
+from producers.sweeper.orphaned_queues import takers_of
+from workers.connect import LOST
+from workers.flow.clock import Clock
+from workers.flow.delivery import Delivery
+from workers.flow.incarnation import Incarnation
+
+logger = logging.getLogger(__name__)
+
+
+class Lease:
+    """`about`: what it says of the worker (JSON); `ttl`: seconds. Redis errors come through."""
+
+    def __init__(self, store: Redis, broker: Consumer, clock: Clock, about: Callable[[], str], ttl: float) -> None:
+        self._store = store
+        self._broker = broker
+        self._clock = clock
+        self._about = about
+        self._ttl = ttl
+        self._lapsed: deque[tuple[Incarnation, list[Delivery]]] = deque()
+        self._letting_go = threading.Lock()
+        self.round_trip = 0.0
+        """To the farther of the servers, as the last renewal found it; seconds."""
+
+    def take(self, life: Incarnation) -> None:
+        """Begin this life."""
+        about = self._about()
+        seconds, micros = self._store.time()
+        self._clock.offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
+        run(self._store, lease(life.id, about, int(self._ttl * 1000), take=True))
+        self._broker.take_lease(life.id, about, self._ttl)
+        life.begun = True
+
+    def renew(self, life: Incarnation) -> bool:
+        """False where one of the two is gone."""
+        about = self._about()
+        asked = time.monotonic()
+        on_store = run(self._store, lease(life.id, about, int(self._ttl * 1000), take=False))
+        between = time.monotonic()
+        on_broker = self._broker.renew(life.id, about, self._ttl)
+        self.round_trip = max(between - asked, time.monotonic() - between)
+        return bool(on_store and on_broker)
+
+    def give_up(self, life: Incarnation, store: Redis, broker: Consumer) -> None:
+        """Nobody has to wait for it to lapse. What is still in flight is reaped, not left.
+
+        In two round trips, as they may be long and the time is short, on connections that have nothing else to do by
+        now: ours may be at work. Where this was the last worker of its queues, their lists hold all that waits again:
+        who looks at nothing but their lengths, as a scaler does, must see it. Raises no redis errors.
+        """
+        life.over = True
+        try:
+            self.let_lapsed_go()
+            with store.pipeline(transaction=False) as pipe:
+                pipe.delete(keys.lease(life.id))
+                pipe.hgetall(keys.POOLS)
+                _, pools = pipe.execute()
+            broker.leave(life.id, takers_of({text(queue): text(about) for queue, about in pools.items()}))
+        except LOST as exc:
+            logger.warning("The lease was not given up, it lapses by itself: %s", exc)
+
+    def lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
+        """One of its leases is gone. What it held is let go before a new life begins, or the worker exits."""
+        self._lapsed.append((life, dropped))
+        self._clock.wake()
+
+    def let_lapsed_go(self) -> None:
+        """RELEASE and BACK what lapsed lives held: their worker lives, so that no death is to be counted.
+
+        Whatever another took up meanwhile is not touched by either. After an error it is all said again.
+        """
+        with self._letting_go:
+            while self._lapsed:
+                life, dropped = self._lapsed[0]
+                # No lease may make it look alive, and without one no late CLAIM of it is granted.
+                self._store.delete(keys.lease(life.id))
+                self._broker.end_lease(life.id)
+                _log_errors(run_many(self._store, [release(one.task_id, one.uuid) for one in dropped]))
+                # The last first: each goes to the front of its list.
+                _log_errors(self._broker.put_down([Back(life.id, one.uuid) for one in reversed(dropped)]))
+                self._lapsed.popleft()
+
+
+def _log_errors(answers: Sequence[Any]) -> None:
+    """An error that is a single call's own ends that call."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            logger.warning("A dropped delivery was not let go, its lease lapsed: %s", answer)

@@ -1,0 +1,91 @@
+"""What others left behind: deliveries of dead workers, queues without workers, tasks that nobody reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from redis import Redis
+
+from producers.broker.base import Consumer
+from producers.broker.values import Listed
+from producers.client.steps import Read, Step, drive
+from producers.connection.script import Call, run, text
+from producers.contract import keys
+from producers.sweeper.deadlines import expire_late
+from producers.sweeper.reader_leases import LapsedReaders
+from workers.flow.incarnation import Incarnation
+from workers.flow.served import Served
+
+logger = logging.getLogger(__name__)
+
+
+class Others:
+    """Looked after on the housekeeper's thread. Redis errors come through."""
+
+    def __init__(self, served: Served, store: Redis, broker: Consumer) -> None:
+        self._served = served
+        self._store = store
+        self._broker = broker
+        self._readers = LapsedReaders(served.settings.reader_lease)
+        self._stranded: dict[str, int] = {}
+
+    def reap(self, life: Incarnation) -> list[Listed]:
+        """Reap those whose lease is over; return those that live."""
+        others = [one for one in self._broker.workers() if one.incarnation != life.id]
+        for one in others:
+            if one.left is None:
+                count = self._broker.reap(one.incarnation)
+                if count > 0:
+                    logger.warning("Worker %s is gone: returned its %d deliveries to the queue", one.incarnation, count)
+        return [one for one in others if one.left is not None]
+
+    def adopt(self, alive: Sequence[Listed]) -> None:
+        """Take over the queues of pools that served this model version with another engine and have no worker left.
+
+        An upgrade of torch, another dtype or machine makes another pool; what was queued before must not wait for ever.
+        Another version would give other output than was asked for: what waits for one is only told of.
+        """
+        served = {self._served.queue, *(one.queue for one in alive)}
+        for name, about in self._store.hgetall(keys.POOLS).items():
+            pool, queue = json.loads(about), text(name)
+            if queue in served or pool["model"] != self._served.model:
+                continue
+            if pool["version"] != self._served.card["version"]:
+                self._tell_of(queue, pool["version"])
+                continue
+            count = self._broker.adopt(queue)
+            if count > 0:
+                logger.warning("Pool %s has no worker: took over its %d queued tasks", queue, count)
+
+    def _tell_of(self, queue: str, version: str) -> None:
+        """Once for each number of tasks."""
+        count = self._broker.waiting(queue)
+        if self._stranded.get(queue, 0) != count:
+            self._stranded[queue] = count
+            logger.warning(
+                "%d tasks wait for version %s of model %s, which no worker serves (this one serves %s): "
+                "serve that version again, or cancel them",
+                count,
+                version,
+                self._served.model,
+                self._served.card["version"],
+            )
+
+    def end_unwanted(self) -> None:
+        """Whose readers are gone, and what is too late. Gateways do this too; here it is done when none is left."""
+        if gone := drive(self._readers.sweep(), self._ask_store):
+            logger.info("%d tasks are cancelled: their readers are gone", gone)
+        if ended := drive(expire_late(), self._ask_store):
+            logger.info("%d tasks that nobody has are ended: they are too late, or cancelled", ended)
+
+    def _ask_store(self, step: Step) -> Any:
+        if isinstance(step, Read):
+            with self._store.pipeline(transaction=False) as pipe:
+                for command in step.commands:
+                    pipe.execute_command(*command)
+                return pipe.execute()
+        assert isinstance(step, Call)
+        return run(self._store, step)
