@@ -68,10 +68,10 @@ def test_what_killed_workers_had_sorted_is_seen_in_the_lists_and_runs_once(rig: 
         assert not rig.redis.keys(keys.sorted_of("*"))
         # Others come and are killed while it goes on sweeping.
         for _ in range(2):
-            worker = rig.worker(STUB_SEQS=4, STUB_STEP_S=0.02)
+            worker = rig.worker(STUB_SEQS=4, STUB_STEP_S=0.02, max_deaths=9)
             rig.until(lambda: all(rig.status(task_id) == "in_progress" for task_id in stalled))
             rig.kill(worker)
-        rig.worker(STUB_SEQS=4)
+        rig.worker(STUB_SEQS=4, max_deaths=9)  # three of them die with the stalled ones, if each had time to claim them
         for task_id in stalled:
             rig.until(lambda task_id=task_id: rig.cancel(task_id) and rig.settled([task_id]))
         ids = [task_id for mine in sent.values() for task_id in mine]
