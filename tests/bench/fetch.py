@@ -14,6 +14,7 @@ import time
 from redis import Redis
 
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run, run_many
 from producers.contract import keys
 from producers.contract.message import Message
@@ -31,7 +32,7 @@ def measure(redis: Redis, tenants: int, backlog: int, batch: int, rounds: int) -
             for number in range(start, min(backlog, start + 5000)):
                 tenant = f"tenant-{number % tenants}" if tenants > 1 else ""
                 message = Message(f"t{number}", QUEUE, "default", 1, 100 + number % 500, tenant)
-                pipe.lpush(message.list, message.envelope())
+                pipe.lpush(broker_keys.list_of(message), message.envelope())
             pipe.execute()
     sorting = []
     while redis.llen(QUEUE):

@@ -16,6 +16,7 @@ from celery import Celery
 from redis import Redis
 
 from producers import Client
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import protocol
@@ -120,7 +121,7 @@ class Scenario:
         return sorted(found)
 
     def _incarnations(self, worker: str = "") -> list[str]:
-        return [name for name in map(text, self.broker.hkeys(keys.INCARNATIONS)) if name.startswith(worker)]
+        return [name for name in map(text, self.broker.hkeys(broker_keys.INCARNATIONS)) if name.startswith(worker)]
 
     def lapse(self, server: Redis, worker: str) -> None:
         """As if the time of the worker's leases were over."""
@@ -129,14 +130,16 @@ class Scenario:
 
     def refetched(self) -> bool:
         """A worker called `second` has deliveries in its hands, or has no need to."""
-        return any(self.broker.exists(keys.inflight(name)) for name in self._incarnations("second.")) or self.done()
+        return (
+            any(self.broker.exists(broker_keys.inflight(name)) for name in self._incarnations("second.")) or self.done()
+        )
 
     def bury(self, worker: str) -> None:
         """Take a dead worker that held nothing off the books, as the next one would."""
         self.lapse(self.broker, worker)
         self.lapse(self.store, worker)
         for name in self._incarnations(f"{worker}."):
-            self.broker.hdel(keys.INCARNATIONS, name)
+            self.broker.hdel(broker_keys.INCARNATIONS, name)
 
     # ---- how it must end --------------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class Scenario:
                 if tokens != (true[: len(tokens)] if cancelled else true):
                     found.append(f"task {task_id} ({name}) has tokens {tokens}, not {true}")
         found += self._celery_faults(links)
-        if dead := self.broker.lrange(keys.DEAD, 0, -1):
+        if dead := self.broker.lrange(broker_keys.DEAD, 0, -1):
             found.append(f"dead letters: {dead!r}")
         return found + [f"left behind: {name}" for name in self._litter()]
 
@@ -181,7 +184,7 @@ class Scenario:
             "penstock:stream:",
             "celery-task-meta-",
         )
-        stays += (keys.MODELS, keys.ROUTES, keys.POOLS, keys.SETTLED, keys.ARRIVALS)
+        stays += (keys.MODELS, keys.ROUTES, keys.POOLS, keys.SETTLED, broker_keys.ARRIVALS)
         names = _keys(self.broker, "*") + _keys(self.store, "*")
         return [name for name in names if not name.startswith(stays)]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.broker.redis import lists
 from producers.contract import keys
 from tests.fuzz.drawing import drawn
@@ -129,7 +130,9 @@ class Line:
     def idle(self) -> Held:
         """What the worker holds when it has nothing to do; raises AssertionError where that is anything of a task."""
         assert not list(filter(held_by, at_rest(self.text)))
-        assert not self.redis.keys(keys.inflight("*")), "messages are in flight, and nobody says that he has them"
+        assert not self.redis.keys(broker_keys.inflight("*")), (
+            "messages are in flight, and nobody says that he has them"
+        )
         return held(self.worker.process.pid)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.fuzz import on_queue
 from tests.fuzz.ends import Ends, sent_id
@@ -47,9 +48,9 @@ def test_a_dead_letter_counts_only_with_the_very_bytes(ends: Ends, valkey: Redis
     def letter(raw: bytes) -> bytes:
         return json.dumps({"message": raw.decode("latin-1")}, ensure_ascii=False).encode("latin-1")
 
-    valkey.rpush(keys.DEAD, letter(MESSAGE.raw))
+    valkey.rpush(broker_keys.DEAD, letter(MESSAGE.raw))
     assert judged(ends) == ("dead letter", "")
-    valkey.rpush(keys.DEAD, letter(MESSAGE.raw[:-1] + b"?"))
+    valkey.rpush(broker_keys.DEAD, letter(MESSAGE.raw[:-1] + b"?"))
     assert judged(ends)[0] == "vanished"
 
 
@@ -72,10 +73,10 @@ def test_a_record_has_to_be_final_settled_and_nobodys(
 def test_only_what_waits_for_years_may_wait(ends: Ends, valkey: Redis) -> None:
     far = Fuzzed("plain", b'{"headers": {"eta": "2199-01-01T00:00:00+00:00"}}', 0)
     for fuzzed, fine in ((far, True), (MESSAGE, False)):
-        valkey.zadd(keys.delayed("x"), {b"packed" + fuzzed.raw: 9e15})
+        valkey.zadd(broker_keys.delayed("x"), {b"packed" + fuzzed.raw: 9e15})
         assert ends.quiet()
         assert (judged(ends, fuzzed)[1] == "") == fine
-    valkey.zadd(keys.delayed("x"), {b"soon": 1.0})
+    valkey.zadd(broker_keys.delayed("x"), {b"soon": 1.0})
     assert not ends.quiet()
 
 

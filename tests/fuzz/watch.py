@@ -9,6 +9,7 @@ from typing import Any
 
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 
 
@@ -60,7 +61,7 @@ class Server:
 #: By time, of what is under way or is soon to be looked at: what lies in them for longer is forgotten.
 TIMED = (keys.SUBMITTING, keys.READERS, keys.UNSETTLED, keys.SETTLED, keys.DEADLINES)
 #: By name.
-NAMED = (keys.UNSERVED, keys.INCARNATIONS, keys.REAPED, keys.RETURNED)
+NAMED = (broker_keys.UNSERVED, broker_keys.INCARNATIONS, broker_keys.REAPED, broker_keys.RETURNED)
 FORGOTTEN_MS = 180_000
 
 

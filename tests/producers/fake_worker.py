@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.events import Logprobs, encode_prompt, encode_token
@@ -31,7 +32,7 @@ class FakeWorker:
     def take(self, queue: str, seconds: float = 0.0) -> str | None:
         """The id of the next message of a queue, best tier first; the message is gone. Waits for one that long."""
         tiers = sorted(keys.TIERS, key=lambda tier: keys.TIERS[tier][0])
-        lists = [keys.tier_list(queue, tier) for tier in tiers]
+        lists = [broker_keys.tier_list(queue, tier) for tier in tiers]
         if seconds:
             _, message = self.redis.brpop(lists, seconds) or (None, None)
         else:

@@ -10,6 +10,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -53,7 +54,7 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     run(valkey, protocol.admit("unsent", "n", int(valkey.time()[0]) * 1000, fields))
     valkey.zadd(keys.SUBMITTING, {"unsent": 1})
     # A worker that fetched some of it and died, after it had given one back.
-    valkey.hset(keys.INCARNATIONS, "gone", QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, "gone", QUEUE)
     valkey.set(keys.lease("gone"), "{}")
     call = broker.fetch(
         "gone", [QUEUE], ["u1", "u2", "u3"], FREE, capacity=(9, 9999), plain_tokens=9, ageing_ms=9, max_redeliveries=9
@@ -62,7 +63,7 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     run(valkey, broker.back("gone", QUEUE, "u1", 600_000))
     valkey.delete(keys.lease("gone"))
     valkey.lpush(OLD, Message("long expired", OLD, "default", 1, 9).envelope())
-    valkey.rpush(keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
+    valkey.rpush(broker_keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
     valkey.set(keys.blob("00ff"), b"a tokenizer that no card names any more")
     worker.die()
     # Everything waits for long enough already, but for what is yet to become so.

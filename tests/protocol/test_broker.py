@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from redis import Redis
 
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.protocol.broker_histories import run_histories
 from tests.protocol.broker_reference import Broker, Sent
@@ -126,21 +127,21 @@ class BrokerMachine(RuleBasedStateMachine):
         model = self.model
         expected: dict[str, list[tuple[bytes, float]]] = {}
         for name, turns in model.turns.items():
-            for key, served in ((keys.turns(name), turns.served), (keys.rested(name), turns.rested)):
+            for key, served in ((broker_keys.turns(name), turns.served), (broker_keys.rested(name), turns.rested)):
                 expected[key] = [(tenant.encode(), n) for tenant, n in served.items()]
             for tenant, waiting in turns.queues.items():
-                expected[keys.turn(name, tenant)] = [(b"%d" % number, number) for number in waiting]
+                expected[broker_keys.turn(name, tenant)] = [(b"%d" % number, number) for number in waiting]
         with self.server.redis.pipeline(transaction=False) as pipe:  # one round trip: this is most of a step's time
             self.dump(pipe)
             for name in LISTS:
                 pipe.lrange(name, 0, -1)
             for key in expected:
                 pipe.zrange(key, 0, -1, withscores=True)
-            pipe.keys(keys.turn("", "")[:-1] + "*")
-            for key in (keys.INCARNATIONS, keys.RETURNED, keys.REAPED, keys.UNSERVED):
+            pipe.keys(broker_keys.turn("", "")[:-1] + "*")
+            for key in (broker_keys.INCARNATIONS, broker_keys.RETURNED, broker_keys.REAPED, broker_keys.UNSERVED):
                 pipe.hgetall(key)
             pipe.exists(*map(keys.lease, [*INCS, *sorted(model.live)]))
-            pipe.lrange(keys.DEAD, 0, -1)
+            pipe.lrange(broker_keys.DEAD, 0, -1)
             pipe.time()
             (inflight, delayed, placed), *rest = pipe.execute()
         lists, rest = rest[: len(LISTS)], rest[len(LISTS) :]
@@ -158,7 +159,7 @@ class BrokerMachine(RuleBasedStateMachine):
             (d.uuid.encode(), d.list.encode(), d.message.raw) for d in model.delayed
         )
         assert sorted(map(tuple, placed)) == sorted(
-            (keys.sorted_of(name).encode(), number, sent.tenant.encode(), sent.raw)
+            (broker_keys.sorted_of(name).encode(), number, sent.tenant.encode(), sent.raw)
             for name, turns in model.turns.items()
             for number, sent in turns.messages().items()
         )
@@ -175,7 +176,7 @@ class BrokerMachine(RuleBasedStateMachine):
         assert ages == model.ages
 
     def dump(self, redis: Redis) -> Any:
-        names = [keys.inflight(""), keys.delayed(QUEUES[0]), *map(keys.sorted_of, LISTS)]
+        names = [broker_keys.inflight(""), broker_keys.delayed(QUEUES[0]), *map(broker_keys.sorted_of, LISTS)]
         return redis.eval(DUMP, len(names), *names, *INCS)
 
     # ---- the scripts -----------------------------------------------------------------------------------------
@@ -351,13 +352,13 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(ids=st.sets(st.sampled_from("abcde"), min_size=2, max_size=4))
     def have_come_back(self, ids: set[str]) -> None:
         """Once more, and they are condemned."""
-        self.server.redis.hset(keys.REAPED, mapping=dict.fromkeys(ids, LIMIT - 1))
+        self.server.redis.hset(broker_keys.REAPED, mapping=dict.fromkeys(ids, LIMIT - 1))
         self.model.reaped |= dict.fromkeys(ids, LIMIT - 1)
 
     @rule(tenant=st.sampled_from(["", "t1", "t2"]), weight=st.sampled_from(["4", "0.5", "0", "nan", "much"]))
     def weigh(self, tenant: str, weight: str) -> None:
         """What is no sane weight is 1."""
-        self.server.redis.hset(keys.WEIGHTS, tenant, weight)
+        self.server.redis.hset(broker_keys.WEIGHTS, tenant, weight)
         self.model.weights[tenant] = {"4": 4.0, "0.5": 0.5}.get(weight, 1.0)
 
     @rule(pick=st.integers(0, 20), age=ages)
@@ -365,7 +366,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def a_head_waits(self, pick: int, age: int) -> None:
         """For `age` periods and a half; the clock may have been set back meanwhile."""
         name = sorted(self.model.ages)[pick % len(self.model.ages)]
-        self.server.redis.hset(keys.UNSERVED, name, self.server.now() - age * AGEING_MS - AGEING_MS // 2)
+        self.server.redis.hset(broker_keys.UNSERVED, name, self.server.now() - age * AGEING_MS - AGEING_MS // 2)
         self.model.ages[name] = age
 
     @rule(pick=st.integers(0, 9))
@@ -377,7 +378,7 @@ class BrokerMachine(RuleBasedStateMachine):
         late.due = self.names
         _, delayed, _ = self.dump(self.server.redis)
         packed = next(e[3] for e in delayed if e[0] == late.uuid.encode())
-        self.server.redis.zadd(keys.delayed(QUEUES[0]), {packed: late.due})
+        self.server.redis.zadd(broker_keys.delayed(QUEUES[0]), {packed: late.due})
 
 
 def check_broker(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from redis import Redis
 
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -38,7 +39,7 @@ class Shop:
             for _ in range(count):
                 self.numbers += 1
                 message = Message(f"t{self.numbers}", QUEUE, tier, 1, tokens, tenant)
-                pipe.lpush(message.list, message.envelope())
+                pipe.lpush(broker_keys.list_of(message), message.envelope())
             pipe.execute()
 
     def take(self, count: int = 1, room: int = 10**6) -> list[Taken]:
@@ -101,7 +102,7 @@ def test_a_tenants_own_tasks_keep_their_order(shop: Shop) -> None:
 
 
 def _message(shop: Shop, one: Taken) -> bytes:
-    packed = shop.redis.hget(keys.inflight(INC), one.uuid)
+    packed = shop.redis.hget(broker_keys.inflight(INC), one.uuid)
     found: bytes = shop.redis.eval("return cmsgpack.unpack(ARGV[1])[4]", 0, packed)
     return found
 
@@ -114,12 +115,12 @@ def test_what_waiting_tenants_are_given_differs_by_the_largest_task_at_most(
     rng = random.Random(7)
     largest = 4000
     for tenant, weight in weights.items():
-        shop.redis.hset(keys.WEIGHTS, tenant, str(weight))
+        shop.redis.hset(broker_keys.WEIGHTS, tenant, str(weight))
     for _ in range(1000):
         tenant = rng.choice("aaaabbc")
         shop.send(tenant, rng.randint(1, 400 if tenant == "b" else largest))
     shop.sort()
-    while all(shop.redis.exists(keys.turn(QUEUE, tenant)) for tenant in "abc"):
+    while all(shop.redis.exists(broker_keys.turn(QUEUE, tenant)) for tenant in "abc"):
         shop.take(rng.randint(1, 5))
         shares = [shop.served.get(tenant, 0) / weights.get(tenant, 1) for tenant in "abc"]
         assert max(shares) - min(shares) <= largest / min([1, *weights.values()])
@@ -177,7 +178,7 @@ def test_nothing_is_kept_of_tenants_who_are_gone(shop: Shop) -> None:
     for one in taken:
         shop.end(one, 5)
     left = {name.decode() for name in shop.redis.keys("*")}
-    assert left == {keys.lease(INC), keys.ARRIVALS, "penstock:deliveries"}
+    assert left == {keys.lease(INC), broker_keys.ARRIVALS, "penstock:deliveries"}
 
 
 def test_the_last_worker_leaves_everything_in_the_lists(shop: Shop) -> None:

@@ -13,6 +13,7 @@ from celery import Celery
 from redis import Redis
 
 from producers import Client
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Record
@@ -126,7 +127,7 @@ class Rig:
 
     def waiting(self, list_name: str) -> int:
         """Messages that no worker has taken."""
-        return int(self.redis.llen(list_name)) + int(self.redis.zcard(keys.sorted_of(list_name)))
+        return int(self.redis.llen(list_name)) + int(self.redis.zcard(broker_keys.sorted_of(list_name)))
 
     def cancel(self, task_id: str) -> list[Any]:
         """Answers [accepted 0|1, status]."""
@@ -165,7 +166,7 @@ class Rig:
     def dead(self) -> list[dict[str, Any]]:
         """The dead-letter list, oldest first."""
         with Redis.from_url(self.url) as raw:  # a message may hold any bytes
-            letters: Any = raw.lrange(keys.DEAD, 0, -1)
+            letters: Any = raw.lrange(broker_keys.DEAD, 0, -1)
         return [json.loads(letter.decode(errors="replace")) for letter in letters]
 
     def leases(self) -> list[dict[str, Any]]:
@@ -175,8 +176,14 @@ class Rig:
 
 
 def _holds_messages(name: str) -> bool:
-    sorted_by_tenant = (keys.sorted_of(""), keys.turns(""), keys.rested(""), "penstock:turn:", keys.RETURNED)
-    return name.startswith((keys.inflight(""), keys.delayed(""), "penstock:queue:", *sorted_by_tenant))
+    sorted_by_tenant = (
+        broker_keys.sorted_of(""),
+        broker_keys.turns(""),
+        broker_keys.rested(""),
+        "penstock:turn:",
+        broker_keys.RETURNED,
+    )
+    return name.startswith((broker_keys.inflight(""), broker_keys.delayed(""), "penstock:queue:", *sorted_by_tenant))
 
 
 @contextlib.contextmanager

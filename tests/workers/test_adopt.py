@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import fill
 from tests.workers.rig import Rig
@@ -24,6 +25,6 @@ def test_only_tasks_of_the_same_version_go_to_another_engine(rig: Rig) -> None:
     rig.check(adopted)
     rig.until(lambda: "2 tasks wait for version v0 of model stub" in worker.log.read_text())
     assert {rig.status(task_id) for task_id in stranded} == {"queued"}
-    assert rig.redis.llen(keys.tier_list(other, "default")) == 2
+    assert rig.redis.llen(broker_keys.tier_list(other, "default")) == 2
     assert [rig.cancel(task_id) for task_id in stranded] == [[1, "cancelled"]] * 2
     assert worker.log.read_text().count("tasks wait for version") == 1

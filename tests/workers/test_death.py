@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from producers import Client
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import Worker
 from tests.stub_engine import DEADLY, STALLED
@@ -30,10 +31,10 @@ def test_another_worker_goes_on_where_the_stream_ends(rig: Rig) -> None:
     rig.until_settled(ids)
     rig.check(ids)
     assert {(rig.record(task_id)["deaths"], rig.record(task_id)["claims"]) for task_id in ids} == {("1", "2")}
-    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     rig.check_nothing_left()
-    assert rig.redis.hgetall(keys.REAPED) == {}
-    assert rig.redis.hlen(keys.INCARNATIONS) == 1
+    assert rig.redis.hgetall(broker_keys.REAPED) == {}
+    assert rig.redis.hlen(broker_keys.INCARNATIONS) == 1
 
 
 def test_a_text_is_counted_though_its_worker_dies_before_the_first_token(rig: Rig) -> None:
@@ -85,9 +86,9 @@ def test_a_task_that_kills_its_workers_is_given_up_and_its_neighbours_are_not(ri
     late = rig.fill(3)  # the suspect had its turn alone: now there is room again
     rig.until_settled(late)
     rig.check(late)
-    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     rig.check_nothing_left()
-    assert rig.redis.hgetall(keys.REAPED) == {}
+    assert rig.redis.hgetall(broker_keys.REAPED) == {}
 
 
 def test_a_suspect_that_is_innocent_runs_alone_and_ends_well(rig: Rig) -> None:
@@ -177,7 +178,7 @@ def test_a_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> None:
     assert "claims" not in rig.record(deadly)
     (letter,) = rig.dead()
     assert deadly in letter["message"]
-    assert rig.redis.hgetall(keys.REAPED) == {}
+    assert rig.redis.hgetall(broker_keys.REAPED) == {}
 
 
 def test_a_plain_message_that_kills_before_its_claim_is_condemned(rig: Rig) -> None:
@@ -200,7 +201,7 @@ def test_a_condemned_message_of_a_completed_task_is_only_settled(rig: Rig) -> No
     assert first.stop() == 0
     rig.redis.hdel(keys.task(sent.id), "settled")
     rig.redis.delete(f"celery-task-meta-{sent.id}")
-    rig.redis.hset(keys.REAPED, sent.id, 2)
+    rig.redis.hset(broker_keys.REAPED, sent.id, 2)
     rig.redis.rpush(queue, message)
     rig.worker(max_redeliveries=2)
     rig.until_settled([sent.id])
@@ -213,7 +214,7 @@ def test_a_condemned_message_of_a_task_cancelled_before_its_claim_is_a_revoked_o
     rig.publish_card()
     (cancelled,) = rig.submit(1)
     assert rig.cancel(cancelled) == [1, "cancelled"]
-    rig.redis.hset(keys.REAPED, cancelled, 2)
+    rig.redis.hset(broker_keys.REAPED, cancelled, 2)
     rig.worker(max_redeliveries=2)
     rig.until_settled([cancelled])
     rig.check([cancelled], "cancelled")
@@ -229,16 +230,16 @@ def test_a_condemned_message_of_a_task_cancelled_before_its_claim_is_a_revoked_o
 def test_an_ordinary_task_that_kills_its_workers_is_dead_lettered(rig: Rig) -> None:
     rig.sender().send_task("app.deadly")
     dead = 0
-    while not rig.redis.llen(keys.DEAD):
+    while not rig.redis.llen(broker_keys.DEAD):
         worker = rig.begin_worker(WORKER_PLUGINS=ORDINARY, max_redeliveries=2)
-        rig.until(lambda worker=worker: worker.process.poll() is not None or rig.redis.llen(keys.DEAD))
+        rig.until(lambda worker=worker: worker.process.poll() is not None or rig.redis.llen(broker_keys.DEAD))
         if worker.process.poll() is not None:
             dead += 1
             rig.lapse(worker)
         assert dead <= 2, rig.logs()
     assert dead == 2
     assert "app.deadly" in rig.dead()[0]["message"]
-    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     rig.check_nothing_left()
 
 

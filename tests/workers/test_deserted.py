@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from producers import AsyncClient, Client
-from producers.contract import keys
+from producers.broker.redis import keys as broker_keys
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.stub_engine import STALLED
 from tests.workers.rig import POOL, Rig
@@ -45,7 +45,7 @@ def sweeping(rig: Rig) -> Iterator[None]:
 
 def test_what_killed_workers_had_sorted_is_seen_in_the_lists_and_runs_once(rig: Rig) -> None:
     rig.publish_card()
-    lists = {tier: keys.tier_list(POOL, tier) for tier in ("default", "batch")}
+    lists = {tier: broker_keys.tier_list(POOL, tier) for tier in ("default", "batch")}
     with Client(rig.url) as client:
 
         def submit(**task: object) -> str:
@@ -65,7 +65,7 @@ def test_what_killed_workers_had_sorted_is_seen_in_the_lists_and_runs_once(rig: 
         for tier, name in lists.items():
             found = [json.loads(raw)["headers"]["id"] for raw in rig.redis.lrange(name, 0, -1)[::-1]]
             assert found == (stalled if tier == "default" else []) + sent[tier]
-        assert not rig.redis.keys(keys.sorted_of("*"))
+        assert not rig.redis.keys(broker_keys.sorted_of("*"))
         # Others come and are killed while it goes on sweeping.
         for _ in range(2):
             worker = rig.worker(STUB_SEQS=4, STUB_STEP_S=0.02, max_deaths=9)

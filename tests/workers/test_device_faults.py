@@ -17,7 +17,7 @@ import pytest
 from redis import Redis
 
 from producers import Client
-from producers.contract import keys
+from producers.broker.redis import keys as broker_keys
 from producers.contract.events import Token
 from tests.exhaustive import few
 from tests.processes import ROOT, Worker, valkey
@@ -145,7 +145,7 @@ def test_a_device_that_fails_costs_no_token(tmp_path: Path) -> None:
             rig.until_settled(quiet, 120)
         for interrupted, whole in zip([*first, *second], quiet, strict=True):
             assert _tokens(client, interrupted) == _tokens(client, whole)
-        assert redis.llen(keys.DEAD) == 0
+        assert redis.llen(broker_keys.DEAD) == 0
         rig.check_nothing_left()
 
 
@@ -176,5 +176,5 @@ def test_memory_that_fails_counts_against_no_task(tmp_path: Path, faults: list[t
         rig.until_settled(quiet, 120)
         for ids in found:
             assert [_tokens(client, one) for one in ids] == [_tokens(client, one) for one in quiet]
-        assert redis.llen(keys.DEAD) == 0
+        assert redis.llen(broker_keys.DEAD) == 0
         rig.check_nothing_left()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from producers import TaskFailed
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.contract.message import Message
 from tests.workers.rig import POOL, Rig, rig
@@ -97,10 +98,10 @@ UNREADABLE = {
 def test_what_cannot_be_read_is_dead_lettered(poisoned: Rig, name: str) -> None:
     raw, reason = UNREADABLE[name]
     raw = raw.encode() if isinstance(raw, str) else raw
-    poisoned.redis.delete(keys.DEAD)
+    poisoned.redis.delete(broker_keys.DEAD)
     poisoned.redis.lpush(POOL, raw)
     ids = poisoned.fill(6)
-    poisoned.until(lambda: poisoned.redis.llen(keys.DEAD))
+    poisoned.until(lambda: poisoned.redis.llen(broker_keys.DEAD))
     poisoned.until_settled(ids)
     poisoned.check(ids)
     (letter,) = poisoned.dead()
@@ -130,7 +131,7 @@ def test_a_body_is_never_in_the_log(poisoned: Rig, name: str) -> None:
     message = json.dumps(CONFIDENTIAL[name])
     log = poisoned.workers[0].log
     before = len(log.read_text())
-    poisoned.redis.delete(keys.DEAD)
+    poisoned.redis.delete(broker_keys.DEAD)
     poisoned.redis.lpush(POOL, message)
     poisoned.until(poisoned.dead)
     check_idle(poisoned)
@@ -168,7 +169,7 @@ HARMLESS = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_message_without_its_record_is_dropped(poisoned: Rig, name: str) -> None:
     """A client's record may have expired; whatever else the message says is not asked for."""
-    poisoned.redis.delete(keys.DEAD)
+    poisoned.redis.delete(broker_keys.DEAD)
     poisoned.redis.lpush(POOL, json.dumps(HARMLESS[name]))
     ids = poisoned.fill(6)
     poisoned.until_settled(ids)
@@ -256,7 +257,7 @@ BROKEN: dict[str, dict[str, str | bytes]] = {
 def test_a_record_that_is_broken_harms_its_own_task_alone(poisoned: Rig, name: str) -> None:
     """It fails, or its message is kept: no thread ends of it, nobody tries for ever, and no neighbour is lost."""
     bad = over_and_done(poisoned)
-    poisoned.redis.delete(keys.DEAD)
+    poisoned.redis.delete(broker_keys.DEAD)
     poisoned.store.hdel(keys.task(bad), "settled", "end", "status", "next:0", "finished", "started", "claims", "claim")
     poisoned.store.delete(keys.stream(bad))
     poisoned.store.hset(keys.task(bad), mapping={"status": "queued", **BROKEN[name]})
@@ -296,7 +297,7 @@ def test_callbacks_that_cannot_be_sent_do_not_hold_the_task(poisoned: Rig, name:
     good = "callbacks-" + name.replace(" ", "-")
     message = copy.deepcopy(envelope(headers__penstock=None, headers__id=good, headers__root_id=good))
     message["body"] = body([], {"prompt": [1], "seed": 3, "max_tokens": 4}, CALLBACKS[name])
-    poisoned.redis.delete(keys.DEAD)
+    poisoned.redis.delete(broker_keys.DEAD)
     poisoned.redis.lpush(POOL, json.dumps(message))
     ids = poisoned.fill(6)
     poisoned.until_settled([good, *ids])
@@ -306,17 +307,17 @@ def test_callbacks_that_cannot_be_sent_do_not_hold_the_task(poisoned: Rig, name:
 
 def test_an_ordinary_task_that_exits_harms_nobody(poisoned: Rig) -> None:
     app = poisoned.sender()
-    poisoned.redis.delete(keys.DEAD)
+    poisoned.redis.delete(broker_keys.DEAD)
     for _ in range(5):  # more than there are threads
         app.send_task("app.exits")
     assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3
-    poisoned.until(lambda: poisoned.redis.llen(keys.DEAD) == 5)
+    poisoned.until(lambda: poisoned.redis.llen(broker_keys.DEAD) == 5)
     check_idle(poisoned)
 
 
 def check_idle(rig: Rig) -> None:
     """Nothing is held, waits, or is in flight; all of the room is there again (it has room for 4)."""
-    places = (keys.inflight("*"), keys.delayed("*"), keys.sorted_of("*"), POOL)
+    places = (broker_keys.inflight("*"), broker_keys.delayed("*"), broker_keys.sorted_of("*"), POOL)
     rig.until(lambda: not any(rig.redis.keys(place) for place in places))
     assert rig.workers[0].process.poll() is None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.stub_engine import STALLED
 from tests.workers.rig import POOL, Rig
@@ -50,16 +51,16 @@ def test_a_full_worker_takes_a_higher_task_at_once(rig: Rig, low: str, high: str
     rig.check(urgent)
     assert {rig.status(task_id) for task_id in running} == {"in_progress"}
     assert {rig.status(task_id) for task_id in same} == {"queued"}
-    assert rig.waiting(keys.tier_list(POOL, low)) == 2, "what would only wait here is left to others"
+    assert rig.waiting(broker_keys.tier_list(POOL, low)) == 2, "what would only wait here is left to others"
 
 
 def test_a_worker_takes_no_more_of_a_higher_tier_than_it_holds_lower(rig: Rig) -> None:
     rig.worker(STUB_SEQS=4, STUB_STEP_S=0.01)
     rig.fill(4, tier="batch", prompt=[STALLED])
-    rig.until(lambda: rig.waiting(keys.tier_list(POOL, "batch")) == 0)
+    rig.until(lambda: rig.waiting(broker_keys.tier_list(POOL, "batch")) == 0)
     urgent = rig.fill(7, tier="priority", prompt=[STALLED])
     rig.until(lambda: sum(rig.status(task_id) == "in_progress" for task_id in urgent) == 4)
-    assert rig.waiting(keys.tier_list(POOL, "priority")) == 3
+    assert rig.waiting(broker_keys.tier_list(POOL, "priority")) == 3
 
 
 def test_choices_and_tokens_count(rig: Rig, tmp_path: Path) -> None:

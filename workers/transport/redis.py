@@ -15,6 +15,7 @@ from kombu.transport import redis as stock
 from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 
+from producers.broker.redis import keys as broker_keys
 from producers.connection.connect import connection_pool
 from producers.connection.trouble import trouble
 from producers.contract import keys
@@ -101,7 +102,7 @@ class Channel(stock.Channel):
     def _q_for_pri(self, queue: str, pri: int) -> str:
         # kombu's `sep` also stands in the binding tables, which plain senders read and write: that one stays as it is
         step = self.priority(pri)
-        return f"{queue}{keys.SEP}{step}" if step else queue
+        return f"{queue}{broker_keys.SEP}{step}" if step else queue
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, *args: Any, **kwargs: Any

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers.broker.redis import keys
 from producers.broker.values import Credit
 from producers.connection.script import Call, script, text
-from producers.contract import keys
+from producers.contract import keys as contract_keys
 
 PACKAGE: Final = "producers.broker.redis"
 
@@ -21,7 +22,7 @@ BITE: Final = 64
 
 def lists(queues: Sequence[str]) -> list[tuple[str, int]]:
     """The lists of the queues, each with its tier's rank, best tier first."""
-    ranked = sorted((rank, tier) for tier, (rank, _) in keys.TIERS.items())
+    ranked = sorted((rank, tier) for tier, (rank, _) in contract_keys.TIERS.items())
     return [(name, rank) for rank, tier in ranked for queue in queues for name in keys.tier_lists(queue, tier)]
 
 
@@ -57,7 +58,7 @@ def fetch(
     return Call(
         script(PACKAGE, "fetch"),
         (
-            keys.lease(incarnation),
+            contract_keys.lease(incarnation),
             keys.inflight(incarnation),
             keys.delayed(queues[0]),
             keys.DEAD,
@@ -103,7 +104,7 @@ def ack(incarnation: str, uuid: str, reason: str = "", used: int = 0, settled: s
     """
     return Call(
         script(PACKAGE, "ack"),
-        (keys.inflight(incarnation), keys.REAPED, keys.DEAD, keys.task(settled)),
+        (keys.inflight(incarnation), keys.REAPED, keys.DEAD, contract_keys.task(settled)),
         (uuid, reason, used, int(bool(settled))),
     )
 
@@ -145,7 +146,7 @@ def reap(incarnation: str) -> Call:
     """Answers how many deliveries of a dead incarnation went back to their lists; -1 while it lives."""
     return Call(
         script(PACKAGE, "reap"),
-        (keys.lease(incarnation), keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED, keys.RETURNED),
+        (contract_keys.lease(incarnation), keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED, keys.RETURNED),
         (incarnation,),
     )
 
@@ -166,6 +167,6 @@ def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool, queue: str |
     listed = () if queue is None else (keys.INCARNATIONS,)
     return Call(
         script(PACKAGE, "lease"),
-        (keys.lease(incarnation), *listed),
+        (contract_keys.lease(incarnation), *listed),
         (incarnation, about, ttl_ms, int(take), queue or ""),
     )

@@ -8,12 +8,12 @@ from typing import Any, Final
 from redis import Redis
 
 from producers.broker.base import Consumer, Waker
-from producers.broker.redis import calls
+from producers.broker.redis import calls, keys
 from producers.broker.redis.waker import TrackingWaker
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules, sane_weights
 from producers.connection.connect import SILENT_S, connect
 from producers.connection.script import Call, run, run_many, text
-from producers.contract import keys
+from producers.contract import keys as contract_keys
 
 CAPABILITIES: Final = Capabilities(
     strict_order=True,
@@ -81,7 +81,7 @@ class RedisConsumer(Consumer):
         return bool(run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=False)))
 
     def end_lease(self, incarnation: str) -> None:
-        self._redis.delete(keys.lease(incarnation))
+        self._redis.delete(contract_keys.lease(incarnation))
 
     def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
         reap = calls.reap(incarnation)
@@ -89,7 +89,7 @@ class RedisConsumer(Consumer):
         with self._redis.pipeline(transaction=False) as pipe:
             for call in (reap, recall[0]):
                 pipe.script_load(call.script.text)
-            pipe.delete(keys.lease(incarnation))
+            pipe.delete(contract_keys.lease(incarnation))
             for call in (reap, *recall):
                 pipe.execute_command(*call.command)
             counts = pipe.execute()[-len(recall) :]
@@ -100,7 +100,7 @@ class RedisConsumer(Consumer):
         listed = self._redis.hgetall(keys.INCARNATIONS)
         with self._redis.pipeline(transaction=False) as pipe:
             for name in listed:
-                pipe.pttl(keys.lease(text(name)))
+                pipe.pttl(contract_keys.lease(text(name)))
             return read_listed(listed, pipe.execute())
 
     def reap(self, incarnation: str) -> int:

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from producers.broker.base import Broker, NoSuchPlace, Sender
-from producers.broker.redis import calls
+from producers.broker.redis import calls, keys
 from producers.broker.redis.consumer import CAPABILITIES, read_listed
 from producers.broker.values import (
     Depth,
@@ -22,7 +22,7 @@ from producers.broker.values import (
 )
 from producers.connection.script import arun, text
 from producers.connection.trouble import trouble
-from producers.contract import keys
+from producers.contract import keys as contract_keys
 from producers.contract.message import Message
 
 
@@ -95,7 +95,7 @@ class RedisBroker(Broker):
 
     async def workers(self) -> list[Listed]:
         listed = await self._redis.hgetall(keys.INCARNATIONS)
-        return read_listed(listed, await self._ask(*(("PTTL", keys.lease(text(name))) for name in listed)))
+        return read_listed(listed, await self._ask(*(("PTTL", contract_keys.lease(text(name))) for name in listed)))
 
     # ---- what dead workers left -----------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class RedisBroker(Broker):
         for name, tier in [one for queue in queues for one in _lists(queue)]:
             unsorted += await self._redis.llen(name)
             for tenant in map(text, await self._redis.zrange(keys.turns(name), 0, -1)):
-                tiers = found.setdefault(tenant, dict.fromkeys(keys.TIERS, 0))
+                tiers = found.setdefault(tenant, dict.fromkeys(contract_keys.TIERS, 0))
                 tiers[tier] += await self._redis.zcard(keys.turn(name, tenant))
         return found, unsorted
 
@@ -193,9 +193,9 @@ class RedisBroker(Broker):
 
 
 def _push(message: Message) -> tuple[str, str, str]:
-    return "LPUSH", keys.tier_list(message.queue, message.tier), message.envelope()
+    return "LPUSH", keys.list_of(message), message.envelope()
 
 
 def _lists(queue: str) -> list[tuple[str, str]]:
     """Each list of the queue, with its tier."""
-    return [(name, tier) for tier in keys.TIERS for name in keys.tier_lists(queue, tier)]
+    return [(name, tier) for tier in contract_keys.TIERS for name in keys.tier_lists(queue, tier)]

@@ -10,6 +10,7 @@ from redis import Redis
 from producers import AsyncClient, UnknownModel
 from producers.admin import dead_letters
 from producers.admin.dead_letters import Letter, NotReplayed
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -17,7 +18,7 @@ from producers.store import protocol
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 
-LIST = keys.tier_list(QUEUE, "default")
+LIST = broker_keys.tier_list(QUEUE, "default")
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def bury(valkey: Redis, message: str | bytes, reason: str = "not JSON", at: int 
     """A letter, put together byte by byte as Lua does."""
     raw = message if isinstance(message, bytes) else json.dumps(message)[1:-1].encode()
     letter = b'{"reason":"%s","list":"%s","at":%d,"message":"%s"}' % (reason.encode(), LIST.encode(), at, raw)
-    valkey.rpush(keys.DEAD, letter)
+    valkey.rpush(broker_keys.DEAD, letter)
     return letter
 
 
@@ -63,13 +64,13 @@ async def test_all_are_found_oldest_first_over_several_pages(aclient: AsyncClien
 
 @pytest.mark.parametrize("raw", [b"", b"\xff", b"null", b"[]", b'{"reason":1}', b'{"at":"x","reason":"","list":""}'])
 async def test_an_entry_that_is_none_is_shown_kept_and_purged(aclient: AsyncClient, valkey: Redis, raw: bytes) -> None:
-    valkey.rpush(keys.DEAD, raw)
+    valkey.rpush(broker_keys.DEAD, raw)
     letter = await only(aclient)
     assert letter.task_id is None
     with pytest.raises(NotReplayed, match="purge it"):
         await dead_letters.replay(aclient, letter)
     assert await dead_letters.purge(aclient, letter)
-    assert not valkey.exists(keys.DEAD)
+    assert not valkey.exists(broker_keys.DEAD)
     assert not await dead_letters.purge(aclient, letter)
 
 
@@ -82,7 +83,7 @@ async def test_a_message_that_nobody_could_decode_goes_back_as_it_was(
     done = await dead_letters.replay(aclient, await only(aclient))
     assert (done.task_id, done.anew) == (None, False)
     assert valkey.lrange(LIST, 0, -1) == [message, b"first"], "at the end: messages are taken from the right"
-    assert not valkey.exists(keys.DEAD)
+    assert not valkey.exists(broker_keys.DEAD)
 
 
 async def test_a_task_that_was_given_up_is_asked_for_anew(aclient: AsyncClient, valkey: Redis) -> None:
@@ -100,7 +101,7 @@ async def test_a_task_that_was_given_up_is_asked_for_anew(aclient: AsyncClient, 
     assert worker.take(QUEUE) == done.task_id
     worker.serve(str(done.task_id))
     assert (await aclient.get(str(done.task_id)).result(5)).text == "Hello, world"
-    assert not valkey.exists(keys.DEAD)
+    assert not valkey.exists(broker_keys.DEAD)
 
 
 async def test_a_replay_that_was_broken_off_is_not_done_twice(aclient: AsyncClient, valkey: Redis) -> None:
@@ -108,10 +109,10 @@ async def test_a_replay_that_was_broken_off_is_not_done_twice(aclient: AsyncClie
     await given_up(aclient, valkey)
     letter = await only(aclient)
     first = await dead_letters.replay(aclient, letter)
-    valkey.rpush(keys.DEAD, letter.raw)
+    valkey.rpush(broker_keys.DEAD, letter.raw)
     assert await dead_letters.replay(aclient, letter) == first
     assert valkey.llen(LIST) == 1
-    assert not valkey.exists(keys.DEAD)
+    assert not valkey.exists(broker_keys.DEAD)
 
 
 async def test_the_record_says_whom_the_task_lost(aclient: AsyncClient, valkey: Redis) -> None:
@@ -157,12 +158,12 @@ async def test_a_message_whose_task_has_not_ended_goes_back_with_a_clean_slate(
 ) -> None:
     task_id = (await aclient.submit(model="tiny", prompt=[1])).id
     message = valkey.rpop(LIST)
-    valkey.hset(keys.REAPED, task_id, 3)
+    valkey.hset(broker_keys.REAPED, task_id, 3)
     bury(valkey, message.decode(), "no body")
     done = await dead_letters.replay(aclient, await only(aclient))
     assert (done.task_id, done.anew) == (task_id, False)
     assert valkey.lrange(LIST, 0, -1) == [message]
-    assert not valkey.exists(keys.REAPED), "or it would be condemned at once"
+    assert not valkey.exists(broker_keys.REAPED), "or it would be condemned at once"
 
 
 async def test_what_cannot_be_asked_again_stays(aclient: AsyncClient, valkey: Redis) -> None:
@@ -200,8 +201,8 @@ def test_a_key_depends_on_all_of_the_letter() -> None:
 
 async def test_one_whose_list_is_none_stays(aclient: AsyncClient, valkey: Redis) -> None:
     raw = json.dumps({"reason": "not JSON", "list": keys.POOLS, "at": 1, "message": "{"})
-    valkey.rpush(keys.DEAD, raw)
+    valkey.rpush(broker_keys.DEAD, raw)
     valkey.hset(keys.POOLS, "a", "b")
     with pytest.raises(NotReplayed, match=f"{keys.POOLS} is no list"):
         await dead_letters.replay(aclient, await only(aclient))
-    assert valkey.lrange(keys.DEAD, 0, -1) == [raw.encode()]
+    assert valkey.lrange(broker_keys.DEAD, 0, -1) == [raw.encode()]

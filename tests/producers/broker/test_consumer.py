@@ -11,6 +11,7 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.connect import connect_consumer
+from producers.broker.redis import keys as broker_keys
 from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules
 from producers.contract import keys
 from producers.contract.message import Message
@@ -30,7 +31,7 @@ def consumer(valkey_url: str, valkey: Redis) -> Iterator[Consumer]:
 
 def send(redis: Redis, name: str, queue: str = QUEUE, tier: str = "default") -> None:
     message = Message(name, queue, tier, 1, 100)
-    redis.lpush(message.list, message.envelope())
+    redis.lpush(broker_keys.list_of(message), message.envelope())
 
 
 def take(consumer: Consumer, *uuids: str, room: int = 64) -> list[Fetched]:
@@ -122,7 +123,7 @@ def test_an_abandoned_queue_is_adopted_before_what_came_later(consumer: Consumer
 
 
 def test_weights_that_are_none_do_not_count(consumer: Consumer, valkey: Redis) -> None:
-    valkey.hset(keys.WEIGHTS, mapping={"a": "4", "b": "much", "c": "0", "d": "nan"})
+    valkey.hset(broker_keys.WEIGHTS, mapping={"a": "4", "b": "much", "c": "0", "d": "nan"})
     assert consumer.weights() == {"a": 4.0}
 
 

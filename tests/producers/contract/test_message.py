@@ -13,6 +13,7 @@ from kombu import Connection
 from redis import Redis
 
 from producers import Client
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.record import Record
@@ -31,8 +32,10 @@ def test_our_envelope_is_the_one_that_send_task_writes(valkey: Redis, valkey_url
     message = Message("task-1", QUEUE, tier, n=2, tokens=77)
     with Client(valkey_url) as client:
         client._send(message)
-    assert valkey.keys() == [message.list.encode()]  # and it is where we would put it, with nothing beside it
-    theirs, ours = parsed(valkey.lpop(message.list)), parsed(message.envelope())
+    assert valkey.keys() == [
+        broker_keys.list_of(message).encode()
+    ]  # and it is where we would put it, with nothing beside it
+    theirs, ours = parsed(valkey.lpop(broker_keys.list_of(message))), parsed(message.envelope())
 
     # Uuids that are made for each sender or delivery: both have one.
     for name in ("delivery_tag", "reply_to"):
@@ -52,15 +55,15 @@ def test_our_envelope_is_the_one_that_send_task_writes(valkey: Redis, valkey_url
 
 @pytest.mark.parametrize("tier", keys.TIERS)
 def test_a_tiers_list_is_named_as_kombu_names_it(valkey_url: str, tier: str) -> None:
-    options = {"sep": keys.SEP, "priority_steps": [0, 3, 6, 9]}
+    options = {"sep": broker_keys.SEP, "priority_steps": [0, 3, 6, 9]}
     with Connection(valkey_url, transport_options=options) as connection, connection.channel() as channel:
-        assert keys.tier_list(QUEUE, tier) == channel._q_for_pri(QUEUE, keys.TIERS[tier][1])
+        assert broker_keys.tier_list(QUEUE, tier) == channel._q_for_pri(QUEUE, keys.TIERS[tier][1])
 
 
 def test_tiers_land_in_their_lists(client: Face, valkey: Redis) -> None:
     handles = {tier: client.submit(model="tiny", prompt="x", tier=tier) for tier in keys.TIERS}
     for tier, handle in handles.items():
-        (raw,) = valkey.lrange(keys.tier_list(QUEUE, tier), 0, -1)
+        (raw,) = valkey.lrange(broker_keys.tier_list(QUEUE, tier), 0, -1)
         assert json.loads(raw)["headers"]["id"] == handle.id
 
 
@@ -68,7 +71,7 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
     # kombu's own consumer tells a list's queue by cutting its name at the last separator
     valkey.hset(keys.ROUTES, "tiny", QUEUE)
     app = Celery("stock", broker=valkey_url, set_as_current=False)
-    app.conf.broker_transport_options = {"sep": keys.SEP, "priority_steps": [0, 3, 6, 9]}
+    app.conf.broker_transport_options = {"sep": broker_keys.SEP, "priority_steps": [0, 3, 6, 9]}
     app.conf.task_default_queue = QUEUE
     app.conf.worker_hijack_root_logger = False
     seen: dict[str, Any] = {}
@@ -94,7 +97,7 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
 def test_whose_turn_it_is_stands_in_message_and_record(client: Face, valkey: Redis) -> None:
     valkey.hset(keys.ROUTES, "tiny", QUEUE)
     handle = client.submit(model="tiny", prompt=[1], max_tokens=2, tenant="Ünï")
-    (raw,) = valkey.lrange(keys.tier_list(QUEUE, "default"), 0, -1)
+    (raw,) = valkey.lrange(broker_keys.tier_list(QUEUE, "default"), 0, -1)
     assert json.loads(raw)["headers"]["penstock"] == {"v": 1, "n": 1, "tokens": 3, "tenant": "Ünï"}
     assert Message.of(handle.status()).tenant == "Ünï"
 

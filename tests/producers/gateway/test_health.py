@@ -9,6 +9,7 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.gateway import health
 from tests.producers.fake_worker import FakeWorker
@@ -67,7 +68,7 @@ def serve(valkey: Redis, model: str, worker: str) -> None:
     """A worker's lease, as `pools` reads it."""
     queue = keys.pool_queue(model, "v", "test")
     valkey.hset(keys.POOLS, queue, json.dumps({"model": model}))
-    valkey.hset(keys.INCARNATIONS, worker, queue)
+    valkey.hset(broker_keys.INCARNATIONS, worker, queue)
     valkey.set(keys.lease(worker), json.dumps({"worker": worker}))
 
 

@@ -10,6 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, Door, until
@@ -46,7 +47,7 @@ def figures(http: httpx.Client) -> dict[tuple[str, ...], float]:
 def announce(valkey: Redis, incarnation: str = "w1.abc", **about: object) -> None:
     pool = {"model": CARD.name, "version": CARD.version, "fingerprint": "test"}
     valkey.hset(keys.POOLS, QUEUE, json.dumps(pool))
-    valkey.hset(keys.INCARNATIONS, incarnation, QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, incarnation, QUEUE)
     valkey.set(keys.lease(incarnation), json.dumps({**LEASE, **about}))
 
 
@@ -59,10 +60,10 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
             submit(tier=tier)
     valkey.lpush(f"{QUEUE}\x06\x169", "{}")
     valkey.lpush(keys.model_queue("tiny"), "{}")
-    valkey.zadd(keys.delayed(QUEUE), {"x": 1, "y": 2})
-    sorted_by_a_worker = keys.tier_list(QUEUE, "flex")
-    valkey.zadd(keys.sorted_of(sorted_by_a_worker), {"first": 1, "second": 2, "third": 3})
-    valkey.zadd(keys.turns(sorted_by_a_worker), {"a tenant": 0, "": 5})
+    valkey.zadd(broker_keys.delayed(QUEUE), {"x": 1, "y": 2})
+    sorted_by_a_worker = broker_keys.tier_list(QUEUE, "flex")
+    valkey.zadd(broker_keys.sorted_of(sorted_by_a_worker), {"first": 1, "second": 2, "third": 3})
+    valkey.zadd(broker_keys.turns(sorted_by_a_worker), {"a tenant": 0, "": 5})
     got = figures(http)
     assert [got["penstock_queued", "tiny", POOL, tier] for tier in keys.TIERS] == [1, 2, 3, 4]
     assert [got["penstock_queued_tenants", "tiny", POOL, tier] for tier in keys.TIERS] == [0, 0, 2, 0]
@@ -74,7 +75,7 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
 def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str, valkey: Redis) -> None:
     announce(valkey)
     announce(valkey, "w2.def", worker="w2", running=5, out_of_memory=4, not_finite=6, drafted=9, draft_accepted=8)
-    valkey.hset(keys.inflight("w1.abc"), mapping={"a": "m", "b": "m"})
+    valkey.hset(broker_keys.inflight("w1.abc"), mapping={"a": "m", "b": "m"})
     got = figures(http)
     assert got["penstock_workers", "tiny", POOL] == 2
     assert got["penstock_in_flight", "tiny", POOL] == 2
@@ -118,7 +119,7 @@ def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, m
 
 
 def test_what_is_stuck_is_counted(http: httpx.Client, model: str, valkey: Redis) -> None:
-    valkey.rpush(keys.DEAD, "a", "b")
+    valkey.rpush(broker_keys.DEAD, "a", "b")
     valkey.zadd(keys.SUBMITTING, {"x": 1})
     got = figures(http)
     assert (got["penstock_dead_letters",], got["penstock_tasks_submitting",]) == (2, 1)
@@ -170,7 +171,7 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
         assert refused(http) == {("queue_full", "priority"): 3, ("queue_full", "default"): 1, ("queue_full", "flex"): 1}
 
     door = open_door(max_queued_per_tenant=1)
-    valkey.zadd(keys.turn(QUEUE, "greedy"), {"1": 1})
+    valkey.zadd(broker_keys.turn(QUEUE, "greedy"), {"1": 1})
     assert post("tasks", prompt=[1], tier="flex", tenant="greedy") == 429
     valkey.config_set("maxmemory", "1")
     try:

@@ -12,6 +12,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -54,8 +55,8 @@ def leave(valkey: Redis) -> dict[str, list[str]]:
     for k in range(24):
         queue, tier = (QUEUE, MODEL)[k % 8 == 7], ("default", "default", "batch", "flex")[k % 4]
         message = Message(f"t{k}", queue, tier, 1, 9, ("a", "b", "")[k % 3])
-        valkey.lpush(message.list, message.envelope())
-        sent.setdefault(message.list, []).append(f"t{k}")
+        valkey.lpush(broker_keys.list_of(message), message.envelope())
+        sent.setdefault(broker_keys.list_of(message), []).append(f"t{k}")
     held = fetch(valkey, ["u0", "u1", "u2", "u3"])
     assert len(held) == 4
     run(valkey, broker.back(INC, QUEUE, "u1"))
@@ -81,11 +82,11 @@ async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncC
     assert await queues.sweep() == (3, 21)
     assert left(valkey, sent) == sent
     assert not valkey.keys("penstock:sorted:*") + valkey.keys("penstock:turn*") + valkey.keys("penstock:inflight:*")
-    assert not valkey.exists(keys.INCARNATIONS)
+    assert not valkey.exists(broker_keys.INCARNATIONS)
     assert await queues.sweep() == (0, 0)
     begin(valkey, "w.2")
     assert sorted(fetch(valkey, [f"v{k}" for k in range(30)], "w.2")) == sorted(chain(*sent.values()))
-    assert not valkey.exists(keys.RETURNED)
+    assert not valkey.exists(broker_keys.RETURNED)
 
 
 async def test_it_waits_for_as_long_as_it_was_told(aclient: AsyncClient, valkey: Redis) -> None:

@@ -12,6 +12,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -29,7 +30,7 @@ async def aclient(valkey_url: str, model: str, valkey: Redis) -> AsyncIterator[A
     """`tiny` is served by a worker; an older version of it is not."""
     for queue, version in ((QUEUE, "0123456789ab"), (OLD, "0ld")):
         valkey.hset(keys.POOLS, queue, json.dumps({"model": "tiny", "version": version}))
-    valkey.hset(keys.INCARNATIONS, "w1", QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, "w1", QUEUE)
     async with AsyncClient(valkey_url, patience=0.2) as client:
         yield client
 
@@ -59,13 +60,13 @@ async def test_only_what_is_over_is_removed_and_the_rest_told_of(
     plain = Message("plain", OLD, "default", 1, 9).envelope().replace('"penstock": {', '"other": {')
     impossible = Message("half", OLD, "default", 1, 9).envelope().replace('"half"', '"\\ud800"')  # in no key
     valkey.lpush(OLD, plain, "junk", impossible)
-    valkey.hset(keys.REAPED, ids[1], 1)
+    valkey.hset(broker_keys.REAPED, ids[1], 1)
     pools = RetiredPools(aclient, patience_s=0)
     assert await pools.sweep() == Pruned(messages=5)
     left = valkey.lrange(OLD, 0, -1)
     assert left[:3] == [impossible.encode(), b"junk", plain.encode()]
     assert [json.loads(raw)["headers"]["id"] for raw in left[3:]] == [ids[7], ids[2], ids[0]]
-    assert not valkey.exists(keys.REAPED)
+    assert not valkey.exists(broker_keys.REAPED)
     assert f"6 tasks wait in {OLD}" in caplog.text
     caplog.clear()
     await pools.sweep()
@@ -89,9 +90,9 @@ async def test_a_worker_that_is_loading_its_model_is_waited_for(
         return f"1 tasks wait in {OLD}, which no worker serves" in caplog.text
 
     assert [await told(at) for at in (0, 59)] == [False, False]
-    valkey.hset(keys.INCARNATIONS, "w2", OLD)
+    valkey.hset(broker_keys.INCARNATIONS, "w2", OLD)
     assert not await told(61)
-    valkey.hdel(keys.INCARNATIONS, "w2")
+    valkey.hdel(broker_keys.INCARNATIONS, "w2")
     assert [await told(at) for at in (70, 129, 130, 140)] == [False, False, True, False]
 
 
@@ -101,7 +102,7 @@ async def test_a_served_queue_is_left_to_its_workers(aclient: AsyncClient, valke
     run(valkey, protocol.settle(handle.id))
     assert await RetiredPools(aclient).sweep() == Pruned()
     assert valkey.llen(QUEUE) == 1
-    valkey.delete(keys.INCARNATIONS)
+    valkey.delete(broker_keys.INCARNATIONS)
     assert await RetiredPools(aclient).sweep() == Pruned(messages=1)
 
 
@@ -118,7 +119,7 @@ async def test_what_was_sorted_or_held_back_is_found_too(aclient: AsyncClient, v
     run(valkey, broker.back("w2", OLD, "u1", 60_000))
     run(valkey, broker.back("w2", OLD, "u2", 0))
     assert await RetiredPools(aclient).sweep() == Pruned(messages=4)
-    assert not valkey.exists(keys.delayed(OLD))
+    assert not valkey.exists(broker_keys.delayed(OLD))
     assert not [name for name in valkey.keys("penstock:*") if OLD.encode() in name]
 
 

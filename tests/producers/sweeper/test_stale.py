@@ -10,6 +10,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.sweeper.stale import Removed, Stale, unused
@@ -24,7 +25,7 @@ async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
 async def test_a_worker_that_is_gone_is_taken_off_the_books_and_its_deliveries_returned(
     aclient: AsyncClient, valkey: Redis
 ) -> None:
-    valkey.hset(keys.INCARNATIONS, mapping={"gone": "q", "lives": "q"})
+    valkey.hset(broker_keys.INCARNATIONS, mapping={"gone": "q", "lives": "q"})
     valkey.set(keys.lease("lives"), "{}")
     valkey.lpush("q", json.dumps(MESSAGE))
     valkey.set(keys.lease("gone"), "{}")
@@ -33,14 +34,14 @@ async def test_a_worker_that_is_gone_is_taken_off_the_books_and_its_deliveries_r
         valkey,
         broker.fetch("gone", ["q"], ["u"], free, capacity=(9, 999), plain_tokens=9, ageing_ms=9, max_redeliveries=3),
     )
-    assert valkey.hlen(keys.inflight("gone")) == 1
+    assert valkey.hlen(broker_keys.inflight("gone")) == 1
     stale = Stale(aclient, unneeded_s=0.0)
     assert await stale.sweep() == Removed()
     valkey.delete(keys.lease("gone"))
     patient = Stale(aclient)
     assert await patient.sweep() == await patient.sweep() == Removed(), "it may be about to say that it lives"
     assert await stale.sweep() == Removed(incarnations=1, deliveries=1)
-    assert valkey.hkeys(keys.INCARNATIONS) == [b"lives"]
+    assert valkey.hkeys(broker_keys.INCARNATIONS) == [b"lives"]
     assert valkey.llen("q") == 1
 
 
@@ -64,14 +65,14 @@ async def test_tokenizer_files_that_no_card_names_go(aclient: AsyncClient, valke
 async def test_dead_letters_are_kept_for_their_time(aclient: AsyncClient, valkey: Redis) -> None:
     now = int(valkey.time()[0]) * 1000
     for at in (now - 900_000, now - 800_000, now - 1000):
-        valkey.rpush(keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": at, "message": f"m{at}"}))
+        valkey.rpush(broker_keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": at, "message": f"m{at}"}))
     assert (await Stale(aclient).sweep()).letters == 0
     assert (await Stale(aclient, letters_kept_s=500.0).sweep()).letters == 2
-    assert [json.loads(raw)["at"] for raw in valkey.lrange(keys.DEAD, 0, -1)] == [now - 1000]
+    assert [json.loads(raw)["at"] for raw in valkey.lrange(broker_keys.DEAD, 0, -1)] == [now - 1000]
 
 
 async def test_lists_that_are_no_more_are_not_waited_for(aclient: AsyncClient, valkey: Redis) -> None:
     valkey.lpush("there", "m")
-    valkey.hset(keys.UNSERVED, mapping={"there": 1, "gone": 1})
+    valkey.hset(broker_keys.UNSERVED, mapping={"there": 1, "gone": 1})
     await Stale(aclient).sweep()
-    assert valkey.hkeys(keys.UNSERVED) == [b"there"]
+    assert valkey.hkeys(broker_keys.UNSERVED) == [b"there"]

@@ -10,6 +10,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from producers import AsyncClient, SubmitFailed
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -39,7 +40,7 @@ async def test_an_abandoned_submit_is_sent(aclient: AsyncClient, valkey: Redis, 
     assert await sweep(aclient, age_ms=0) == Swept(sent=1)
     assert valkey.hget(keys.task("t"), "status") == b"queued"
     assert valkey.zcard(keys.SUBMITTING) == 0
-    (raw,) = valkey.lrange(keys.tier_list(QUEUE, "flex"), 0, -1)
+    (raw,) = valkey.lrange(broker_keys.tier_list(QUEUE, "flex"), 0, -1)
     expected = json.loads(Message("t", QUEUE, "flex", 1, 9).envelope())
     assert json.loads(raw)["headers"] == expected["headers"]
     worker.serve(worker.take(QUEUE) or "")
@@ -74,7 +75,7 @@ async def test_what_needs_no_message_gets_none(
     assert await sweep(aclient, age_ms=0) == Swept(dropped=1)
     assert valkey.zcard(keys.SUBMITTING) == 0
     assert valkey.hgetall(keys.task("t")) == before
-    assert valkey.llen(keys.tier_list(QUEUE, "flex")) == 0
+    assert valkey.llen(broker_keys.tier_list(QUEUE, "flex")) == 0
 
 
 async def test_a_cancelled_submit_is_sent_all_the_same_so_that_a_worker_settles_it(
@@ -117,7 +118,7 @@ async def test_a_bad_record_does_not_stop_the_rest(
     valkey.delete(keys.task("t5"))
     valkey.set(keys.task("t5"), "not a hash")
     assert await sweep(aclient, age_ms=0) == Swept(sent=13, failed=7)
-    assert valkey.llen(keys.tier_list(QUEUE, "flex")) == 13
+    assert valkey.llen(broker_keys.tier_list(QUEUE, "flex")) == 13
     assert valkey.zcard(keys.SUBMITTING) == 7
 
 

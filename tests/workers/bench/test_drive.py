@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
@@ -70,7 +71,7 @@ def test_a_closed_loop_keeps_to_its_concurrency(door: Door, worker: FakeWorker, 
 
     def note(sample: Sample) -> None:
         nonlocal most
-        waiting = valkey.llen(keys.tier_list(QUEUE, "default"))
+        waiting = valkey.llen(broker_keys.tier_list(QUEUE, "default"))
         most = max(most, int(waiting))  # type: ignore[arg-type]
 
     with serving(worker):

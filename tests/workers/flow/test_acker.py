@@ -10,6 +10,7 @@ from redis import Redis
 
 from producers.broker import redis as broker
 from producers.broker.connect import connect_consumer
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -75,16 +76,16 @@ def test_acknowledged_messages_are_gone(valkey: Redis, life: Incarnation, courie
     for name in fetch(valkey, life, 600):
         courier.ack(life, name)
     assert courier.flush(60)
-    assert valkey.hlen(keys.inflight(life.id)) == 0
+    assert valkey.hlen(broker_keys.inflight(life.id)) == 0
     assert waiting(valkey) == []
-    assert valkey.llen(keys.DEAD) == 0
+    assert valkey.llen(broker_keys.DEAD) == 0
 
 
 def test_with_a_reason_the_message_is_kept(valkey: Redis, life: Incarnation, courier: Courier) -> None:
     (name,) = fetch(valkey, life, 1)
     courier.ack(life, name, "nobody can read it")
     assert courier.flush(60)
-    (letter,) = (json.loads(raw) for raw in valkey.lrange(keys.DEAD, 0, -1))
+    (letter,) = (json.loads(raw) for raw in valkey.lrange(broker_keys.DEAD, 0, -1))
     assert letter["reason"] == "nobody can read it"
     assert json.loads(letter["message"])["headers"]["id"] == "task-0"
     assert letter["list"] == QUEUE
@@ -99,8 +100,8 @@ def test_given_back_they_stand_in_front_and_delayed_ones_elsewhere(
     courier.back(life, "1", 60.0)
     assert courier.flush(60)
     assert waiting(valkey) == ["task-0", "later"]
-    assert valkey.zcard(keys.delayed(QUEUE)) == 1
-    assert valkey.hlen(keys.inflight(life.id)) == 1
+    assert valkey.zcard(broker_keys.delayed(QUEUE)) == 1
+    assert valkey.hlen(broker_keys.inflight(life.id)) == 1
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -123,7 +124,7 @@ def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Inc
     life.over = True
     courier.ack(life, "0")
     assert courier.flush(60)
-    assert valkey.hlen(keys.inflight(life.id)) == 1, "it returns by REAP"
+    assert valkey.hlen(broker_keys.inflight(life.id)) == 1, "it returns by REAP"
 
 
 def test_flush_tells_when_the_broker_is_away() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.workers.rig import Rig
 
@@ -34,7 +35,7 @@ class Past:
     def of(cls, raw: Redis, task_id: str) -> Past | None:
         """Of this moment; None where it does not run."""
         names = keys.task(task_id), keys.stream(task_id)
-        for inflight in raw.keys(keys.inflight("*")):
+        for inflight in raw.keys(broker_keys.inflight("*")):
             with raw.pipeline(transaction=True) as pipe:
                 pipe.hgetall(inflight)
                 pipe.xlen(names[1])

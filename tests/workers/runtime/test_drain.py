@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.stub_engine import STALLED
 from tests.workers.rig import TIMES, Rig, two_servers
@@ -21,9 +22,9 @@ HANGS = TIMES | {"workers.runtime.drain:HAND_BACK_S": 5.0}
 
 def check_gone(rig: Rig) -> None:
     """Nothing in flight, no lease, no name in the books: nobody has to wait for anything to lapse."""
-    assert rig.redis.keys(keys.inflight("*")) == []
+    assert rig.redis.keys(broker_keys.inflight("*")) == []
     assert rig.redis.keys(keys.lease("*")) == rig.store.keys(keys.lease("*")) == []
-    assert rig.redis.hgetall(keys.INCARNATIONS) == {}
+    assert rig.redis.hgetall(broker_keys.INCARNATIONS) == {}
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
@@ -57,7 +58,7 @@ def test_the_rest_goes_back_with_its_tokens(rig: Rig) -> None:
     rig.until_settled([*long, *waiting])
     rig.check([*long, *waiting])
     assert rig.record(long[0])["claims"] == "2"
-    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     rig.check_nothing_left()
 
 
@@ -182,7 +183,7 @@ def test_a_task_that_waits_for_its_countdown_does_not_hold_the_drain(rig: Rig) -
     rig.until(lambda: not rig.waiting(keys.model_queue("stub")))
     assert worker.stop() == 0
     check_gone(rig)
-    assert rig.redis.zcard(keys.delayed(rig.redis.hvals(keys.ROUTES)[0])) == 1, "it is still to be run"
+    assert rig.redis.zcard(broker_keys.delayed(rig.redis.hvals(keys.ROUTES)[0])) == 1, "it is still to be run"
     assert result.state == "PENDING"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import Worker, free_port
 from tests.stub_engine import SPOILED
@@ -197,7 +198,7 @@ def test_an_event_loop_that_is_stuck_keeps_nothing_to_itself(rig: Rig, tmp_path:
     (early,) = rig.fill(1)
     rig.until(lambda: any("event loop does not answer" in reason for reason in rig.leases()[0]["unready"]))
     # It was fetched for a loop that does not take it; now anybody may have it.
-    rig.until(lambda: rig.redis.keys(keys.inflight("*")) == [])
+    rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     assert not rig.settled([early])
     (tmp_path / "go").touch()
     rig.until_settled([early])

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.contract.task import Task
@@ -18,7 +19,7 @@ from producers.gateway.admission.limits import Room
 from producers.gateway.http.errors import Problem
 from tests.producers.gateway.conftest import QUEUE, Door, until
 
-LIST = keys.tier_list(QUEUE, "priority")
+LIST = broker_keys.tier_list(QUEUE, "priority")
 
 
 @pytest.fixture
@@ -62,20 +63,20 @@ def test_who_is_refused_is_told_when_to_come_again(post: Callable[..., httpx.Res
     assert refused.headers["x-should-retry"] == "true"
     assert 30_000 <= int(refused.headers["retry-after-ms"]) <= 37_500, "nobody takes anything"
     assert int(refused.headers["retry-after"]) * 1000 >= int(refused.headers["retry-after-ms"])
-    valkey.delete(QUEUE, keys.tier_list(QUEUE, "priority"))
+    valkey.delete(QUEUE, broker_keys.tier_list(QUEUE, "priority"))
     until(lambda: post(bound, tier="priority").status_code == 202)
 
 
 def test_a_tenant_has_a_bound_of_its_own(post: Callable[..., httpx.Response], valkey: Redis) -> None:
     bound = {"max_queued_per_tenant": 3}
-    valkey.zadd(keys.turn(QUEUE, "greedy"), {"1": 1, "2": 2, "3": 3})
+    valkey.zadd(broker_keys.turn(QUEUE, "greedy"), {"1": 1, "2": 2, "3": 3})
     refused = post(bound, tenant="greedy")
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "tenant_queue_full"
     assert 'of tenant "greedy", 3 may wait' in refused.json()["error"]["message"]
     assert post(bound, tenant="other").status_code == 202
     assert post(bound).status_code == 202
-    valkey.zrem(keys.turn(QUEUE, "greedy"), "1")
+    valkey.zrem(broker_keys.turn(QUEUE, "greedy"), "1")
     until(lambda: post(bound, tenant="greedy").status_code == 202)
 
 
@@ -105,7 +106,7 @@ def test_a_burst_on_an_idle_system_is_told_of_seconds_and_not_of_half_a_minute(
     post: Callable[..., httpx.Response], valkey: Redis
 ) -> None:
     """Nothing was seen of its workers yet; each who is refused is told of the places of those before, too."""
-    valkey.hset(keys.INCARNATIONS, "w.1", QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, "w.1", QUEUE)
     bound = {"max_queued": 20}
     refused = [one for one in [post(bound) for _ in range(40)] if one.status_code == 429]
     assert len(refused) == 40 - 19
@@ -120,7 +121,7 @@ async def test_the_rate_is_that_of_time_in_which_tasks_waited(
     """An hour without work makes nobody wait longer; workers that get slower do."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    valkey.hset(keys.INCARNATIONS, "w.1", QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, "w.1", QUEUE)
     async with AsyncClient(valkey_url) as client:
         bounds = Room(client, 1, None)
         task = [Task(model=model, prompt=[1], tier="priority")]
@@ -128,7 +129,7 @@ async def test_the_rate_is_that_of_time_in_which_tasks_waited(
         async def look(after_s: float, taken: int, waiting: int = 1) -> float | None:
             """When to come again, s; None where the task was let in."""
             clock.now += after_s
-            valkey.incrby(keys.DELIVERIES, taken)
+            valkey.incrby(broker_keys.DELIVERIES, taken)
             valkey.delete(LIST)
             if waiting:
                 valkey.lpush(LIST, *["{}"] * waiting)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
@@ -78,7 +79,7 @@ def test_who_leaves_cancels(door: Door, valkey: Redis, worker: FakeWorker, path:
 
 def test_who_leaves_cancels_every_task_of_the_request(door: Door, valkey: Redis, model: str) -> None:
     client = leave(door, "/v1/completions", prompt=["a", "b", "c"])
-    until(lambda: valkey.llen(keys.tier_list(QUEUE, "default")) == 3)
+    until(lambda: valkey.llen(broker_keys.tier_list(QUEUE, "default")) == 3)
     client.close()
     names = [name.decode() for name in valkey.keys(keys.task("*"))]
     until(lambda: all(valkey.hget(name, "status") == b"cancelled" for name in names))

@@ -13,6 +13,7 @@ import pytest
 from redis import Redis
 
 from engine.text import ChatTemplate, Tokenizer
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Record
@@ -70,7 +71,7 @@ class TestSubmit:
     @pytest.mark.parametrize("tier", keys.TIERS)
     def test_a_tier_goes_to_its_list(self, submit: Submit, valkey: Redis, tier: str) -> None:
         task_id = submit(tier=tier)
-        (message,) = valkey.lrange(keys.tier_list(QUEUE, tier), 0, -1)
+        (message,) = valkey.lrange(broker_keys.tier_list(QUEUE, tier), 0, -1)
         assert json.loads(message)["headers"]["id"] == task_id
 
     def test_the_longest_prompt_that_fits_is_taken(self, submit: Submit) -> None:

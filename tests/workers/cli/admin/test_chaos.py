@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from producers.broker.redis import keys as broker_keys
 from producers.connection.connect import connect
 from producers.contract import keys
 from tests.chaos.stage import Shape, Stage
@@ -200,7 +201,7 @@ def test_a_system_that_keeps_its_promises_is_told_so(run: Run, system: Stage, tm
     (tmp_path / "kill.py").write_text(KILL)
     folder = tmp_path / "trial"
     # Of what was before, nothing is its fault.
-    connect(system.broker.url).lpush(keys.DEAD, json.dumps({"reason": "long ago", "message": "{}"}))
+    connect(system.broker.url).lpush(broker_keys.DEAD, json.dumps({"reason": "long ago", "message": "{}"}))
     ran = run(
         *("chaos", "tiny", "--broker", system.broker.url, "--url", f"http://127.0.0.1:{system.gateways[0]}"),
         *("--process", "worker:worker-1.g1", "--process", "worker:worker-2.g1", "--faults", "kill", "--kills", "1"),

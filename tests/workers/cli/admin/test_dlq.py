@@ -7,6 +7,7 @@ import json
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.workers.cli.conftest import Run
 
@@ -20,7 +21,7 @@ def dlq(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def bury(valkey: Redis, message: str, reason: str, at: int) -> None:
-    valkey.rpush(keys.DEAD, json.dumps({"reason": reason, "list": LIST, "at": at, "message": message}))
+    valkey.rpush(broker_keys.DEAD, json.dumps({"reason": reason, "list": LIST, "at": at, "message": message}))
 
 
 def keys_of(dlq: Run, *options: str) -> list[str]:
@@ -57,7 +58,7 @@ def test_letters_are_listed_chosen_and_shown(dlq: Run, valkey: Redis) -> None:
 
 def test_replay_says_what_became_of_each(dlq: Run, valkey: Redis) -> None:
     bury(valkey, "{", "not JSON", 1)
-    valkey.rpush(keys.DEAD, "no letter")
+    valkey.rpush(broker_keys.DEAD, "no letter")
     good, bad = keys_of(dlq)
     ran = dlq("replay", "--all")
     assert ran.status == 1
@@ -65,7 +66,7 @@ def test_replay_says_what_became_of_each(dlq: Run, valkey: Redis) -> None:
     assert f"{bad} stays: nothing says to which list it belongs; purge it" in ran.err
     assert valkey.lrange(LIST, 0, -1) == [b"{"]
     assert dlq("purge", bad, "--yes").out == "1 letters are gone\n"
-    assert not valkey.exists(keys.DEAD)
+    assert not valkey.exists(broker_keys.DEAD)
 
 
 def test_what_is_not_said_is_not_done(dlq: Run, valkey: Redis) -> None:
@@ -115,7 +116,7 @@ def test_a_letter_that_names_no_possible_task_keeps_none_behind_it(dlq: Run, val
     """Half of a pair of surrogates, say, which no key and no terminal takes."""
     message = '{"headers": {"id": "\\ud800", "task": "penstock.generate"}, "properties": {}}'
     bury(valkey, message, "a \ud800 in it", 1)
-    valkey.rpush(keys.DEAD, b'{"reason": "\xff", "list": "l", "at": 2, "message": "\xff"}')
+    valkey.rpush(broker_keys.DEAD, b'{"reason": "\xff", "list": "l", "at": 2, "message": "\xff"}')
     bury(valkey, "{", "not JSON", 3)
     listed = dlq("ls")
     assert listed.status == 0, listed.err

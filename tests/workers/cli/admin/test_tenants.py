@@ -9,6 +9,7 @@ import pytest
 from redis import Redis
 
 from producers.broker import redis as broker
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run as call
 from producers.contract import keys
 from producers.contract.message import Message
@@ -26,7 +27,7 @@ def tenants(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
 def send(valkey: Redis, tenant: str, tier: str, count: int) -> None:
     for number in range(count):
         message = Message(f"{tenant}{number}", QUEUE, tier, 1, 10, tenant)
-        valkey.lpush(message.list, message.envelope())
+        valkey.lpush(broker_keys.list_of(message), message.envelope())
 
 
 def test_who_waits_is_listed_with_what_waits(tenants: Run, valkey: Redis) -> None:
@@ -54,12 +55,12 @@ def test_who_waits_is_listed_with_what_waits(tenants: Run, valkey: Redis) -> Non
 
 def test_a_weight_of_one_is_none_and_a_senseless_one_is_refused(tenants: Run, valkey: Redis) -> None:
     tenants("weigh", "acme", "4")
-    assert valkey.hgetall(keys.WEIGHTS) == {b"acme": b"4.0"}
+    assert valkey.hgetall(broker_keys.WEIGHTS) == {b"acme": b"4.0"}
     refused = tenants("weigh", "acme", "0")
     assert refused.status
     assert "must be from 0.001 to 1000" in refused.err
     tenants("weigh", "acme", "1")
-    assert not valkey.exists(keys.WEIGHTS)
+    assert not valkey.exists(broker_keys.WEIGHTS)
 
 
 def test_without_a_broker_it_is_that_of_up_in_this_directory(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import ROOT, fill
 from tests.producers.gateway.conftest import until
@@ -261,7 +262,7 @@ def test_workers_have_a_gpu_and_a_name_each_come_back_with_it_and_lose_nothing(f
     assert sorted(visible) == [b"CUDA_VISIBLE_DEVICES=0", b"CUDA_VISIBLE_DEVICES=3"]
 
     def nodes() -> list[str]:
-        return sorted(name.decode().rpartition(".")[0] for name in valkey.hkeys(keys.INCARNATIONS))
+        return sorted(name.decode().rpartition(".")[0] for name in valkey.hkeys(broker_keys.INCARNATIONS))
 
     until(lambda: nodes() == ["node.gpu0", "node.gpu3"])
     queue = next(name.decode() for name in valkey.hkeys(keys.POOLS))
@@ -271,7 +272,7 @@ def test_workers_have_a_gpu_and_a_name_each_come_back_with_it_and_lose_nothing(f
         ids = fill(redis, queue, 40, max_tokens=100)
         until(lambda: redis.hget(keys.task(ids[-1]), "status") == "in_progress")
         killed = [pid for pid in pids if b"CUDA_VISIBLE_DEVICES=0" in environments[pids.index(pid)]]
-        lost = next(name for name in redis.hkeys(keys.INCARNATIONS) if name.startswith("node.gpu0."))
+        lost = next(name for name in redis.hkeys(broker_keys.INCARNATIONS) if name.startswith("node.gpu0."))
         os.kill(killed[0], signal.SIGKILL)
         until(lambda: not lives(killed[0]))
         redis.delete(keys.lease(lost))  # as when it has lapsed
@@ -280,7 +281,7 @@ def test_workers_have_a_gpu_and_a_name_each_come_back_with_it_and_lose_nothing(f
         until(lambda: all(redis.hget(keys.task(one), "status") == "completed" for one in ids), 60)
         parent.process.send_signal(signal.SIGTERM)
         assert parent.process.wait(60) == 0
-        assert not redis.hkeys(keys.INCARNATIONS)
+        assert not redis.hkeys(broker_keys.INCARNATIONS)
     assert not any(map(lives, parent.pids(3)))
 
 

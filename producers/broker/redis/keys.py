@@ -1,0 +1,74 @@
+"""Every key of the broker in Redis or Valkey, in one place (the scripts spell the same names)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from producers.contract.keys import TIERS
+from producers.contract.message import Message
+
+#: Separates a queue's name from its tier's number in the name of a list: printable, so that any scaler can name it.
+#: Not part of any queue's name, because kombu finds a list's queue by cutting its name at the last separator.
+SEP: Final = "#"
+#: What kombu takes unless it is told otherwise. Plain Celery senders do not know ours, and what they send must not lie
+#: in a list that nobody reads.
+KOMBU_SEP: Final = "\x06\x16"
+
+
+INCARNATIONS: Final = "penstock:incarnations"  # hash: incarnation -> queue
+DEAD: Final = "penstock:dead"  # list: {"reason", "list", "at", "message"}
+REAPED: Final = "penstock:reaped"  # hash: task id -> deliveries that their worker did not survive
+RETURNED: Final = (
+    "penstock:returned"  # hash: task id -> number of arrival; of what is back in its list, to be sorted anew
+)
+DELIVERIES: Final = "penstock:deliveries"  # string: how many messages were ever taken by workers
+ARRIVALS: Final = "penstock:arrivals"  # string: how many messages were ever sorted
+WEIGHTS: Final = "penstock:weights"  # hash: tenant -> its share, where that is not 1
+UNSERVED: Final = "penstock:unserved"  # hash: list -> ms since when its head waits
+
+
+def inflight(incarnation: str) -> str:
+    """Hash: delivery UUID -> message."""
+    return f"penstock:inflight:{incarnation}"
+
+
+def delayed(queue: str) -> str:
+    """Sorted set: messages given back, by the time at which they are due (ms)."""
+    return f"penstock:delayed:{queue}"
+
+
+def sorted_of(list_name: str) -> str:
+    """Sorted set: what waits of a list, sorted by tenant already, by number of arrival (see `fetch.lua`)."""
+    return f"penstock:sorted:{list_name}"
+
+
+def turns(list_name: str) -> str:
+    """Sorted set: the tenants of whom something waits there, by what they were served (tokens / weight)."""
+    return f"penstock:turns:{list_name}"
+
+
+def rested(list_name: str) -> str:
+    """Sorted set: the same, of tenants of whom nothing waits, who were served more than somebody who does."""
+    return f"penstock:rested:{list_name}"
+
+
+def turn(list_name: str, tenant: str) -> str:
+    """Sorted set: the numbers of what waits there of a tenant; the empty name stands for all who give none."""
+    return f"penstock:turn:{list_name}:{tenant}"
+
+
+def tier_list(queue: str, tier: str) -> str:
+    """The list that holds a tier of a queue, as kombu names it."""
+    priority = TIERS[tier][1]
+    return f"{queue}{SEP}{priority}" if priority else queue
+
+
+def tier_lists(queue: str, tier: str) -> list[str]:
+    """Every list that may hold a tier of a queue: ours, and where a sender with kombu's own separator puts it."""
+    priority = TIERS[tier][1]
+    return [tier_list(queue, tier), *([f"{queue}{KOMBU_SEP}{priority}"] if priority else [])]
+
+
+def list_of(message: Message) -> str:
+    """The list that a message goes into."""
+    return tier_list(message.queue, message.tier)

@@ -1,0 +1,33 @@
+"""Nobody but the broker on Redis knows how it keeps messages: others would have to be told of each new broker."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+#: Commands on lists, which nothing but a queue is made of here; and the broker's keys.
+KNOWS = re.compile(
+    r"\b(?:LPUSH|RPUSH|LPOP|RPOP|LLEN|LRANGE|LREM|LMOVE)\b"
+    r"|penstock:(?:incarnations|dead|reaped|returned|deliveries|arrivals|weights|unserved"
+    r"|inflight|delayed|sorted|turns|rested|turn)\b",
+    re.IGNORECASE,
+)
+FILES = sorted(file for kind in ("*.py", "*.lua") for file in (ROOT / "producers").rglob(kind))
+
+
+def test_the_pattern_finds_what_it_looks_for() -> None:
+    inside = [file for file in FILES if "broker" in file.parts and KNOWS.search(file.read_text())]
+    assert {file.name for file in inside} >= {"keys.py", "fetch.lua", "operator.py"}
+
+
+def test_no_command_on_a_list_and_no_key_of_the_broker_is_named_elsewhere() -> None:
+    outside = [file for file in FILES if "broker" not in file.parts]
+    assert len(outside) > 50
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in outside
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if KNOWS.search(line)
+    ]
+    assert not found
