@@ -230,14 +230,21 @@ class Stage:
             env = {"STUB_STEP_S": str(shape.step), "STUB_SEQS": str(shape.seqs)}
             return _python("tests.worker_process", json.dumps(settings)), env
         argv = [*PENSTOCK, "worker", "--model", "tiny", "--name", process, "--lease", str(shape.lease)]
-        argv += ["--drain", str(shape.drain), "--max-deaths", str(shape.max_deaths), "--dtype", "float32"]
+        argv += [
+            "--drain-timeout",
+            str(shape.drain),
+            "--max-worker-deaths",
+            str(shape.max_deaths),
+            "--dtype",
+            "float32",
+        ]
         argv += ["--threads", "1", "--max-num-seqs", str(shape.seqs), "--kv-cache-bytes", str(128 << 20)]
         argv += ["--deterministic"] if shape.deterministic else []
         return argv, _urls(urls)
 
     def _gateway(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         port = self.gateways[int(name.rpartition("-")[2]) - 1]
-        argv = [*PENSTOCK, "gateway", "--port", str(port), "--drain", str(self.shape.drain)]
+        argv = [*PENSTOCK, "gateway", "--port", str(port), "--drain-timeout", str(self.shape.drain)]
         argv += ["--reader-lease", str(HASTY["reader_lease"])] if self.shape.hasty else []
         return argv, _urls(urls)
 

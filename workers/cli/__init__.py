@@ -2,9 +2,9 @@
 
     up, demo, chat               -> system -> supervisor -> children: valkey, gateway, workers
     run                          -> the engine, in this process
-    models                       -> the models on this machine, and a hub's
+    models                       -> models on this machine and on a hub
     bench                        -> workers.bench: load on a gateway, over HTTP
-    worker, gateway, sweeper     -> one of those processes, by itself
+    worker, gateway, sweeper     -> one such process by itself
     submit, tail, result, cancel -> client -> a gateway, over HTTP
 
 Modules import what they need when a command runs, so that `--help` is quick and a caller's machine needs no torch.
@@ -22,8 +22,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """The entry point of `penstock`."""
-    # Ctrl-C while the commands are imported: nothing has begun that would have to be put in order. Left alone where it
-    # does nothing, as in a script's background job.
+    # Ctrl-C during the imports ends the process at once: there is nothing to clean up yet. A process that ignores
+    # SIGINT, such as a script's background job, goes on ignoring it.
     listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if listens:
         signal.signal(signal.SIGINT, lambda *_: os._exit(Exit.INTERRUPTED))

@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The `penstock` command: all commands in their groups, and its entry point."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from workers.cli.exits import Exit, Failure
 from workers.cli.local import chat, run, up
 from workers.cli.models import commands as models
 from workers.cli.models import quantize, warm
+from workers.cli.options import todays_name
 from workers.cli.terminal.stdout import guarded
 
 app = typer.Typer(
@@ -24,21 +25,22 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Event-driven, serverless LLM inference on a queue.",
     epilog="Begin with: penstock up -- then, in another terminal: penstock submit tiny 'def fibonacci(n):' --stream",
+    context_settings={"token_normalize_func": todays_name},
 )
 for group in (
     up,
     demo,
     run,
     chat,
+    tasks,
     models,
     quantize,
-    bench,
     warm,
-    tasks,
     processes,
     drain,
     dlq,
     tenants,
+    bench,
     chaos,
     completion,
 ):
@@ -56,7 +58,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -67,12 +69,12 @@ def main() -> None:
     if COMPLETE in os.environ:
         from typer._completion_classes import completion_init
 
-        completion_init()  # of typer's answers to a shell's questions, which come with its own options otherwise
+        completion_init()  # registers typer's answers to shells; its own completion options would do it otherwise
     try:
         with guarded():
-            app(prog_name="penstock")  # also as python -m workers.cli: shells complete it by that name
+            app(prog_name="penstock")  # also under python -m workers.cli: shells complete by this name
     except Failure as failure:
         typer.echo(f"penstock: {failure}", err=True)
         sys.exit(failure.status)
-    except KeyboardInterrupt:  # while the commands were put together
+    except KeyboardInterrupt:  # outside any command
         sys.exit(Exit.INTERRUPTED)

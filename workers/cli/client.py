@@ -1,4 +1,4 @@
-"""The gateway's HTTP API, as the commands use it. The standard library is enough: no dependency for a few requests."""
+"""Client of the gateway's HTTP API for the commands. It uses only the standard library."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from urllib.parse import quote, urlsplit
 
 from workers.cli.exits import Exit, Failure
 
-#: A gateway is heard of at least every 10 s while a stream is open: after this long (s) it is gone.
+#: Silence (s) after which a gateway counts as gone. On an open stream it sends something every 10 s.
 SILENCE_S: Final = 30.0
-#: How long a stream that broke is tried again (s).
+#: Time (s) for which a broken stream is retried.
 PATIENCE_S: Final = 30.0
 
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 
 
 class Unreachable(Failure):
-    """No gateway answers there, or it cannot reach its store or broker."""
+    """No gateway answers, or the gateway cannot reach its store or broker."""
 
     def __init__(self, url: str, reason: object) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class Unreachable(Failure):
 
 
 class Refused(Failure):
-    """The gateway said no. `error` is its `{"message", "type", "param", "code"}`."""
+    """The gateway refused the request. `error` is its `{"message", "type", "param", "code"}`."""
 
     def __init__(self, http_status: int, error: Mapping[str, Any]) -> None:
         super().__init__(str(error["message"]), Exit.UNREACHABLE if http_status >= 500 else Exit.REFUSED)
@@ -40,9 +40,9 @@ class Refused(Failure):
 
 
 class Gateway:
-    """A gateway by its URL. Thread-safe: every call has a connection of its own.
+    """A gateway, by its URL. Thread-safe: every call has its own connection.
 
-    Raises Failure for a URL that is none; its methods raise Unreachable and Refused.
+    Raises Failure for a bad URL. The methods raise Unreachable and Refused.
     """
 
     def __init__(self, url: str) -> None:
@@ -52,7 +52,7 @@ class Gateway:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(url)
         except ValueError:
-            raise Failure(f"{url!r} is no URL of a gateway; it looks like http://127.0.0.1:8000") from None
+            raise Failure(f"{url!r} is not a gateway's URL; it must look like http://127.0.0.1:8000") from None
         self.url = parts.geturl().rstrip("/")
         self._tls = parts.scheme == "https"
         self._host = parts.hostname
@@ -60,7 +60,7 @@ class Gateway:
         self._base = parts.path.rstrip("/")
 
     def submit(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Queue a task; what the gateway says of it, with its `id`."""
+        """Submit a task. Returns the gateway's answer, with the task's `id`."""
         return self._json("POST", "/v1/tasks", task)
 
     def task(self, task_id: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Gateway:
         return models
 
     def ready(self) -> bool:
-        """Whether it answers, and can take tasks."""
+        """Whether the gateway answers and can take tasks."""
         try:
             self._json("GET", "/readyz")
         except Failure:
@@ -84,14 +84,14 @@ class Gateway:
     def events(self, task_id: str, start: int = 0, patience: float = PATIENCE_S) -> Iterator[dict[str, Any]]:
         """Events from position `start` on, each with its kind as `event`; the last is `end`.
 
-        A stream that breaks is taken up where it broke, until the gateway has been away for `patience` seconds.
+        A broken stream is resumed, until the gateway has been away for `patience` seconds.
         """
         away_since: float | None = None
         pause = 0.05
         while True:
             try:
                 with self._request("GET", _path(task_id, f"/events?from={start}")) as response:
-                    if response.status == 204:  # it had ended before
+                    if response.status == 204:  # the stream ended before `start`
                         return
                     for event in _parse(response):
                         start, away_since, pause = event["position"] + 1, None, 0.05
@@ -108,7 +108,7 @@ class Gateway:
             pause = min(1.0, 2 * pause)
 
     def chat(self, request: Mapping[str, Any]) -> Generator[str]:
-        """The answer to `messages` as it comes, by /v1/chat/completions. To close the generator is to cancel it."""
+        """The answer to `messages` as it comes, from /v1/chat/completions. Closing the generator cancels it."""
         with self._request("POST", "/v1/chat/completions", {**request, "stream": True}) as response:
             for line in response:
                 name, _, value = line.decode().rstrip("\r\n").partition(": ")
@@ -146,7 +146,7 @@ class Gateway:
 
 
 def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The events in a stream's lines. Raises Refused for an `error`."""
+    """The events in a stream's lines. Raises Refused for an `error` event."""
     kind = ""
     for line in lines:
         name, _, value = line.decode().rstrip("\n").partition(": ")
@@ -164,7 +164,7 @@ def _path(task_id: str, rest: str = "") -> str:
 
 
 def _error(response: HTTPResponse) -> dict[str, Any]:
-    """The error in an answer, also where that did not come from a gateway."""
+    """The error in an answer, also in one from a proxy or another server."""
     text = response.read().decode(errors="replace")
     try:
         error = json.loads(text)["error"]

@@ -1,4 +1,4 @@
-"""`penstock completion`: what makes a shell complete penstock's commands, options and models."""
+"""`penstock completion`: scripts that make a shell complete penstock's commands, options and models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from workers.cli.exits import PROCESS_STATUS
 
 
 class Shell(StrEnum):
-    """The shells there is a script for."""
+    """Shells that have a completion script."""
 
     BASH = "bash"
     ZSH = "zsh"
     FISH = "fish"
 
 
-#: Set where a shell asks what may come next.
+#: The environment variable that a shell sets when it asks for completions.
 COMPLETE: Final = "_PENSTOCK_COMPLETE"
-#: Each asks penstock itself, which answers when _PENSTOCK_COMPLETE says for which shell (typer's own protocol).
+#: Each script asks penstock itself. It answers for the shell that _PENSTOCK_COMPLETE names (typer's own protocol).
 _SCRIPTS: Final = {
     Shell.BASH: """\
 _penstock_completion() {
@@ -49,9 +49,9 @@ complete --command penstock --no-files --condition '__penstock_complete is-args'
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     example = "Example: penstock completion bash > ~/.local/share/bash-completion/completions/penstock"
-    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="This command")(completion)
+    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Shell")(completion)
 
 
-def completion(shell: Annotated[Shell, typer.Argument(help="Whose script to print.")]) -> None:
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print a script for.")]) -> None:
     """Print a shell's completion script. For this session: eval "$(penstock completion bash)"."""
     typer.echo(_SCRIPTS[shell])

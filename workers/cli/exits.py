@@ -1,4 +1,4 @@
-"""Exit statuses that scripts can rely on, the error that carries one, and what is not installed as such an error."""
+"""Exit statuses that scripts can rely on, the exception that carries one, and a guard for optional imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 
 class Exit(IntEnum):
-    """What a command's exit status says."""
+    """A command's exit statuses."""
 
     OK = 0
     TASK_FAILED = 1
@@ -19,12 +19,12 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-#: For the end of a --help page.
+#: Last lines of --help pages: callers' commands, operators' commands, processes.
 CALLER_STATUS: Final = (
     "Exit status: 0 done, 1 the task failed or was cancelled, 2 refused, 3 no answer from the gateway, 4 timed out, "
     "130 interrupted."
 )
-MINDER_STATUS: Final = (
+OPERATOR_STATUS: Final = (
     "Exit status: 0 done, 1 failed, 2 refused, 3 no answer from broker, store or gateway, 130 interrupted."
 )
 PROCESS_STATUS: Final = "Exit status: 0 stopped as told, 1 failed, 2 refused to start, 130 stopped at once."

@@ -1,4 +1,4 @@
-"""Options that several commands have, each with one meaning and one help text."""
+"""Options that several commands share, each with one meaning and one help text."""
 
 from __future__ import annotations
 
@@ -11,152 +11,205 @@ import typer
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
+#: Options' former names -> today's. They work for one more release, and --help does not show them.
+RENAMED: Final = {
+    "alone": "exclusive",
+    "cache": "cache-dir",
+    "drain": "drain-timeout",
+    "folder": "report-dir",
+    "head": "head-bits",
+    "i-know": "confirm",
+    "kills": "min-kills",
+    "letters-kept": "dead-letter-days",
+    "longest": "max-output-tokens",
+    "max-deaths": "max-worker-deaths",
+    "open-tasks": "concurrency",
+    "pause": "max-interval",
+    "replay": "plan",
+    "shared-prefix": "shared-prefix-tokens",
+    "spot-endpoint": "spot-metadata-url",
+    "spot-notice": "spot-provider",
+    "spread": "length-spread",
+    "step-limit": "max-step-seconds",
+    "unhurried-tokens": "max-non-priority-step-tokens",
+    "warm-up": "warm-up-requests",
+}
 
-#: What clocks and servers can still reckon with: 30 years, in seconds.
+
+def todays_name(name: str) -> str:
+    """An option's name of today, for a name that may be a former one."""
+    return RENAMED.get(name, name)
+
+
+#: The longest time that clocks and servers can still reckon with: 30 years, in seconds.
 LONGEST: Final = 1e9
 
 
 def finite(time: float | None) -> float | None:
-    """Of an option that is a length of time, or is not given. Raises typer.BadParameter."""
+    """Checks an option's length of time (s), or None. Raises typer.BadParameter."""
     if time is None:
         return None
     if not math.isfinite(time):
-        raise typer.BadParameter(f"{time} is no length of time")
+        raise typer.BadParameter(f"{time} is not a length of time")
     if time > LONGEST:
         raise typer.BadParameter(f"{time:g} is too long a time: {LONGEST:g} is the most")
     return time
 
 
 def process_name(name: str | None) -> str | None:
-    """Of an option that is the name of a process, or is not given. Raises typer.BadParameter."""
+    """Checks an option's process name, or None. Raises typer.BadParameter."""
     if name is not None and not re.fullmatch(r"[!-~]{1,512}", name):
-        raise typer.BadParameter(f"{name!r} must be 1 to 512 letters, digits or signs of ASCII, without spaces")
+        raise typer.BadParameter(
+            f"{name!r} must be 1 to 512 ASCII letters, digits or punctuation marks, without spaces"
+        )
     return name
 
 
 def _origins(origins: list[str] | None) -> list[str] | None:
-    """Raises typer.BadParameter for what no browser would send as Origin."""
+    """Checks origins. Raises typer.BadParameter for one that no browser would send."""
     for origin in origins or ():
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
-            raise typer.BadParameter(f"{origin!r} is no origin: that is SCHEME://HOST or SCHEME://HOST:PORT, or *")
+            raise typer.BadParameter(f"{origin!r} is not an origin; it must be SCHEME://HOST, SCHEME://HOST:PORT or *")
     return origins
 
 
-def _known(notice: str | None) -> str | None:
+def _provider(notice: str | None) -> str | None:
     if notice not in (None, "aws"):
-        raise typer.BadParameter(f"{notice!r} is not known; there is aws")
+        raise typer.BadParameter(f"{notice!r} is unknown; the only provider is aws")
     return notice
 
 
-Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="Where the gateway is.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Longest output; unset: as far as the context goes.")]
-MinTokens = Annotated[int | None, typer.Option(help="Shortest output.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0: all.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from this much probability.")]
-MinP = Annotated[float | None, typer.Option(help="Leave out what is less likely than this share of the likeliest.")]
-TypicalP = Annotated[float | None, typer.Option(help="Sample from this much probability of the least surprising.")]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1: tokens that were there before are less likely.")
+LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
+Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most output tokens. Unset: up to the end of the context.")]
+MinTokens = Annotated[int | None, typer.Option(help="Fewest output tokens.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. 0: greedy. Unset: the model's default.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens. 0: among all.")]
+TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens up to this total probability.")]
+MinP = Annotated[
+    float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest token's probability.")
 ]
-PresencePenalty = Annotated[float | None, typer.Option(help="Above 0: less likely once they were written.")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="Above 0: less likely each time they were written.")]
-Seed = Annotated[int | None, typer.Option(help="Makes the output repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")]
-Outputs = Annotated[int | None, typer.Option("-n", help="How many outputs.")]
-DType = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
+TypicalP = Annotated[
+    float | None, typer.Option(help="Sample among the most typical tokens up to this total probability.")
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: makes tokens of the prompt and output less likely.")
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Above 0: makes tokens less likely once they occur in the output.")
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="Above 0: makes tokens less likely for each time they occur in the output.")
+]
+Seed = Annotated[int | None, typer.Option(help="Random seed; the same seed repeats the output.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output. May be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
+Outputs = Annotated[int | None, typer.Option("-n", help="Number of outputs.")]
+DType = Annotated[
+    str | None, typer.Option(help="Data type of weights and activations: auto, float32, bfloat16 or float16.")
+]
 Quantization = Annotated[
     str | None,
-    typer.Option(help="none, or fp8: weights and activations in 8 bits, on CUDA from compute capability 8.9."),
+    typer.Option(help="none, or fp8: 8-bit weights and activations, on GPUs from compute capability 8.9."),
 ]
 KvCacheDType = Annotated[
     str | None,
-    typer.Option(help="auto, int8 or fp8: keys and values in 8 bits, for more context in the same memory."),
+    typer.Option(help="auto, or int8 or fp8: 8-bit keys and values, which leave memory for more context."),
 ]
 Deterministic = Annotated[
     bool,
     typer.Option(
-        "--deterministic", help="Output that depends on no neighbour, chunk or interruption, to the bit; slower."
+        "--deterministic",
+        help="Make outputs identical to the bit whatever runs beside a task, however its prompt is cut, and after "
+        "interruptions. Slower.",
     ),
 ]
 Speculate = Annotated[
     str | None,
     typer.Option(
-        help="Guess tokens and compute several in one step, with the same output: lookup (what followed the same words "
-        "before), draft (a smaller model), none; unset: draft with --draft-model, else none."
+        help="Speculative decoding: none, lookup (guess what followed the same words before) or draft (guess with a "
+        "smaller model). The output stays the same. Unset: draft with --draft-model, else none."
     ),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option(help="The smaller model that guesses, named as MODEL is; it has the model's own vocabulary."),
+    typer.Option(help="A smaller model that guesses tokens, named like MODEL; it must have the same vocabulary."),
 ]
-SpeculateTokens = Annotated[
-    int | None, typer.Option(min=1, max=16, help="Tokens guessed at a time, at most; unset: 5.")
-]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+SpeculateTokens = Annotated[int | None, typer.Option(min=1, max=16, help="Most tokens guessed at a time. Unset: 5.")]
+Device = Annotated[str | None, typer.Option(help="Where the model runs: auto, cpu or cuda.")]
 Gpus = Annotated[
     str | None,
-    typer.Option(help="One process for each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
+    typer.Option(help="Run one worker on each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; unset: as many as cores, or as a container may use.")]
-StepLimit = Annotated[
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Unset: the cores that the machine or container has.")]
+MaxStepSeconds = Annotated[
     float,
     typer.Option(
         min=0,
         callback=finite,
-        help="Seconds after which a step is taken to hang: tasks go elsewhere, and the worker ends. 0: off.",
+        help="Longest engine step. After that the step counts as hung: the worker hands its tasks back and exits. "
+        "0: no limit.",
     ),
 ]
-MaxDeaths = Annotated[
-    int, typer.Option(min=1, help="Workers that a task may lose, with no new token, before it is given up.")
+MaxWorkerDeaths = Annotated[
+    int,
+    typer.Option(min=1, help="Give a task up when this many workers died on it without one new token."),
 ]
-SpotNotice = Annotated[
+SpotProvider = Annotated[
     str | None,
     typer.Option(
-        callback=_known, help="aws: drain when the instance is about to be taken away; unset: nobody is asked."
+        callback=_provider,
+        help="Drain when this provider announces the end of the spot instance: aws. Unset: do not ask.",
     ),
 ]
-SpotEndpoint = Annotated[str | None, typer.Option(help="Where the instance's metadata are; unset: where AWS has them.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences in one batch.")]
-MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens computed in one step.")]
-UnhurriedTokens = Annotated[
+SpotMetadataUrl = Annotated[
+    str | None, typer.Option(help="URL of the instance's metadata service. Unset: the provider's own.")
+]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences in one batch.")]
+MaxBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens computed in one engine step.")]
+MaxNonPriorityStepTokens = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a step without a prompt of the priority tier: such a request may have to wait for one; "
-        "unset: as many as of any."
+        help="Most tokens in a step that computes no prompt of the priority tier. A small number lets priority "
+        "requests start sooner. Unset: --max-batched-tokens."
     ),
 ]
-KvCacheBytes = Annotated[int | None, typer.Option(help="Memory for keys and values.")]
+KvCacheBytes = Annotated[int | None, typer.Option(help="Memory for the KV cache, in bytes.")]
 MemoryShare = Annotated[
     float | None,
-    typer.Option(help="Part of a GPU's memory to take where --kv-cache-bytes is not given; unset: 0.85."),
+    typer.Option(help="Share of the GPU's memory to use, unless --kv-cache-bytes is given. Unset: 0.85."),
 ]
 MaxQueued = Annotated[
     int | None,
-    typer.Option(min=1, help="Tasks of a pool that may wait; more are refused with 429, lower tiers first."),
+    typer.Option(min=1, help="Most tasks that may wait for a pool. More are refused with 429, lower tiers first."),
 ]
-MaxQueuedPerTenant = Annotated[int | None, typer.Option(min=1, help="Tasks of one tenant that may wait in a pool.")]
+MaxQueuedPerTenant = Annotated[
+    int | None, typer.Option(min=1, help="Most tasks of one tenant that may wait for a pool.")
+]
 CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ORIGIN",
         callback=_origins,
-        help="Let web pages of this origin (https://chat.example.org; * for all) call the gateway. May be repeated; "
-        "unset: none.",
+        help="Let web pages of this origin call the gateway: https://chat.example.org, or * for all. May be repeated. "
+        "Unset: none.",
     ),
 ]
 
 
-def check_spot(notice: str | None, endpoint: str | None) -> None:
-    """Raises typer.BadParameter for an endpoint that nobody would ask, or that is none."""
-    if endpoint is not None and (notice is None or not endpoint.startswith(("http://", "https://"))):
-        raise typer.BadParameter("it is a URL, http://..., beside --spot-notice", param_hint="--spot-endpoint")
+def check_spot(provider: str | None, url: str | None) -> None:
+    """Checks the metadata service's URL. Raises typer.BadParameter without a provider, or for another kind of text."""
+    if url is not None and (provider is None or not url.startswith(("http://", "https://"))):
+        raise typer.BadParameter(
+            "must be a URL (http://...), and needs --spot-provider", param_hint="--spot-metadata-url"
+        )
 
 
 def health_ports(first: int | None, workers: int) -> list[int | None]:
-    """One for each of so many workers: the first one's, and those that follow it; 0 is any, for all. Raises
-    typer.BadParameter where there are not as many."""
+    """A port for each worker, counted up from the first one's; 0 means any free port, for all.
+
+    Raises typer.BadParameter where the last port would be above 65535.
+    """
     if first is None or first == 0:
         return [first] * workers
     if first + workers - 1 > 65535:
@@ -168,8 +221,11 @@ def health_ports(first: int | None, workers: int) -> list[int | None]:
 
 
 def said_again(context: typer.Context, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[str]:
-    """What the command line said of its options, to be said to another command; but for what has its place in the
-    environment. `only` these, or all `without` those, by the names of the parameters."""
+    """The command line's options, as arguments for another command.
+
+    Left out are options with their default, and those that an environment variable carries. `only` and `without` are
+    names of parameters.
+    """
     argv: list[str] = []
     for option in context.command.params:
         value = context.params.get(str(option.name))
@@ -182,6 +238,6 @@ def said_again(context: typer.Context, *, only: Sequence[str] = (), without: Seq
 
 
 def speculation(speculate: str | None, draft_model: str | None, speculate_tokens: int | None) -> dict[str, Any]:
-    """Of EngineConfig, but for the draft model, which is still named as the caller did."""
+    """EngineConfig's fields of speculative decoding. `draft_model` is still the caller's name, not a folder."""
     chosen = "draft" if speculate is None and draft_model is not None else speculate
     return {"speculate": chosen, "draft_model": draft_model, "speculate_tokens": speculate_tokens}

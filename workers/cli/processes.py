@@ -1,4 +1,4 @@
-"""`penstock worker`, `gateway` and `sweeper`: one process each, for the Procfile and for whoever runs many."""
+"""`penstock worker`, `gateway` and `sweeper`: one process each, as the Procfile starts them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from workers.cli.options import (
     Gpus,
     KvCacheBytes,
     KvCacheDType,
+    LogLevel,
     MaxBatchedTokens,
-    MaxDeaths,
+    MaxNonPriorityStepTokens,
     MaxNumSeqs,
     MaxQueued,
     MaxQueuedPerTenant,
+    MaxStepSeconds,
+    MaxWorkerDeaths,
     MemoryShare,
     Quantization,
     Speculate,
     SpeculateTokens,
-    SpotEndpoint,
-    SpotNotice,
-    StepLimit,
+    SpotMetadataUrl,
+    SpotProvider,
     Threads,
-    UnhurriedTokens,
     check_spot,
     finite,
     health_ports,
@@ -50,22 +51,24 @@ Broker = Annotated[
     str,
     typer.Option(
         envvar="BROKER_URL",
-        help="The Redis or Valkey server with the queues: redis://HOST:PORT/DB, or redis+sentinel://HOST:PORT,.../NAME/DB.",
+        help="The Redis or Valkey server that holds the queues: redis://HOST:PORT/DB, or "
+        "redis+sentinel://HOST:PORT,.../NAME/DB.",
     ),
 ]
-#: Of commands that mind a system: without it, that of `penstock up` here.
+#: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
 AnyBroker = Annotated[
     str | None,
     typer.Option(
-        envvar="BROKER_URL", help="The server with the queues; unset: that of `penstock up` in this directory."
+        envvar="BROKER_URL",
+        help="The server that holds the queues. Unset: the server of `penstock up` in this directory.",
     ),
 ]
 Store = Annotated[
-    str | None, typer.Option(envvar="STORE_URL", help="The one with records and streams; unset: the broker.")
+    str | None,
+    typer.Option(envvar="STORE_URL", help="The server that holds records and token streams. Unset: the broker."),
 ]
-#: -P: a folder named `workers` where the user happens to be is not ours.
+#: -P keeps a folder named `workers` in the current directory from being imported instead of ours.
 PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -86,30 +89,34 @@ def worker(
     model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
     store: Store = None,
     name: Annotated[
-        str | None, typer.Option(callback=process_name, help="Of this process, in leases and logs; unset: HOST.PID.")
+        str | None, typer.Option(callback=process_name, help="This process's name in leases and logs. Unset: HOST.PID.")
     ] = None,
     lease: Annotated[
-        float, typer.Option(min=1, callback=finite, help="Seconds of silence after which its tasks go to others.")
+        float,
+        typer.Option(
+            min=1, callback=finite, help="Seconds without a heartbeat after which other workers take its tasks."
+        ),
     ] = 10.0,
-    drain: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on at SIGTERM.")
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after SIGTERM."),
     ] = 30.0,
-    max_deaths: MaxDeaths = 3,
-    step_limit: StepLimit = 180.0,
+    max_worker_deaths: MaxWorkerDeaths = 3,
+    max_step_seconds: MaxStepSeconds = 180.0,
     health_port: Annotated[
         int | None,
         typer.Option(
             min=0,
             max=65535,
-            help="Serve /livez and /readyz on this port; with --gpus the first worker, each other one on the next. "
-            "0: any that is free; unset: nowhere.",
+            help="Serve /livez and /readyz on this port. With --gpus, the first worker uses it and each further worker "
+            "the next one. 0: any free port. Unset: no port.",
         ),
     ] = None,
-    spot_notice: SpotNotice = None,
-    spot_endpoint: SpotEndpoint = None,
+    spot_provider: SpotProvider = None,
+    spot_metadata_url: SpotMetadataUrl = None,
     max_num_seqs: MaxNumSeqs = None,
     max_batched_tokens: MaxBatchedTokens = None,
-    unhurried_tokens: UnhurriedTokens = None,
+    max_non_priority_step_tokens: MaxNonPriorityStepTokens = None,
     kv_cache_bytes: KvCacheBytes = None,
     memory_share: MemoryShare = None,
     dtype: DType = None,
@@ -124,16 +131,14 @@ def worker(
     threads: Threads = None,
     events: Annotated[
         bool,
-        typer.Option(
-            "--task-events", "-E", help="Send Celery's task events, as `celery control enable_events` makes it."
-        ),
+        typer.Option("--task-events", "-E", help="Send Celery's task events, as after `celery control enable_events`."),
     ] = False,
     log_level: LogLevel = "info",
 ) -> None:
-    """Serve a model: take tasks from its queue, run them in the engine, publish their tokens."""
-    check_spot(spot_notice, spot_endpoint)
+    """Serve a model: take tasks from its queue, run them in the engine and publish their tokens."""
+    check_spot(spot_provider, spot_metadata_url)
     if gpus is not None:
-        raise typer.Exit(_one_for_each(context, gpus, name, drain))
+        raise typer.Exit(_one_for_each(context, gpus, name, drain_timeout))
     with needs("worker"):
         from engine.errors import EngineError
         from workers.errors import Refused
@@ -142,7 +147,7 @@ def worker(
     asked: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_batched_tokens,
-        "unhurried_tokens": unhurried_tokens,
+        "unhurried_tokens": max_non_priority_step_tokens,
         "kv_cache_bytes": kv_cache_bytes,
         "memory_share": memory_share,
         "dtype": dtype,
@@ -160,12 +165,12 @@ def worker(
         model,
         engine=engine,
         lease=lease,
-        drain=drain,
-        max_deaths=max_deaths,
-        step_limit=step_limit,
+        drain=drain_timeout,
+        max_deaths=max_worker_deaths,
+        step_limit=max_step_seconds,
         health_port=health_port,
-        spot_notice=spot_notice,
-        spot_endpoint=spot_endpoint,
+        spot_notice=spot_provider,
+        spot_endpoint=spot_metadata_url,
         events=events,
     )
     if name is not None:
@@ -178,7 +183,7 @@ def worker(
 
 
 def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: float) -> int:
-    """This command once for each GPU, with what else was said on its line."""
+    """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
     import asyncio
     import os
     import socket
@@ -198,7 +203,7 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
         argv += ["--threads", str(threads_of_each(len(gpus)))]
 
     def say(name: str, line: str) -> None:
-        with suppress(OSError):  # nobody reads it any more: no reason to stop serving
+        with suppress(OSError):  # nobody reads the output any more: go on serving
             typer.echo(f"{name} | {line}", err=True)
 
     each = programs(gpus, argv, _urls(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
@@ -206,7 +211,7 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
 
 
 def _urls(context: typer.Context) -> dict[str, str]:
-    """For the environment: they may have passwords in them."""
+    """The servers' URLs by environment variable. They may hold passwords, so they stay off the command line."""
     found = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
     return {name: str(value) for name, value in found.items() if isinstance(name, str) and value is not None}
 
@@ -215,25 +220,28 @@ def gateway(
     broker: Broker,
     store: Store = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    drain: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Seconds that open streams may go on at SIGTERM.")
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")] = 8000,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds that open streams may go on after SIGTERM."),
     ] = 30.0,
     reader_lease: Annotated[
         float,
-        typer.Option(min=1, callback=finite, help="Seconds after which a request is cancelled whose gateway died."),
+        typer.Option(
+            min=1, callback=finite, help="Seconds after a gateway died at which its open requests are cancelled."
+        ),
     ] = 15.0,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
     await_model: Annotated[
         list[str] | None,
-        typer.Option(help="Answer /readyz with 503 until a worker has served this model. May be repeated."),
+        typer.Option(help="Answer /readyz with 503 until a worker serves this model. May be repeated."),
     ] = None,
     log_level: LogLevel = "info",
-    fd: Annotated[int | None, typer.Option(hidden=True, help="A socket that listens already.")] = None,
+    fd: Annotated[int | None, typer.Option(hidden=True, help="File descriptor of a listening socket.")] = None,
 ) -> None:
-    """Serve the HTTP API."""
+    """Serve the HTTP API: OpenAI's endpoints, tasks and metrics."""
     import socket
 
     with needs("gateway"):
@@ -245,7 +253,7 @@ def gateway(
         store or broker,
         host,
         port,
-        drain=drain,
+        drain=drain_timeout,
         reader_lease=reader_lease,
         max_queued=max_queued,
         max_queued_per_tenant=max_queued_per_tenant,
@@ -262,24 +270,28 @@ def sweeper(
     store: Store = None,
     name: Annotated[
         str | None,
-        typer.Option(callback=process_name, help="Of this process, its own alone; unset: HOST.PID and more."),
+        typer.Option(callback=process_name, help="This process's name, which must be unique. Unset: made up."),
     ] = None,
     lease: Annotated[
-        float, typer.Option(min=1, callback=finite, help="Seconds of silence after which another sweeper leads.")
+        float,
+        typer.Option(min=1, callback=finite, help="Seconds without a heartbeat after which another sweeper leads."),
     ] = 5.0,
     compact_after: Annotated[
         float,
-        typer.Option(min=0, callback=finite, help="Seconds after a task is settled that its stream is compacted."),
+        typer.Option(min=0, callback=finite, help="Seconds between a task's settlement and its stream's compaction."),
     ] = 60.0,
-    letters_kept: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Days that a dead letter is kept.")
+    dead_letter_days: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Days that dead letters are kept.")
     ] = 14.0,
     reader_lease: Annotated[
-        float, typer.Option(min=1, callback=finite, help="As the gateways' --reader-lease.")
+        float, typer.Option(min=1, callback=finite, help="The same as the gateways' --reader-lease.")
     ] = 15.0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Compact streams. One leads."""
+    """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Compact finished streams.
+
+    Any number may run: one leads, and another takes over within seconds when it dies.
+    """
     import asyncio
 
     from producers.sweeper.sweeper import SweeperSettings
@@ -291,7 +303,7 @@ def sweeper(
         lease=lease,
         reader_lease=reader_lease,
         compact_after=compact_after,
-        letters_kept=letters_kept * 24 * 3600,
+        letters_kept=dead_letter_days * 24 * 3600,
     )
     if name is not None:
         settings = replace(settings, name=name)
@@ -301,7 +313,7 @@ def sweeper(
 
 
 async def sweep(settings: SweeperSettings) -> None:
-    """Lead, or wait to, until SIGTERM or SIGINT."""
+    """Run a sweeper, as leader or in reserve, until SIGTERM or SIGINT."""
     import asyncio
     import signal
     from contextlib import suppress
@@ -318,19 +330,19 @@ async def sweep(settings: SweeperSettings) -> None:
 
 
 def open_port(host: str, port: int) -> Any:
-    """A listening socket. Raises Failure where the address is not to be had."""
+    """A listening socket. Raises Failure where the address cannot be bound."""
     with needs("gateway"):
         from producers.gateway.server import listen
     try:
         return listen(host, port)
     except OSError as error:
         raise Failure(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --port (0: any)"
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --port (0: any free)"
         ) from error
 
 
 def _look_at(broker: str, store: str | None) -> None:
-    """Raises ServerRefused for servers that cannot be used; those that are away are waited for."""
+    """Check broker and store. Raises ServerRefused for an unusable server; waits for one that does not answer."""
     from producers.store.servers import check_server
 
     for url, role in {store or broker: "store", broker: "broker"}.items():
@@ -354,7 +366,7 @@ def _log(level: str) -> None:
 
 
 def checked_level(name: str) -> str:
-    """A log level as Python's logging names it. Raises Failure."""
+    """The log level as Python's logging names it. Raises Failure for an unknown one."""
     if name.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise Failure(f"--log-level is {name!r}; it must be debug, info, warning or error")
     return name.upper()

@@ -1,4 +1,4 @@
-"""`penstock submit`, `tail`, `result` and `cancel`: a caller's commands. They need a gateway's URL and nothing else."""
+"""`penstock submit`, `tail`, `result` and `cancel`: a caller's commands. They need only a gateway's URL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from workers.cli.client import Gateway
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON: an object, or for a stream one event a line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one event a line for a stream.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,13 +52,15 @@ def add_to(app: typer.Typer) -> None:
 
 
 def submit(
-    model: Annotated[str, typer.Argument(help="A model that `up` or a worker serves.")],
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
+    ],
     chat: Annotated[
-        bool, typer.Option("--chat", help="PROMPT is a user's message, which the model's chat template writes.")
+        bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
-    tier: Annotated[str, typer.Option(help="priority, default, flex or batch.")] = "default",
+    tier: Annotated[str, typer.Option(help="Service tier: priority, default, flex or batch.")] = "default",
     max_tokens: MaxTokens = None,
     min_tokens: MinTokens = None,
     temperature: Temperature = None,
@@ -70,36 +72,48 @@ def submit(
     presence_penalty: PresencePenalty = None,
     frequency_penalty: FrequencyPenalty = None,
     logit_bias: Annotated[
-        list[str] | None, typer.Option(metavar="ID=NUMBER", help="Added to a token's logit; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="ID=NUMBER", help="Add NUMBER to the logit of token ID. May be repeated."),
     ] = None,
     allow_token: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="Nothing but these tokens; may be repeated.")
+        list[int] | None, typer.Option(metavar="ID", help="Allow only these tokens. May be repeated.")
     ] = None,
     ban_token: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="Never this token; may be repeated.")
+        list[int] | None, typer.Option(metavar="ID", help="Never sample this token. May be repeated.")
     ] = None,
-    bad_word: Annotated[list[str] | None, typer.Option(help="Never this text; may be repeated.")] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never write this text. May be repeated.")] = None,
     seed: Seed = None,
     stop: Stop = None,
     stop_token: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="Token that ends the output; may be repeated.")
+        list[int] | None, typer.Option(metavar="ID", help="Token that ends the output. May be repeated.")
     ] = None,
-    include_stop: Annotated[bool, typer.Option("--include-stop", help="Keep the stop text that ended it.")] = False,
+    include_stop: Annotated[
+        bool, typer.Option("--include-stop", help="Keep the stop text at the output's end.")
+    ] = False,
     ignore_eos: IgnoreEos = False,
     n: Outputs = None,
-    best_of: Annotated[int | None, typer.Option(help="Make so many outputs and give the likeliest.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Alternatives to each token; see --json.")] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="How likely the prompt was, with so many alternatives; see --json.")
+    best_of: Annotated[
+        int | None, typer.Option(help="Make this many outputs and return the likeliest -n of them.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which the task ends with what it has.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="On whose behalf.")] = None,
-    metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help="Yours; may be repeated.")] = None,
-    ttl: Annotated[int | None, typer.Option(help="Seconds that the result is kept.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Return log probabilities with this many alternatives a token; needs --json.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(help="The same for the prompt's tokens; needs --json."),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the task ends with the output so far.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="The tenant that the task belongs to.")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=TEXT", help="Metadata kept with the task. May be repeated.")
+    ] = None,
+    ttl: Annotated[int | None, typer.Option(help="Seconds for which the result is kept.")] = None,
     as_json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Queue a task and print its id, or its text as it comes."""
+    """Submit a task and print its id, or with --stream its text as it comes."""
     gateway = _gateway(url)
     text = text_from(sys.stdin.read) if prompt == "-" else prompt
     asked = {
@@ -134,7 +148,7 @@ def submit(
         "metadata": dict(map(_pair, metadata)) if metadata else None,
         "ttl": ttl,
     }
-    # Unset is left out, so that defaults are the gateway's; and what is wrong is for it alone to say.
+    # Unset fields are left out: defaults and validation are the gateway's.
     task = gateway.submit({name: value for name, value in asked.items() if value is not None})
     if stream:
         if not as_json:
@@ -150,7 +164,7 @@ def tail(
     as_json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Print a task's text, from any position, as it comes."""
+    """Print a task's text as it comes, from any position."""
     gateway = _gateway(url)
     _follow(gateway, gateway.task(task_id), start, as_json)
 
@@ -158,12 +172,12 @@ def tail(
 def result(
     task_id: TaskId,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Longest wait in seconds; 0 only looks; unset: as long as it takes.")
+        float | None, typer.Option(min=0, help="Longest wait (s). 0: do not wait. Unset: until it ends.")
     ] = None,
     as_json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Wait for a task's end and print its text."""
+    """Wait until a task ends and print its text."""
     from workers.cli.client import FINAL
     from workers.cli.terminal.show import choices, printable
 
@@ -173,7 +187,9 @@ def result(
     while (task := gateway.task(task_id))["status"] not in FINAL:
         left = pause if give_up is None else give_up - time.monotonic()
         if left <= 0:
-            raise Failure(f"task {task_id} is still {task['status']} after {timeout:g} s; it goes on", Exit.TIMEOUT)
+            raise Failure(
+                f"task {task_id} is still {task['status']} after {timeout:g} s; it was not cancelled", Exit.TIMEOUT
+            )
         time.sleep(min(pause, left))
         pause = min(0.5, 1.5 * pause)
     typer.echo(json.dumps(task) if as_json else printable(choices(task["choices"]), sys.stdout.isatty()))
@@ -181,7 +197,10 @@ def result(
 
 
 def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """Ask for a task's end. Accepted: it will end `cancelled`. Exit status 1: it was final before."""
+    """Cancel a task. Prints whether the cancel was accepted.
+
+    Exit status 1: the task had ended before.
+    """
     answer = _gateway(url).cancel(task_id)
     if as_json:
         typer.echo(json.dumps(answer))
@@ -192,7 +211,7 @@ def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> No
 
 
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
-    """Show a task's events. Raises Failure for a task that failed, and for what broke off: it says how to go on."""
+    """Show a task's events. Raises Failure if the task failed or the stream broke; it says how to resume."""
     from workers.cli.terminal.show import JsonLines, TextStream
 
     shown = JsonLines() if as_json else TextStream(task["n"])
@@ -215,7 +234,7 @@ def _tail(task: dict[str, Any], last: dict[str, Any]) -> str:
 
 
 def _end(task_id: str, status: str, error: dict[str, Any] | None) -> None:
-    """A task that failed is a failure of the command."""
+    """Raises Failure for a task that failed or was cancelled."""
     if status in ("failed", "cancelled"):
         what = "was cancelled" if status == "cancelled" else "failed"
         raise Failure(f"task {task_id} {what}{': ' + error['message'] if error else ''}", Exit.TASK_FAILED)
@@ -232,11 +251,11 @@ def _bias(text: str) -> tuple[str, float]:
     try:
         return token_id, float(bias)
     except ValueError:
-        raise Failure(f"--logit-bias is {text!r}; it looks like 318=-100") from None
+        raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None
 
 
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise Failure(f"--metadata is {text!r}; it looks like KEY=TEXT")
+        raise Failure(f"--metadata is {text!r}; it must be KEY=TEXT")
     return key, value

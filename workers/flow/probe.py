@@ -51,7 +51,7 @@ def check_model(engine: Any, model: str, seconds: float) -> None:
 
     ask(engine, hear)
     if not answered.wait(seconds or None):
-        raise RuntimeError(f"the engine has not computed one token within {seconds:g} s (--step-limit)")
+        raise RuntimeError(f"the engine has not computed one token within {seconds:g} s (--max-step-seconds)")
     if said[0] == NOT_FINITE:
         raise Refused(
             f"cannot serve {model}: after {PROMPT!r}, {NOT_FINITE}. Its weights are damaged, or too large for this "

@@ -18,7 +18,7 @@ from typing import Final
 
 logger = logging.getLogger(__name__)
 
-#: The address is the same in every region; IPv6 instances have another (`--spot-endpoint`).
+#: The address is the same in every region; IPv6 instances have another (`--spot-metadata-url`).
 ENDPOINT: Final = "http://169.254.169.254"
 #: Seconds between two looks, as AWS recommends; that an answer may take; and that a token is good for.
 PERIOD_S: Final = 5.0

@@ -71,7 +71,7 @@ class Watchdog(threading.Thread):
         seconds, suspects = self._engine.stepping()
         if limit and seconds > limit:
             self._give_up(
-                f"a step has not ended for {seconds:.0f} s (--step-limit {limit:g}); it computes {len(suspects)} tasks",
+                f"a step has not ended for {seconds:.0f} s (--max-step-seconds {limit:g}) for {len(suspects)} tasks",
                 suspects,
             )
 

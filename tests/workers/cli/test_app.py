@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from tests.producers.gateway.conftest import until
 from tests.workers.cli.conftest import Run
+from workers.cli.app import app
+from workers.cli.options import RENAMED
 
 COMMANDS = ["up", "demo", "run", "chat", "models", "bench", "submit", "tail", "result", "cancel"]
 COMMANDS += ["worker", "gateway", "sweeper", "completion"]
@@ -62,6 +67,19 @@ def test_the_version_is_the_distributions(run: Run) -> None:
     assert run("--version").out.strip() == version("penstock")
 
 
+@pytest.mark.parametrize(("former", "name"), RENAMED.items())
+def test_a_former_name_of_an_option_still_works_and_no_help_shows_it(run: Run, former: str, name: str) -> None:
+    root: Any = typer.main.get_command(app)
+    found = [(one, param) for one in root.commands.values() for param in one.params if f"--{name}" in param.opts]
+    assert found
+    for command, param in found:
+        argv = [f"--{former}"] if param.is_flag else [f"--{former}", "1"]
+        parent = root.make_context("penstock", [command.name])
+        context = command.make_context(command.name, argv, parent=parent, resilient_parsing=True)
+        assert context.get_parameter_source(param.name).name == "COMMANDLINE"
+        assert not re.search(rf"--{former}\s", run(command.name, "--help").out)
+
+
 def test_an_unknown_command_has_status_2(run: Run) -> None:
     assert run("sumbit").status == 2
 
@@ -83,7 +101,7 @@ def test_callers_commands_load_neither_engine_nor_server() -> None:
         (("gateway", "--broker", "amqp://x"), "is not spoken to here"),
         (("gateway", "--broker", "redis://x", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1 port 8000"),
         (("sweeper", "--broker", "amqp://x"), "is not spoken to here"),
-        (("up", "--store", "redis://x"), "--store goes with --broker"),
+        (("up", "--store", "redis://x"), "--store needs --broker"),
         (("up", "--model", "nowhere/at/all", "--port", "0"), "no model 'nowhere/at/all'"),
         (("up", "--model", "tiny", "--model", "tiny", "--port", "0"), "two models are named 'tiny'"),
         (("up", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),

@@ -153,7 +153,7 @@ class TestUrl:
         "url", ["", "http://", "ftp://host", "http://host:port", "http://host:99999", "redis://h", "http://[::1"]
     )
     def test_that_is_none_is_refused(self, url: str) -> None:
-        with pytest.raises(Failure, match="is no URL of a gateway") as failure:
+        with pytest.raises(Failure, match="is not a gateway's URL") as failure:
             Gateway(url)
         assert failure.value.status == Exit.REFUSED
 

@@ -30,8 +30,9 @@ def told(monkeypatch: pytest.MonkeyPatch, *options: str) -> WorkerSettings:
 def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = told(
         monkeypatch,
-        *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain", "5", "--max-deaths", "7"),
-        *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--unhurried-tokens", "32"),
+        *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain-timeout", "5"),
+        *("--max-worker-deaths", "7", "--max-num-seqs", "8", "--max-batched-tokens", "64"),
+        *("--max-non-priority-step-tokens", "32"),
         *("--kv-cache-bytes", "1000000"),
         *("--memory-share", "0.5"),
         *("--dtype", "float32", "--quantization", "none", "--deterministic", "--device", "cpu", "--threads", "1"),
@@ -62,7 +63,7 @@ def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.Monkey
     assert dataclasses.replace(told(monkeypatch), name="w") == usual
 
 
-@pytest.mark.parametrize("option", ["--drain", "--reader-lease"])
+@pytest.mark.parametrize("option", ["--drain-timeout", "--reader-lease"])
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e300"])
 def test_what_is_no_number_of_seconds_is_misuse(option: str, seconds: str) -> None:
     result = CliRunner().invoke(app, ["gateway", "--broker", URL, option, seconds])

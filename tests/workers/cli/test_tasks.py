@@ -134,10 +134,10 @@ class TestSubmit:
             (("tiny", ""), "prompt is empty"),
             (("tiny", "x", "--temperature", "-1"), "temperature is -1"),
             (("tiny", "x", "--tier", "gold"), 'tier is "gold"'),
-            (("tiny", "x", "--metadata", "k"), "--metadata is 'k'; it looks like KEY=TEXT"),
+            (("tiny", "x", "--metadata", "k"), "--metadata is 'k'; it must be KEY=TEXT"),
             (("tiny", "x", "--max-tokens", "many"), "as an integer"),
-            (("tiny",), "'prompt'"),
-            (("tiny", "x", "--url", "gopher://x"), "is no URL of a gateway"),
+            (("tiny",), "'PROMPT'"),
+            (("tiny", "x", "--url", "gopher://x"), "is not a gateway's URL"),
         ],
     )
     def test_says_what_is_wrong_with_status_2(

@@ -58,10 +58,11 @@ def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
 
 
 SAID = (
-    *("--max-deaths", "7", "--step-limit", "45", "--spot-notice", "aws", "--spot-endpoint", "http://imds"),
-    *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--unhurried-tokens", "32"),
+    *("--max-worker-deaths", "7", "--max-step-seconds", "45"),
+    *("--spot-provider", "aws", "--spot-metadata-url", "http://imds"),
+    *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--max-non-priority-step-tokens", "32"),
     *("--kv-cache-bytes", "1000000", "--memory-share", "0.5"),
-    *("--dtype", "float32", "--quantization", "none", "--deterministic", "--threads", "3", "--drain", "5"),
+    *("--dtype", "float32", "--quantization", "none", "--deterministic", "--threads", "3", "--drain-timeout", "5"),
     *("--speculate", "draft", "--draft-model", "tiny-draft", "--speculate-tokens", "3"),
 )
 
@@ -120,14 +121,14 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (("--step-limit", "inf"), "is no length of time"),
-        (("--drain", "inf"), "is no length of time"),
-        (("--spot-notice", "gcp"), "there is aws"),
-        (("--spot-endpoint", "http://imds"), "it is a URL, http://..., beside --spot-notice"),
+        (("--max-step-seconds", "inf"), "is not a length of time"),
+        (("--drain-timeout", "inf"), "is not a length of time"),
+        (("--spot-provider", "gcp"), "the only provider is aws"),
+        (("--spot-metadata-url", "http://imds"), "must be a URL (http://...), and needs --spot-provider"),
         (("--health-port", "65535", "--workers", "2"), "65535 is the last"),
         (("--max-queued", "0"), "should be greater than or equal to 1"),
-        (("--cors-origin", "https://a.example/"), "is no origin"),
-        (("--cors-origin", "a.example"), "is no origin"),
+        (("--cors-origin", "https://a.example/"), "is not an origin"),
+        (("--cors-origin", "a.example"), "is not an origin"),
     ],
 )
 def test_what_no_process_would_take_is_refused_before_any_is_started(said: tuple[str, ...], why: str) -> None:

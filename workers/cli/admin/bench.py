@@ -1,4 +1,4 @@
-"""`penstock bench`: load on a running system, through HTTP as its callers do, and how well it bears it."""
+"""`penstock bench`: puts load on a running system over HTTP and measures latencies, rates and goodput."""
 
 from __future__ import annotations
 
@@ -15,48 +15,62 @@ from workers.cli.options import DEFAULT_URL, Url
 if TYPE_CHECKING:
     from workers.bench import Client, Limits, Load, Sample
 
-Seconds = Annotated[float | None, typer.Option(min=0)]
-
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     example = "Example: penstock bench tiny --rate 20 --requests 500 --ttft-limit 0.2 --out bench.json --plot bench.svg"
-    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Models")(bench)
+    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Operations")(bench)
 
 
 def bench(
     model: Annotated[str, typer.Argument(help="A model that the system serves.")],
-    requests: Annotated[int, typer.Option(min=1, help="How many are measured.")] = 100,
-    duration: Annotated[float | None, typer.Option(min=0, help="Seconds after which none is sent any more.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to measure.")] = 100,
+    duration: Annotated[
+        float | None, typer.Option(min=0, help="Send no more requests after this many seconds.")
+    ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Requests a second, at random times (open loop); unset: closed loop.")
+        float | None, typer.Option(min=1e-6, help="Requests a second, at random times (open loop). Unset: closed loop.")
     ] = None,
-    burstiness: Annotated[float, typer.Option(min=1e-3, help="Of --rate: 1 is Poisson, less comes in bursts.")] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(min=1e-3, help="With --rate: 1 is Poisson arrivals, less makes bursts.")
+    ] = 1.0,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests at a time; unset: 8 in a closed loop, else no cap.")
+        int | None,
+        typer.Option(min=1, help="Most requests at a time. Unset: 8 in a closed loop, no limit in an open one."),
     ] = None,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before those that are measured.")] = 0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt, at random.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of each output.")] = 64,
-    spread: Annotated[float, typer.Option(min=0, max=1, help="Lengths vary by up to this share of theirs.")] = 0.0,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens with which all random prompts begin.")] = 0,
+    warm_up_requests: Annotated[int, typer.Option(min=0, help="Requests to send first and not to measure.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean prompt length; prompts are random tokens.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Mean output length in tokens.")] = 64,
+    length_spread: Annotated[
+        float, typer.Option(min=0, max=1, help="Vary lengths by up to this share of the mean, either way.")
+    ] = 0.0,
+    shared_prefix_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens that all random prompts begin with, to measure prefix caching.")
+    ] = 0,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Take these prompts: one text a line, or JSON lines with `prompt`, `max_tokens`."),
+        typer.Option(help="File of prompts: one text a line, or JSON lines with `prompt` and `max_tokens`."),
     ] = None,
-    tiers: Annotated[str, typer.Option(help="Tiers by weight, as in priority=1,batch=3.")] = "default",
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; unset: the model's own.")] = None,
-    ttft_limit: Annotated[float | None, typer.Option(min=0, help="Goodput: seconds to the first token.")] = None,
+    tiers: Annotated[str, typer.Option(help="Tiers of the requests, with weights: priority=1,batch=3.")] = "default",
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature. 0: greedy. Unset: the model's default.")
+    ] = None,
+    ttft_limit: Annotated[
+        float | None, typer.Option(min=0, help="Longest TTFT of a request that counts as goodput (s).")
+    ] = None,
     itl_limit: Annotated[
-        float | None, typer.Option(min=0, help="Goodput: mean seconds between a request's tokens.")
+        float | None, typer.Option(min=0, help="Longest mean ITL of a request that counts as goodput (s).")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Makes the load repeatable.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed sends the same requests.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the figures and every request to this JSON file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw latencies and load into this SVG file.")] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Measure a running system: rates, latencies, goodput. Latencies count from when a request was due."""
+    """Put load on a running system and measure rates, latencies and goodput.
+
+    Latencies count from the time at which a request was due, so that a stalled system does not look fast.
+    """
     import asyncio
 
     from workers.bench import Limits, Load
@@ -75,13 +89,13 @@ def bench(
     load = Load(
         model=model,
         vocab_size=served[model]["vocab_size"],
-        requests=requests + warm_up,
+        requests=requests + warm_up_requests,
         rate=rate,
         burstiness=burstiness,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        spread=spread,
-        shared_prefix=shared_prefix,
+        spread=length_spread,
+        shared_prefix=shared_prefix_tokens,
         prompts=given,
         tiers=_weights(tiers),
         extra={} if temperature is None else {"temperature": temperature},
@@ -94,8 +108,8 @@ def bench(
     try:
         samples, client = asyncio.run(_drive(gateway.url, load, cap, duration))
     except KeyboardInterrupt:
-        raise Failure("interrupted; what was under way was cancelled", Exit.INTERRUPTED) from None
-    figures = _figures(load, cap, gateway.url, samples, client, limits, warm_up)
+        raise Failure("interrupted; requests under way were cancelled", Exit.INTERRUPTED) from None
+    figures = _figures(load, cap, gateway.url, samples, client, limits, warm_up_requests)
     if out is not None:
         each = [_each(sample) for sample in samples]
         out.write_text(json.dumps({**figures, "samples": each}) + "\n")
@@ -177,11 +191,11 @@ def _report(figures: dict[str, Any]) -> None:
         share = 100 * (goodput["share"] or 0.0)
         lines.append(f"goodput   {_number(goodput['per_s'])}/s, {share:.1f} % of all: {', '.join(asked)}")
     lines.append(
-        f"client    {100 * client['cpu']:.0f} % of a core; its loop came late by "
-        f"{1000 * client['loop_late_p99_s']:.1f} ms (p99): times are no finer than that"
+        f"client    {100 * client['cpu']:.0f} % of a core; its event loop was late by "
+        f"{1000 * client['loop_late_p99_s']:.1f} ms (p99), so times are no finer than that"
     )
     if client["bottleneck"]:
-        lines.append("          that is too much of a core: these figures say more of the client than of the system")
+        lines.append("          too much of a core: these figures measure the client rather than the system")
     for line in lines:
         typer.echo(line)
 
@@ -229,7 +243,7 @@ def _weights(text: str) -> dict[str, float]:
 
 
 def _check_writable(path: Path | None) -> None:
-    """Before the bench, rather than after it."""
+    """Refuses an unwritable output file before the bench, rather than after it. Raises Failure."""
     if path is not None:
         try:
             path.open("a").close()

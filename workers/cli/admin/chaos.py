@@ -1,4 +1,4 @@
-"""`penstock chaos`: harm done to a staging system on purpose, and proof that it kept its promises."""
+"""`penstock chaos`: injects faults into a staging system under load and checks that it kept its promises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli.exits import MINDER_STATUS, Exit, Failure
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.options import Url, finite
 from workers.cli.processes import Broker, Store
 
@@ -20,18 +20,18 @@ def add_to(app: typer.Typer) -> None:
     """Register the command."""
     example = (
         "penstock chaos tiny --broker redis://stage:6379/0 --url http://stage:8000 "
-        "--process worker:w1=/run/w1.pid --process worker:w2=/run/w2.pid --faults kill,pause --minutes 10 --i-know"
+        "--process worker:w1=/run/w1.pid --process worker:w2=/run/w2.pid --faults kill,pause --minutes 10 --confirm"
     )
     hooks = (
         "With Kubernetes: --process worker:penstock-worker-0 --process worker:penstock-worker-1 "
         "--exec kill='kubectl delete pod {name} --grace-period=0 --force'"
     )
-    epilog = f"Example: {example}\n\n{hooks}\n\n{MINDER_STATUS}"
-    app.command(epilog=epilog, rich_help_panel="Processes")(chaos)
+    epilog = f"Example: {example}\n\n{hooks}\n\n{OPERATOR_STATUS}"
+    app.command(epilog=epilog, rich_help_panel="Operations")(chaos)
 
 
 def chaos(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a model that is served there.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a model that the system serves.")],
     broker: Broker,
     store: Store = None,
     url: Url = "http://127.0.0.1:8000",
@@ -39,9 +39,8 @@ def chaos(
         list[str] | None,
         typer.Option(
             metavar="ROLE:NAME[=PID]",
-            help="What may be harmed: worker, gateway, sweeper, broker or store; a worker by its --name. PID is a "
-            "number or a file with one, of what it is said to be; without it, --exec says how to reach it. May be "
-            "repeated.",
+            help="A process to harm. ROLE: worker, gateway, sweeper, broker or store. NAME: a worker's --name. "
+            "PID: its process id, or a file that holds it; without PID, --exec says how to reach it. May be repeated.",
         ),
     ] = None,
     commands: Annotated[
@@ -49,34 +48,41 @@ def chaos(
         typer.Option(
             "--exec",
             metavar="VERB=COMMAND",
-            help="How to kill, pause, resume, drain or start a process: {name} and {role} are put in. May be repeated.",
+            help="Command to kill, pause, resume, drain or start a process; {name} and {role} are filled in. May be "
+            "repeated.",
         ),
     ] = None,
     faults: Annotated[
-        str | None, typer.Option(help="kill, pause, drain, restart (of a server), with commas; unset: all that can be.")
+        str | None,
+        typer.Option(
+            help="Kinds of faults, with commas: kill, pause, drain, restart (servers). Unset: all possible ones."
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Of load under faults.")] = 2.0,
-    kills: Annotated[int | None, typer.Option(min=1, help="Go on until so many processes were killed.")] = None,
-    pause: Annotated[float, typer.Option(min=0.1, callback=finite, help="Longest time between two faults (s).")] = 15.0,
-    seed: Annotated[int, typer.Option(help="The same seed does the same at the same times.")] = 1,
-    replay: Annotated[Path | None, typer.Option(help="A plan.json, in place of a seed.")] = None,
+    minutes: Annotated[float, typer.Option(min=0.05, callback=finite, help="Minutes of load under faults.")] = 2.0,
+    min_kills: Annotated[int | None, typer.Option(min=1, help="Go on until this many processes were killed.")] = None,
+    max_interval: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Longest time between two faults (s).")
+    ] = 15.0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed makes the same plan of faults.")] = 1,
+    plan: Annotated[Path | None, typer.Option(help="Repeat this plan.json instead of drawing a plan.")] = None,
     lease: Annotated[float, typer.Option(min=1, callback=finite, help="The workers' --lease.")] = 10.0,
-    open_tasks: Annotated[int, typer.Option(min=1, help="Tasks that are kept under way.")] = 8,
-    longest: Annotated[int, typer.Option(min=8, help="Longest output, in tokens.")] = 300,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Nobody else uses the system: judge also what is left behind, and memory.")
+    concurrency: Annotated[int, typer.Option(min=1, help="Tasks to keep under way.")] = 8,
+    max_output_tokens: Annotated[int, typer.Option(min=8, help="Longest output in tokens.")] = 300,
+    exclusive: Annotated[
+        bool,
+        typer.Option("--exclusive", help="Nobody else uses the system: check leftover keys and idle memory, too."),
     ] = False,
-    folder: Annotated[
-        Path | None, typer.Option(help="For plan, journals and report; unset: a new one in the temporary directory.")
+    report_dir: Annotated[
+        Path | None, typer.Option(help="Folder for plan, journals and report. Unset: a new temporary folder.")
     ] = None,
-    i_know: Annotated[bool, typer.Option("--i-know", help="Do it. Without this, it is only shown.")] = False,
+    confirm: Annotated[bool, typer.Option("--confirm", help="Do it. Without this, the plan is only shown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Kill, stop and drain processes of a staging system under load, and prove that nothing was lost or came twice.
+    """Kill, pause and drain processes of a staging system under load; check that nothing was lost or duplicated.
 
-    Never on a system that matters: it is meant to survive, and this is how to find out. Tasks of many kinds are asked
-    for and read in all ways there are; in the end each is run once more in quiet, and the outputs are compared, to the
-    bit: start the workers with --deterministic. Exit status 1: a promise was broken.
+    Never use it on a production system. It submits tasks of many kinds and reads them in every way. In the end each
+    task runs once more without faults, and the outputs must be identical: start the workers with --deterministic. Exit
+    status 1: a promise was broken.
     """
     import tempfile
 
@@ -94,36 +100,42 @@ def chaos(
         hooks = _hooks(commands or [])
         processes = [Process.parse(text, hooks) for text in process or []]
         if not processes:
-            raise Failure("nothing to harm: name at least one --process")
+            raise Failure("there is nothing to harm: name at least one --process")
         names = [one.name for one in processes]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise Failure(f"two processes are called {twice[0]}: a name is one process's")
+            raise Failure(f"two processes are called {twice[0]}: give each its own name")
         system = Operated(processes, broker)
-        plan = (
-            Plan.read(replay)
-            if replay
+        drawn = (
+            Plan.read(plan)
+            if plan
             else draw(
-                seed, 60 * minutes, system.targets, kinds=_kinds(faults), lease=lease, kills=kills, pause=(0.5, pause)
+                seed,
+                60 * minutes,
+                system.targets,
+                kinds=_kinds(faults),
+                lease=lease,
+                kills=min_kills,
+                pause=(0.5, max_interval),
             )
         )
-        system.check(plan)
+        system.check(drawn)
         system.look()
         server = connect(store or broker)
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
     servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store or broker)))
-    typer.echo(f"To the system of {servers} and {url}, under load, within {plan.seconds:.0f} s:", err=True)
-    say_plan(lambda line: typer.echo(line, err=True), plan.faults, processes)
-    if not i_know:
-        raise Failure("nothing was done; if this is a system that may be harmed, say --i-know")
-    folder = folder or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
+    typer.echo(f"Faults for the system at {servers} and {url}, under load, within {drawn.seconds:.0f} s:", err=True)
+    say_plan(lambda line: typer.echo(line, err=True), drawn.faults, processes)
+    if not confirm:
+        raise Failure("nothing was done; if this system may be harmed, say --confirm")
+    folder = report_dir or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "journals").exists():
-        raise Failure(f"{folder} has the journals of another run; choose another --folder")
-    load = Load(plan.seed, model, 40, longest)
+        raise Failure(f"{folder} has the journals of another run; choose another --report-dir")
+    load = Load(drawn.seed, model, 40, max_output_tokens)
     gateway = Gateway(url)
-    trial = Trial(gateway.url, broker, store or broker, load, plan, folder, open_tasks=open_tasks, alone=alone)
-    # From `timeout`, or whoever ends a job: what stands still has to go on, as at Ctrl-C.
+    trial = Trial(gateway.url, broker, store or broker, load, drawn, folder, open_tasks=concurrency, alone=exclusive)
+    # SIGTERM from `timeout` or a job's end: paused processes must be resumed, as at Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with server:
@@ -142,10 +154,12 @@ def chaos(
         typer.echo(str(violation), err=True)
     typer.echo(f"plan, journals and report: {folder}", err=True)
     if report.count("outputs_equal_the_quiet_run"):
-        typer.echo("equal outputs are promised of workers that all have --deterministic and one fingerprint", err=True)
+        typer.echo(
+            "equal outputs are promised only if all workers have --deterministic and the same fingerprint", err=True
+        )
     if not report.fine:
         raise Failure(
-            f"{len(report.violations)} promises were broken; the same again: --replay {folder / 'plan.json'}",
+            f"{len(report.violations)} promises were broken; to repeat the run: --plan {folder / 'plan.json'}",
             Exit.TASK_FAILED,
         )
 
@@ -173,12 +187,12 @@ def _kinds(asked: str | None) -> list[str]:
         return list(NEEDS)
     kinds = [kind.strip() for kind in asked.split(",")]
     if unknown := [kind for kind in kinds if kind not in NEEDS]:
-        raise Failure(f"--faults names {', '.join(unknown)}; from outside there are {', '.join(NEEDS)}")
+        raise Failure(f"--faults names {', '.join(unknown)}; it can do {', '.join(NEEDS)}")
     return kinds
 
 
 def _line() -> str:
-    """What was typed, for whoever reads the report: without passwords, which are in URLs."""
+    """The command line as typed, for the report, without the URLs' passwords."""
     from producers.connection.connect import shown
 
     return shlex.join(shown(word) if "://" in word else word for word in sys.argv[1:])

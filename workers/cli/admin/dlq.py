@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import MINDER_STATUS, Exit, Failure
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.processes import AnyBroker, Store
 from workers.cli.terminal.show import printable
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
-Keys = Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Letters by their keys, or by task ids.")]
-All = Annotated[bool, typer.Option("--all", help="All that the other options leave.")]
-Reason = Annotated[str | None, typer.Option(help="Only those whose reason contains this.")]
-OlderThan = Annotated[float | None, typer.Option(min=0, help="Only those at least so many seconds old.")]
+Keys = Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Dead letters, by key or task id.")]
+All = Annotated[bool, typer.Option("--all", help="All dead letters that the other options select.")]
+Reason = Annotated[str | None, typer.Option(help="Only dead letters whose reason contains this text.")]
+OlderThan = Annotated[float | None, typer.Option(min=0, help="Only dead letters at least this old (s).")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    dlq = typer.Typer(no_args_is_help=True, help="Messages that no worker could use, and tasks that were given up.")
+    dlq = typer.Typer(
+        no_args_is_help=True, help="Dead letters: tasks that were given up and messages that no worker could use."
+    )
     examples: dict[str, tuple[Callable[..., None], str]] = {
         "ls": (listed, "penstock dlq ls"),
         "show": (show, "BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2"),
@@ -36,8 +38,8 @@ def add_to(app: typer.Typer) -> None:
         "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0"),
     }
     for name, (command, example) in examples.items():
-        dlq.command(name, epilog=f"Example: {example}\n\n{MINDER_STATUS}")(command)
-    app.add_typer(dlq, name="dlq", rich_help_panel="Processes")
+        dlq.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
+    app.add_typer(dlq, name="dlq", rich_help_panel="Operations")
 
 
 def listed(
@@ -47,7 +49,7 @@ def listed(
     older_than: OlderThan = None,
     as_json: Json = False,
 ) -> None:
-    """List them, oldest first."""
+    """List the dead letters, oldest first."""
 
     async def work(client: AsyncClient) -> None:
         found = await _chosen(client, None, True, reason, older_than)
@@ -56,7 +58,7 @@ def listed(
                 typer.echo(json.dumps(_about(letter)))
             return
         if not found:
-            typer.echo("There are no dead letters" + (" like that." if reason or older_than else "."))
+            typer.echo("There are no such dead letters." if reason or older_than else "There are no dead letters.")
         for letter in found:
             task = letter.task_id or "no task id"
             _say(f"{letter.key}  {_when(letter.at_ms)}  {task}  {letter.list_name}  {letter.reason}")
@@ -65,12 +67,12 @@ def listed(
 
 
 def show(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Letters by their keys, or by task ids.")],
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Dead letters, by key or task id.")],
     broker: AnyBroker = None,
     store: Store = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a letter holds: its message, and what is known of its task and of the workers that it lost."""
+    """Show a dead letter: its message, its task's record, and the workers that died on it."""
 
     async def work(client: AsyncClient) -> None:
         from producers.admin.dead_letters import BrokenRecord, record_of
@@ -113,9 +115,9 @@ def replay(
     store: Store = None,
     as_json: Json = False,
 ) -> None:
-    """Ask for tasks once more that were given up, under new ids; put messages back that no worker could use.
+    """Submit given-up tasks again under new ids, and requeue messages that no worker could use.
 
-    A task that was given up has ended, and whoever waited for it was told. Exit status 1: one of them could not be.
+    The given-up task itself stays failed. Exit status 1: a dead letter could not be replayed.
     """
 
     async def work(client: AsyncClient) -> None:
@@ -150,10 +152,10 @@ def purge(
     every: All = False,
     reason: Reason = None,
     older_than: OlderThan = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     store: Store = None,
 ) -> None:
-    """Forget letters. Their tasks' records stay as long as those of others."""
+    """Delete dead letters. Their tasks' records stay until they expire."""
 
     async def work(client: AsyncClient) -> None:
         from producers.admin.dead_letters import purge as forget
@@ -161,10 +163,10 @@ def purge(
         found = await _chosen(client, keys, every, reason, older_than)
         if not yes:
             if not sys.stdin.isatty():
-                raise Failure(f"this would forget {len(found)} letters; say --yes")
-            typer.confirm(f"Forget {len(found)} letters?", abort=True)
+                raise Failure(f"this would delete {len(found)} dead letters; say --yes")
+            typer.confirm(f"Delete {len(found)} dead letters?", abort=True)
         gone = [await forget(client, letter) for letter in found]
-        typer.echo(f"{sum(gone)} letters are gone")
+        typer.echo(f"{sum(gone)} dead letters deleted")
 
     with_client(broker, store, work)
 
@@ -172,11 +174,11 @@ def purge(
 async def _chosen(
     client: AsyncClient, named: list[str] | None, every: bool, reason: str | None, older_than: float | None
 ) -> list[Letter]:
-    """Those that the options name. Raises Failure where they name none, or one that is not there."""
+    """The dead letters that the options select. Raises Failure for no selection, or for one that does not exist."""
     from producers.admin.dead_letters import letters
 
     if not named and not every:
-        raise Failure("say which: by their keys (penstock dlq ls shows them), or --all")
+        raise Failure("name dead letters by key (penstock dlq ls shows the keys), or say --all")
     if named and every:
         raise Failure("give keys or --all, not both")
     until = await client.broker.now_ms() - (older_than or 0.0) * 1000
@@ -188,14 +190,12 @@ async def _chosen(
         if (reason is None or reason in letter.reason) and (older_than is None or letter.at_ms <= until):
             found.append(letter)
     if missing:
-        raise Failure(
-            f"there is no dead letter {', '.join(sorted(missing))}; penstock dlq ls shows those that there are"
-        )
+        raise Failure(f"there is no dead letter {', '.join(sorted(missing))}; penstock dlq ls shows all dead letters")
     return found
 
 
 def with_client(broker: str | None, store: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
-    """Run with a client. Raises Failure for a URL that is none and for a server that does not answer."""
+    """Run `work` with a client. Raises Failure for a bad URL and for a server that does not answer."""
     import asyncio
 
     from producers.client.aio import AsyncClient

@@ -1,4 +1,4 @@
-"""`penstock drain`: tells the worker on this machine, or in this container, to drain, and waits for its end."""
+"""`penstock drain`: tells the worker on this machine, or in this container, to drain, and waits until it exits."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ STATUS: Final = "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     example = "Example: penstock drain --timeout 60"
-    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Processes")(drain)
+    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Operations")(drain)
 
 
 def drain(
     pid: Annotated[
-        int | None, typer.Option(min=1, max=proc.LAST, help="The worker's process; unset: the only one there is.")
+        int | None, typer.Option(min=1, max=proc.LAST, help="The worker's process id. Unset: the only worker here.")
     ] = None,
-    now: Annotated[bool, typer.Option("--now", help="Hand back at once what it runs.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Hand running tasks back at once.")] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=0, callback=finite, help="Longest wait in seconds; unset: until it has ended.")
+        float | None, typer.Option(min=0, callback=finite, help="Longest wait (s). Unset: until the worker exits.")
     ] = None,
 ) -> None:
-    """Tell a worker on this machine to drain, and wait until it has ended: for a preStop hook in Kubernetes."""
+    """Tell the worker on this machine to drain, and wait until it exits. Made for preStop hooks in Kubernetes."""
     if sys.platform != "linux":
         raise Failure("penstock drain needs Linux; elsewhere send the worker SIGTERM")
     found = workers_here()
@@ -43,7 +43,7 @@ def drain(
         pid = found[0]
     try:
         handle = os.pidfd_open(pid)
-        # With the handle in hand the number cannot become another process': what it is can be looked at now.
+        # The handle pins the process: the number cannot pass to another one between the check and the signal.
         if not _is_worker(pid):
             raise Failure(f"process {pid} is no worker; there {_are(found)}")
         signal.pidfd_send_signal(handle, signal.SIGQUIT if now else signal.SIGTERM)
@@ -61,7 +61,7 @@ def drain(
 
 
 def workers_here() -> list[int]:
-    """Process ids of workers; of one with `--gpus`, that of the process above them alone."""
+    """Process ids of the workers here. A worker with `--gpus` counts once, with its parent process."""
     found = [int(entry.name) for entry in proc.PROC.iterdir() if entry.name.isdigit() and _is_worker(int(entry.name))]
     return sorted(pid for pid in found if proc.parent_of(pid) not in found)
 

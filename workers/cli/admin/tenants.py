@@ -1,4 +1,4 @@
-"""`penstock tenants`: who waits, and by which weights they share. It needs the broker and the store, and no gateway."""
+"""`penstock tenants`: waiting tenants and their weights. It needs the broker and the store, but no gateway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.admin.dlq import with_client
-from workers.cli.exits import MINDER_STATUS
+from workers.cli.exits import OPERATOR_STATUS
 from workers.cli.processes import AnyBroker, Store
 from workers.cli.terminal.show import printable
 
@@ -22,18 +22,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a lin
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Tenants, who share each tier by the tokens that they are served.")
+    group = typer.Typer(no_args_is_help=True, help="Tenants, and the weights by which they share each tier.")
     examples: dict[str, tuple[Callable[..., None], str]] = {
         "ls": (listed, "penstock tenants ls"),
         "weigh": (weigh, "penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0"),
     }
     for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{MINDER_STATUS}")(command)
-    app.add_typer(group, name="tenants", rich_help_panel="Processes")
+        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
+    app.add_typer(group, name="tenants", rich_help_panel="Operations")
 
 
 def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
-    """List tenants of whom tasks wait, by tier, and those with a weight of their own."""
+    """List tenants with waiting tasks, by tier, and tenants with a weight."""
 
     async def work(client: AsyncClient) -> None:
         from producers.admin.tenants import tenants
@@ -47,20 +47,24 @@ def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False)
             name = one.name or "(no tenant)"
             typer.echo(printable(f"{name}  weight {one.weight:g}  waiting: {waiting}", sys.stdout.isatty()))
         if not as_json and not found:
-            typer.echo("No tenant waits.")
+            typer.echo("No tenant has waiting tasks.")
         if not as_json and unsorted:
-            typer.echo(f"{unsorted} tasks have not been sorted by tenant yet: workers do that")
+            typer.echo(f"{unsorted} tasks are not sorted by tenant yet: workers sort them")
 
     with_client(broker, store, work)
 
 
 def weigh(
-    tenant: Annotated[str, typer.Argument(help="Its name, as tasks give it; '' are all who give none.")],
-    weight: Annotated[float, typer.Argument(help="2 is served twice as many tokens as 1. 1 is what all begin with.")],
+    tenant: Annotated[
+        str, typer.Argument(help="The tenant's name as in its tasks; '' stands for all tasks without one.")
+    ],
+    weight: Annotated[
+        float, typer.Argument(help="A tenant of weight 2 gets twice the tokens of one of weight 1. The default is 1.")
+    ],
     broker: AnyBroker = None,
     store: Store = None,
 ) -> None:
-    """Set a tenant's share of each tier. It holds from the next fetch on; in running engines within seconds."""
+    """Set a tenant's weight. It applies from the next fetch on, and within seconds in running engines."""
 
     async def work(client: AsyncClient) -> None:
         await client.broker.weigh(tenant, weight)

@@ -1,4 +1,4 @@
-"""`penstock demo`: the whole system at work, from nothing and back to nothing."""
+"""`penstock demo`: starts the whole system, shows it at work, and removes it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from workers.cli.models.references import MODEL, complete_model, find_models
 if TYPE_CHECKING:
     from workers.cli.local.system import System
 
-#: How often it is looked whether a worker's lease tells of all that it has done, each 0.1 s.
+#: Looks at the workers' leases, 0.1 s apart, until they report all tokens made.
 LOOKS: Final = 100
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    app.command(epilog=f"Example: penstock demo\n\n{PROCESS_STATUS}", rich_help_panel="The whole system")(demo)
+    app.command(epilog=f"Example: penstock demo\n\n{PROCESS_STATUS}", rich_help_panel="Start here")(demo)
 
 
 def demo(
     model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)] = "tiny",
-    tasks: Annotated[int, typer.Option(min=1, max=500, help="How many to submit.")] = 24,
+    tasks: Annotated[int, typer.Option(min=1, max=500, help="Number of tasks to submit.")] = 24,
 ) -> None:
-    """Start everything in a temporary directory, run a mixed load of prioritised tasks, show it, stop everything."""
+    """Start everything in a temporary folder, run tasks of all tiers, show them, and stop everything."""
     import asyncio
     import tempfile
     from pathlib import Path
@@ -38,7 +38,7 @@ def demo(
     models = find_models([model], typer.echo)
     said: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
-        # Room for a third of the load, so that tiers matter; a short lease, so that its figures are fresh.
+        # The batch holds a third of the load, so that tiers matter. A short lease keeps its figures fresh.
         options = ("--max-num-seqs", str(max(2, tasks // 3)), "--lease", "5")
         plan = Plan(models, Path(folder), port=0, drain=3.0, worker_options=options)
         system = System(plan, lambda name, line: said.append(f"{name} | {line}"))
@@ -54,7 +54,7 @@ def demo(
 
 
 async def _use(system: System, tasks: int) -> None:
-    """Run the load on a thread of its own, and tell of it."""
+    """Run the load on its own thread and print the report."""
     import asyncio
     import threading
     from concurrent.futures import Future
@@ -80,13 +80,13 @@ async def _use(system: System, tasks: int) -> None:
         else:
             done.set_result(None)
 
-    # A daemon: were we interrupted, it would wait for streams that end only when the gateway does.
+    # A daemon: after an interrupt, the thread would wait for streams that end only with the gateway.
     threading.Thread(target=run, name="demo", daemon=True).start()
     over = asyncio.wrap_future(done)
     async with AsyncClient(system.broker, system.store) as client:
         await over
         made = sum(task.result["usage"]["output_tokens"] for task in load.tasks)
-        # What workers say of themselves is as old as their last renewal.
+        # A lease's figures are as old as its last renewal.
         for _ in range(LOOKS):
             if kv.note(await read_fleet(client.store, client.broker)) >= made:
                 break

@@ -1,4 +1,4 @@
-"""The demo's load: prompts for all tiers, followed as they stream, then fetched by polling and compared."""
+"""The demo's load: tasks of all tiers, streamed first, then fetched by polling and compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.cli.client import FINAL, Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.terminal.show import printable
 
-#: All prompts begin alike, as a service's do: the engine computes that part once.
+#: Every prompt begins with this text, as a service's prompts do: the engine computes it once.
 PREAMBLE: Final = '''\
 """Small tools for text and numbers.
 
@@ -42,16 +42,16 @@ PROMPTS: Final = (
     "def join(parts, sep=', '):",
     "async def fetch(url, timeout=10):",
 )
-#: Submitted in this order, so that what is urgent finds the engine busy with what is not.
+#: Tiers in order of submission: urgent tasks arrive while the engine is busy with others.
 TIERS: Final = ("batch", "flex", "default", "priority")
-#: Longest the whole load may take (s).
+#: Longest time for the whole load (s).
 PATIENCE_S: Final = 300.0
 STYLES: Final = {"priority": "bold red", "default": "yellow", "flex": "cyan", "batch": "blue"}
 
 
 @dataclass(slots=True)
 class Task:
-    """One task of the load, as it is seen from outside."""
+    """One task of the load, as a caller sees it."""
 
     number: int
     tier: str
@@ -60,7 +60,7 @@ class Task:
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
     status: str = "queued"
-    #: What polling gave in the end.
+    #: The final answer of polling.
     result: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,7 +70,7 @@ class Task:
 
 
 class Load:
-    """`tasks` are the load's; `run` takes them all to their end. Raises Failure where one does not get there."""
+    """The demo's tasks. `run` follows all of them to their end; it raises Failure for a task that does not complete."""
 
     def __init__(self, gateway: Gateway, model: str, count: int, console: Console) -> None:
         self._gateway = gateway
@@ -140,7 +140,7 @@ class Load:
 
 
 class Board:
-    """A table that is drawn anew as tokens come; for a terminal."""
+    """A live table of the tasks, for a terminal."""
 
     def __init__(self, tasks: list[Task], console: Console) -> None:
         self._tasks = tasks
@@ -148,7 +148,7 @@ class Board:
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=12)
 
     def show(self, task: Task) -> None:
-        """Nothing: it is drawn from the tasks."""
+        """Does nothing: the live table reads the tasks itself."""
 
     def __enter__(self) -> Board:
         self._live.start()
@@ -174,15 +174,15 @@ class Board:
         return table
 
     def _in_view(self) -> list[Task]:
-        """As many as the terminal has lines for: those that are running before all others."""
-        room = max(1, self._console.height - 2)
+        """The tasks that fit the terminal's lines, running ones first."""
+        lines = max(1, self._console.height - 2)
         order = {"in_progress": 0, "queued": 1}
-        chosen = sorted(self._tasks, key=lambda task: (order.get(task.status, 2), task.number))[:room]
+        chosen = sorted(self._tasks, key=lambda task: (order.get(task.status, 2), task.number))[:lines]
         return sorted(chosen, key=lambda task: task.number)
 
 
 class Lines:
-    """A line of text each time that a task has one, with the task before it; for a pipe or a file."""
+    """Prints each task's finished lines of text, each after the task's number; for a pipe or a file."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -190,7 +190,7 @@ class Lines:
         self._lock = threading.Lock()
 
     def show(self, task: Task) -> None:
-        """Print the lines that are new, and at the end what has no line break."""
+        """Print the task's new lines, and at its end the rest without a line break."""
         done = task.status in FINAL
         with self._lock:
             shown = self._shown.get(task.number, 0)
@@ -207,14 +207,14 @@ class Lines:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is left to show."""
+        """Does nothing: every line is printed already."""
 
     def _write(self, task: Task, line: str) -> None:
         self._console.out(f"[#{task.number:02} {task.tier:8}] {line}", highlight=False)
 
 
 def _tasks(model: str, count: int) -> Iterator[Task]:
-    """All tiers in equal numbers; prompts and lengths vary, and seeds, so that a run can be repeated."""
+    """`count` tasks, spread evenly over the tiers. Prompts, lengths and seeds vary; runs are repeatable."""
     for number in range(count):
         tier = TIERS[number * len(TIERS) // count]
         fields = {

@@ -1,4 +1,4 @@
-"""The demo's closing summary, from what the records and the worker's lease say."""
+"""The demo's closing summary, made of the records and the worker's lease."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from workers.cli.demo.load import Task
 
 
 class KvUse:
-    """The fullest that the KV cache of any worker was, as far as leases have told."""
+    """The highest use of any worker's KV cache, in blocks, as leases report it."""
 
     def __init__(self) -> None:
         self.used = 0
         self.total = 0
 
     def note(self, fleet: Fleet) -> int:
-        """How many tokens the workers had made by then."""
+        """Note the leases' figures. Returns the number of tokens that the workers have made."""
         workers = [worker for pool in fleet.pools for worker in pool.workers]
         for worker in workers:
             self.used = max(self.used, worker["kv_blocks_most"])

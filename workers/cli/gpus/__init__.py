@@ -1,1 +1,1 @@
-"""`penstock worker --gpus`: choice says which GPUs (cuda_devices asks CUDA), workers runs a worker process for each."""
+"""`penstock worker --gpus`: choice selects the GPUs (cuda_devices asks CUDA), workers runs one worker on each."""

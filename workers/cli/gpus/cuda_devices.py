@@ -1,10 +1,9 @@
-"""Print what GPUs CUDA sees, as JSON: [{"name": ..., "uuid": ..., "memory_bytes": ...}, ...], or {"error": why}.
+"""Prints the GPUs that CUDA sees, as JSON: [{"name": ..., "uuid": ..., "memory_bytes": ...}, ...], or {"error": why}.
 
     python -I -S cuda_devices.py
 
-The driver is asked in a process of its own, which is over at once: whoever only needs to know how many there are keeps
-nothing of it, and a driver that is broken breaks nobody else. The order is CUDA's, with CUDA_VISIBLE_DEVICES and
-CUDA_DEVICE_ORDER taken as CUDA takes them. Imports nothing of Penstock.
+A short-lived process asks the driver: the caller loads no driver, and a broken driver breaks only this process. The
+order is CUDA's, with CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER applied. Imports nothing of Penstock.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import sys
 import uuid
 from typing import Any
 
-#: CUDA driver API, CUresult: no device is no fault.
+#: Values of CUresult in CUDA's driver API. A machine without devices is not an error.
 CUDA_SUCCESS, CUDA_ERROR_NO_DEVICE = 0, 100
 
 
 def devices(cuda: Any) -> list[dict[str, Any]]:
-    """Of a loaded libcuda. Raises OSError with the driver's words."""
+    """The devices that a loaded libcuda sees. Raises OSError with the driver's message."""
 
     def call(name: str, *arguments: Any) -> None:
         status = getattr(cuda, name)(*arguments)
@@ -51,7 +50,7 @@ def devices(cuda: Any) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print them."""
+    """Print the devices."""
     try:
         found: object = devices(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError) as error:

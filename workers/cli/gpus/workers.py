@@ -1,22 +1,22 @@
-"""`penstock worker --gpus`: one worker process for each GPU, and this process above them.
+"""`penstock worker --gpus`: supervises one worker process for each GPU.
 
     start all -> (a child dies -> back-off -> start it again, or give it up) ... -> told to stop -> all stop -> exit
 
-Each child sees one GPU (CUDA_VISIBLE_DEVICES) and is a worker like any other, with a name and a lease of its own. This
-process holds no lease and no model, and loads neither torch nor the driver.
+Each child sees one GPU (CUDA_VISIBLE_DEVICES) and is a normal worker with its own name and lease. This process holds no
+lease and no model, and loads neither torch nor the driver.
 
-What stands when a process dies between any two lines:
+What happens when a process dies:
 
-- this one, however: the kernel kills its children (see `guard`); their leases lapse, and others take their tasks up. A
-  child that was being forked finds its parent gone, and never begins.
-- a child before it serves, or soon after: it is started again after a pause that grows; after MOST_DEATHS such in a row
-  it is given up. One that is refused (a setting, a model) before it ever served would be again: given up at once. Once
-  it has served, what refuses it is elsewhere (a broker that restarts) and passes.
-- a child that serves: its lease lapses as any worker's; it is started again with the same name, as a new incarnation.
-- a child that somebody else told to stop exits with 0, and stays stopped.
-- a child while all stop: it is not started again, and its status counts.
+- this process: the kernel kills its children (see `guard`). Their leases lapse, and other workers take their tasks. A
+  child that was being forked finds its parent gone and exits.
+- a child before it serves, or soon after: it is restarted after a growing pause, and given up after MOST_DEATHS such
+  deaths in a row. A child that is refused (a setting, a model) before it ever served is given up at once. After it has
+  served, a refusal has another cause (a restarting broker) and passes.
+- a child that serves: its lease lapses like any worker's. It is restarted with the same name, as a new incarnation.
+- a child that another process told to stop: it exits with 0 and stays stopped.
+- a child while all stop: it is not restarted, and its status counts.
 
-The others go on without one that was given up. When none is left this process ends; its status is the worst of theirs.
+The others go on without a child that was given up. When none is left, this process ends with the worst status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workers.cli.local.supervisor import HAND_BACK_S, TOLD, WELL_S, Child, Progr
 from workers.runtime.notify import notify_ready
 from workers.runtime.signals import coming
 
-#: Deaths in a row, none after it served for WELL_S seconds, after which a child is given up: some minutes, with pauses.
+#: Deaths in a row, without WELL_S seconds of service between, after which a child is given up (some minutes).
 MOST_DEATHS: Final = 8
 
 Say = Callable[[str, str], None]
@@ -44,7 +44,7 @@ Say = Callable[[str, str], None]
 def programs(
     gpus: Sequence[Chosen], argv: Sequence[str], env: Mapping[str, str], name: str, ports: Sequence[int | None]
 ) -> list[Program]:
-    """Of one worker a GPU: `argv` is the command of one, to which its own name and port for probes are added."""
+    """One worker program for each GPU: `argv` with the worker's own name and health port added."""
     found = []
     for gpu, port in zip(gpus, ports, strict=True):
         own = [] if port is None else ["--health-port", str(port)]
@@ -54,10 +54,10 @@ def programs(
 
 
 async def supervise(asked: Sequence[Program], say: Say, drain: float) -> int:
-    """Run them until all are stopped or given up; the exit status of the whole.
+    """Run the programs until all are stopped or given up. Returns the exit status.
 
-    SIGTERM, SIGINT or SIGHUP: each drains, for `drain` seconds at most. SIGQUIT, or a second signal of any kind: each
-    hands back at once. A third kills them.
+    On SIGTERM, SIGINT or SIGHUP the workers drain for at most `drain` seconds. On SIGQUIT, or a second signal of any
+    kind, they hand their tasks back at once. A third signal kills them.
     """
     came = coming()
     fleet = _Fleet(asked, say)
@@ -96,7 +96,7 @@ async def _until_all_end(fleet: _Fleet, came: asyncio.Queue[signal.Signals], dra
 
 
 class _Fleet:
-    """The children, and the sockets by which they say that they serve."""
+    """The child processes, and the sockets on which they report that they serve."""
 
     def __init__(self, asked: Sequence[Program], say: Say) -> None:
         self._say = say
@@ -106,7 +106,7 @@ class _Fleet:
         self.children = [self._child(program) for program in asked]
 
     def _child(self, program: Program) -> Child:
-        # One each, by a name that the kernel makes up and forgets with us.
+        # A socket for each child, with an abstract name that the kernel chooses and drops with this process.
         hears = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         hears.bind("")
         self._sockets.append(hears)
@@ -118,25 +118,24 @@ class _Fleet:
         return child
 
     async def start(self) -> None:
-        """Raises OSError where one cannot be run at all."""
+        """Start all children. Raises OSError if one cannot be run."""
         for child in self.children:
             await child.start()
 
     def order(self, sig: signal.Signals, why: str) -> None:
-        """To all that run, and to those that are in a pause before they are started again."""
+        """Send a signal to all children, also to those in a pause before a restart."""
         self._say("worker", why)
         self._ordered.append(-sig)
         for child in self.children:
             child.order(sig)
 
     def worst(self) -> int:
-        """Of all exit statuses. One that was ended by our signal before it could take it in did as it was told; any
-        other that was ended by a signal has failed."""
+        """The worst exit status. Death by our own signal counts as 0; death by another signal as a failure."""
         statuses = [child.keeper.result() for child in self.children if child.keeper is not None]
         return max(0 if status in self._ordered else Exit.TASK_FAILED if status < 0 else status for status in statuses)
 
     async def close(self) -> None:
-        """Nothing of it is left."""
+        """Kill the children that still run and close the sockets."""
         await asyncio.gather(*(child.stop(0.0, signal.SIGKILL) for child in self.children))
         for hears in self._sockets:
             asyncio.get_running_loop().remove_reader(hears.fileno())
@@ -155,7 +154,7 @@ class _Fleet:
         if status == 0:
             return TOLD
         if status == Exit.REFUSED:
-            return None if child.served else "it was refused, and would be again: given up"
+            return None if child.served else "it was refused and would be refused again: given up"
         if deaths >= MOST_DEATHS:
-            return f"the {deaths}th time in a row without {WELL_S:g} s of service between: given up, see its last words"
+            return f"death {deaths} in a row without {WELL_S:g} s of service between: given up, see its last output"
         return None

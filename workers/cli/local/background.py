@@ -1,4 +1,4 @@
-"""A whole system for as long as one command lasts, run by a thread beside it."""
+"""Runs a whole system on a thread beside one command, for as long as the command lasts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from workers.cli.exits import Exit, Failure
 from workers.cli.local.system import Plan, System
 from workers.library import Found
 
-#: Of what the processes said, so many lines are shown where they fail.
+#: Last lines of the processes' output shown after a failure.
 SAID = 20
 
 
 @contextmanager
 def running(models: tuple[Found, ...]) -> Iterator[System]:
-    """Start a system that serves the models from a temporary directory; it is stopped at the end, whatever that is.
+    """Serve the models with a system in a temporary folder; stop it on leaving, also after an exception.
 
-    Raises Failure where it does not start. The caller's thread is free for the terminal: Ctrl-C is a KeyboardInterrupt
-    there, and the system's processes hear nothing of it. SIGTERM and SIGHUP (the terminal is closed) end the caller as
-    an exit does, and with it the system.
+    Raises Failure if the system does not start. The caller's thread stays free for the terminal: Ctrl-C raises
+    KeyboardInterrupt there and does not reach the system's processes. SIGTERM and SIGHUP (a closed terminal) exit the
+    caller, and with it the system.
     """
     for sig in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, lambda number, frame: sys.exit(Exit.INTERRUPTED))
@@ -59,7 +59,7 @@ class _Life:
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._over.is_set():  # told to end before it had a loop
+        if self._over.is_set():  # `end` was called before the loop ran
             self._ended.set()
         starting = asyncio.create_task(self.system.start())
         ending = asyncio.create_task(self._ended.wait())
@@ -80,7 +80,7 @@ class _Life:
             await self.system.stop()
 
     def end(self) -> None:
-        """Have it stop. From any thread, at any time."""
+        """Stop the system. Callable from any thread, at any time."""
         self._over.set()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ended.set)

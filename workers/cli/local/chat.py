@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation on the terminal, with a running gateway or a system of its own."""
+"""`penstock chat`: a conversation on the terminal, through a running gateway or a system of its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 HELP: Final = """\
 /exit           leave; so does Ctrl-D
-/reset          forget the conversation
-/system TEXT    set the system message; without a text: have none
+/reset          start a new conversation
+/system TEXT    set the system message; without TEXT: remove it
 /help           show this
 Ctrl-C stops the answer."""
 
@@ -30,7 +30,7 @@ Ctrl-C stops the answer."""
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     example = "Example: penstock chat tiny --system 'Answer in Python.'"
-    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Models")(chat)
+    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Start here")(chat)
 
 
 def chat(
@@ -42,10 +42,11 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     url: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_URL", help="A running gateway; unset: serve the model for this chat.")
+        str | None,
+        typer.Option(envvar="PENSTOCK_URL", help="The URL of a running gateway. Unset: start a system for this chat."),
     ] = None,
 ) -> None:
-    """Chat on the terminal. /help shows the commands within it."""
+    """Chat with a model on the terminal. /help shows the chat's own commands."""
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
     asked = {name: value for name, value in sampling.items() if value is not None}
     with _gateway(model, url) as (gateway, name):
@@ -53,13 +54,13 @@ def chat(
         if name not in served:
             raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")
         if "chat" not in served[name]["capabilities"]:
-            raise Failure(f"{name} has no chat template; it goes on from texts: penstock run {name} TEXT")
+            raise Failure(f"{name} has no chat template; it can continue texts: penstock run {name} TEXT")
         Chat(gateway, {"model": name, **asked}, system).run()
 
 
 @contextmanager
 def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
-    """A gateway, and what the model is called there."""
+    """A gateway and the model's name there."""
     from workers.cli.client import Gateway
 
     if url is not None:
@@ -79,7 +80,7 @@ def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation. `fields` are those of every request."""
+    """A conversation. `fields` go into every request."""
 
     gateway: Gateway
     fields: dict[str, Any]
@@ -87,7 +88,7 @@ class Chat:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Until the user leaves. Raises Failure where nobody is there to be told of one."""
+        """Converse until the user leaves. Raises Failure only without a terminal; on a terminal, it prints failures."""
         terminal = sys.stdin.isatty()
         if terminal:
             with suppress(ImportError):
@@ -119,7 +120,7 @@ class Chat:
         command, _, rest = line.strip().partition(" ")
         if command == "/reset":
             self.turns.clear()
-            typer.echo("(the conversation is forgotten)", err=True)
+            typer.echo("(a new conversation begins)", err=True)
         elif command == "/system":
             self.system = rest.strip() or None
             typer.echo("(the system message is set)" if self.system else "(there is no system message)", err=True)
@@ -132,9 +133,9 @@ class Chat:
         return True
 
     def say(self, text: str) -> None:
-        """Send a message and print the answer as it comes; Ctrl-C stops it, and what came of it counts.
+        """Send a message and print the answer as it comes. Ctrl-C stops it; the part that came stays in the history.
 
-        Raises Failure; the conversation is then as it was.
+        Raises Failure; the conversation is then unchanged.
         """
         from workers.cli.terminal.show import TextStream
 
@@ -157,7 +158,7 @@ class Chat:
 
 
 def _line() -> str:
-    """A line of standard input, where that is no terminal. Raises EOFError."""
+    """Reads a line of standard input that is not a terminal. Raises EOFError."""
     line = sys.stdin.readline()
     if not line:
         raise EOFError

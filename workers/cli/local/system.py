@@ -1,10 +1,10 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless a broker is given) -> gateway, workers, sweeper -> wait until all are of use
+    start:  valkey (unless a broker is given) -> gateway, workers, sweeper -> wait until all serve
     stop:   gateway stops listening -> workers drain -> sweeper, the gateway's streams end -> valkey
 
-Whatever a child dies of once all run, it is started again; but a worker that was told to drain, or that drained for a
-spot notice, stays stopped.
+Once all run, a child that dies is restarted. A worker that was told to drain, or that drained for a spot notice, stays
+stopped.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ VALKEY_STOP_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. With a `broker`, no server of our own is started and `data_dir` is not used. With `gpus`, there is
-    one for each worker."""
+    """The processes to run.
+
+    With a `broker`, no embedded server is started and `data_dir` is not used. With `gpus`, each worker gets one.
+    """
 
     models: tuple[Found, ...]
     data_dir: Path
@@ -56,12 +58,12 @@ class Plan:
     worker_options: tuple[str, ...] = ()
     gateway_options: tuple[str, ...] = ()
     health_ports: tuple[int | None, ...] = ()
-    """One for each worker, in the order of models and their workers; none given: nowhere."""
+    """A port for each worker, in the order of models and their workers; empty: no ports."""
 
 
 @dataclass(slots=True)
 class System:
-    """`start`, then `stop`, also after a start that failed. `say(name, line)` is told what the children print."""
+    """The running system. Call `start`, then `stop`, also after a failed start. `say(name, line)` gets all output."""
 
     plan: Plan
     say: Callable[[str, str], None]
@@ -77,19 +79,19 @@ class System:
 
     @property
     def url(self) -> str:
-        """Where callers on this machine find the gateway."""
+        """The gateway's URL for callers on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.plan.host, self.plan.host)  # noqa: S104 - compared
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     @property
     def children(self) -> list[Child]:
-        """Those that were started."""
+        """The children that were started."""
         return [child for child in (self._valkey, self._gateway, *self._workers, self._sweeper) if child is not None]
 
     async def start(self) -> None:
-        """Raises Failure when something is in the way, or a child dies before all are of use."""
+        """Start all processes and wait until they serve. Raises Failure if one cannot start or dies before that."""
         plan = self.plan
-        # The port first: it is what most often is in the way, and nothing runs yet.
+        # The port first: it is the most frequent obstacle, and nothing runs yet.
         self._listener = open_port(plan.host, plan.port)
         self.port = self._listener.getsockname()[1]
         if plan.broker is None:
@@ -114,14 +116,14 @@ class System:
             await child.start()
         self._sweeper = Child(self._sweeper_program(), self.say)
         await self._sweeper.start()
-        await self._all_of_use()
+        await self._all_serve()
         for worker in self._workers:
             worker.give_up = lambda status, deaths: TOLD if status == 0 else None
         for child in self.children:
             child.restart = True
 
     async def stop(self) -> None:
-        """Stop all in good order: what is running may end, what does not is handed back to the queue."""
+        """Stop all processes in order. Running tasks may end; the rest is handed back to the queue."""
         self._stop_listening()
         if self._gateway is not None:
             self._gateway.order(signal.SIGTERM)
@@ -133,19 +135,19 @@ class System:
         await self._stop_valkey()
 
     def hasten(self) -> None:
-        """While it stops: workers hand back now what they run."""
+        """Make the workers hand back their running tasks now, while the system stops."""
         for child in self._workers:
             child.order(signal.SIGQUIT)
 
     async def kill(self) -> None:
-        """Stop all at once. What was running is found in the queue at the next start."""
+        """Kill all processes. Running tasks return to the queue at the next start."""
         self._stop_listening()
         others = [child for child in self.children if child is not self._valkey]
         await asyncio.gather(*(child.stop(1.0, signal.SIGKILL) for child in others))
         await self._stop_valkey()
 
-    async def _all_of_use(self) -> None:
-        """The gateway answers, and each worker has its lease. Raises Failure when a child dies before that."""
+    async def _all_serve(self) -> None:
+        """Wait until the gateway answers and each worker has its lease. Raises Failure if a child dies first."""
         keepers = {child.keeper: child for child in self.children if child.keeper is not None}
         ready = asyncio.create_task(self._ready())
         try:
@@ -154,7 +156,7 @@ class System:
             ready.cancel()
         for keeper, child in keepers.items():
             if keeper in done:
-                await asyncio.sleep(0.1)  # its last words are on their way
+                await asyncio.sleep(0.1)  # its last output is still being read
                 said = "\n  ".join(list(child.lines)[-8:])
                 refused = keeper.result() == Exit.REFUSED
                 raise Failure(
@@ -184,7 +186,7 @@ class System:
         fd = self._listener.fileno()
         argv = [*PENSTOCK, "gateway", "--fd", str(fd), "--log-level", self.plan.log_level]
         # Streams may go on for as long as workers drain; then we end them.
-        argv += ["--drain", str(self.plan.drain + HAND_BACK_S), *self.plan.gateway_options]
+        argv += ["--drain-timeout", str(self.plan.drain + HAND_BACK_S), *self.plan.gateway_options]
         for model in self.plan.models:
             argv += ["--await-model", model.name]
         return Program("gateway", argv, self._urls(), pass_fds=(fd,))
@@ -195,13 +197,13 @@ class System:
     def _worker_programs(self) -> list[Program]:
         plan, programs = self.plan, []
         total = plan.workers * len(plan.models)
-        # What was said of them comes later on the line, and wins.
+        # The user's own options come later on the command line, and win.
         shared = ("--threads", str(threads_of_each(total))) if total > 1 else ()
         gpus, ports = iter(plan.gpus), iter(plan.health_ports)
         for model in plan.models:
             for k in range(1, plan.workers + 1):
                 name = "worker" if total == 1 else f"worker.{model.name}.{k}"
-                argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain", str(plan.drain), *shared]
+                argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain-timeout", str(plan.drain), *shared]
                 argv += [*plan.worker_options, "--log-level", plan.log_level]
                 env = self._urls()
                 if (port := next(ports, None)) is not None:
@@ -214,7 +216,7 @@ class System:
         return programs
 
     def _urls(self) -> dict[str, str]:
-        """By environment, not on the command line: they may have passwords in them."""
+        """The servers' URLs as environment variables. They may hold passwords, so they stay off the command line."""
         return {"BROKER_URL": self.broker, "STORE_URL": self.store}
 
     def _stop_listening(self) -> None:
@@ -231,11 +233,13 @@ class System:
 
 
 async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> bool:
-    """Start the system, use it, stop it. SIGINT, SIGTERM or SIGHUP ends the use; with SIGQUIT, or a second one, workers
-    hand back at once what they run; a third ends all on the spot.
+    """Start the system, use it, stop it.
 
-    Returns whether the use came to its own end. Raises Failure from the start, the use, or for the third signal;
-    nothing is left running in any case.
+    SIGINT, SIGTERM or SIGHUP ends the use. SIGQUIT, or a second signal, makes the workers hand their tasks back at
+    once. A third signal kills all processes.
+
+    Returns whether `use` came to its own end. Raises Failure from the start, from the use, or for the third signal.
+    Nothing is left running in any case.
     """
     came = coming()
 
@@ -267,7 +271,7 @@ async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> b
             told.cancel()
             await asyncio.wait((stopping,))
             await system.kill()
-            raise Failure("stopped at once; what was running is in the queue", Exit.INTERRUPTED)
+            raise Failure("stopped at once; running tasks are back in the queue", Exit.INTERRUPTED)
     told.cancel()
     stopping.result()
     if not work.cancelled():

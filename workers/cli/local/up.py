@@ -19,20 +19,21 @@ from workers.cli.options import (
     Gpus,
     KvCacheBytes,
     KvCacheDType,
+    LogLevel,
     MaxBatchedTokens,
-    MaxDeaths,
+    MaxNonPriorityStepTokens,
     MaxNumSeqs,
     MaxQueued,
     MaxQueuedPerTenant,
+    MaxStepSeconds,
+    MaxWorkerDeaths,
     MemoryShare,
     Quantization,
     Speculate,
     SpeculateTokens,
-    SpotEndpoint,
-    SpotNotice,
-    StepLimit,
+    SpotMetadataUrl,
+    SpotProvider,
     Threads,
-    UnhurriedTokens,
     check_spot,
     finite,
     health_ports,
@@ -43,10 +44,17 @@ if TYPE_CHECKING:
     from workers.cli.local.system import System
 
 
-#: Options that are passed on as they are, with the names and meanings that they have there.
+#: Options that `up` passes on unchanged; they have the same names and meanings there.
 OF_WORKERS: Final = (
-    *("max_deaths", "step_limit", "spot_notice", "spot_endpoint", "max_num_seqs", "max_batched_tokens"),
-    "unhurried_tokens",
+    *(
+        "max_worker_deaths",
+        "max_step_seconds",
+        "spot_provider",
+        "spot_metadata_url",
+        "max_num_seqs",
+        "max_batched_tokens",
+    ),
+    "max_non_priority_step_tokens",
     *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
     *("speculate", "draft_model", "speculate_tokens"),
 )
@@ -56,28 +64,36 @@ OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin")
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
     example = "Example: penstock up --port 8000 --data-dir ~/penstock --model tiny --workers 2"
-    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="The whole system")(up)
+    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Start here")(up)
 
 
 def up(
     context: typer.Context,
     host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    data_dir: Annotated[Path, typer.Option(help="Where the embedded Valkey keeps queues and results.")] = DATA_DIR,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The gateway's port. 0: any free port.")] = 8000,
+    data_dir: Annotated[
+        Path, typer.Option(help="The folder in which the embedded Valkey keeps queues and results.")
+    ] = DATA_DIR,
     broker: Annotated[
-        str | None, typer.Option(envvar="BROKER_URL", help="Use this Redis or Valkey; none is started then.")
+        str | None, typer.Option(envvar="BROKER_URL", help="Use this Redis or Valkey instead of an embedded one.")
     ] = None,
     store: Annotated[
-        str | None, typer.Option(envvar="STORE_URL", help="With --broker: records and streams; unset: the broker.")
+        str | None,
+        typer.Option(
+            envvar="STORE_URL",
+            help="With --broker: the server that holds records and token streams. Unset: the broker.",
+        ),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help=f"{MODEL} May be repeated; unset: tiny.", autocompletion=complete_model)
+        list[str] | None, typer.Option(help=f"{MODEL} May be repeated. Unset: tiny.", autocompletion=complete_model)
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, max=64, help="Processes for each model; unset: 1.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Worker processes for each model. Unset: 1.")
+    ] = None,
     gpus: Gpus = None,
     max_num_seqs: MaxNumSeqs = None,
     max_batched_tokens: MaxBatchedTokens = None,
-    unhurried_tokens: UnhurriedTokens = None,
+    max_non_priority_step_tokens: MaxNonPriorityStepTokens = None,
     kv_cache_bytes: KvCacheBytes = None,
     memory_share: MemoryShare = None,
     dtype: DType = None,
@@ -88,28 +104,32 @@ def up(
     draft_model: DraftModel = None,
     speculate_tokens: SpeculateTokens = None,
     threads: Threads = None,
-    max_deaths: MaxDeaths = 3,
-    step_limit: StepLimit = 180.0,
+    max_worker_deaths: MaxWorkerDeaths = 3,
+    max_step_seconds: MaxStepSeconds = 180.0,
     health_port: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=65535,
-            help="Serve /livez and /readyz of the first worker on this port, of each other one on the next: all of the "
-            "first model's workers, then those of the second; unset: nowhere.",
+            help="Serve the first worker's /livez and /readyz on this port, and each further worker's on the next one, "
+            "model by model. Unset: no port.",
         ),
     ] = None,
-    spot_notice: SpotNotice = None,
-    spot_endpoint: SpotEndpoint = None,
+    spot_provider: SpotProvider = None,
+    spot_metadata_url: SpotMetadataUrl = None,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
-    drain: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on at Ctrl-C.")
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C."),
     ] = 30.0,
-    log_level: Annotated[str, typer.Option(help="Of all processes: debug, info, warning or error.")] = "warning",
+    log_level: LogLevel = "warning",
 ) -> None:
-    """Start Valkey, a gateway, workers and a sweeper; Ctrl-C drains and stops them; what was queued is kept."""
+    """Start the whole system here: Valkey, a gateway, workers and a sweeper. Ctrl-C drains and stops it.
+
+    Queued tasks are kept for the next start.
+    """
     import asyncio
     from contextlib import suppress
 
@@ -121,28 +141,28 @@ def up(
         from workers.cli.local.system import Plan, System, conduct
 
     if store is not None and broker is None:
-        raise Failure("--store goes with --broker; without them both are the embedded Valkey server")
-    check_spot(spot_notice, spot_endpoint)
+        raise Failure("--store needs --broker; without them the embedded Valkey server is both")
+    check_spot(spot_provider, spot_metadata_url)
     level = checked_level(log_level)
 
     def say(name: str, line: str) -> None:
-        with suppress(OSError):  # nobody reads it any more: no reason to stop serving
+        with suppress(OSError):  # nobody reads the output any more: go on serving
             typer.echo(f"{name} | {line}", err=True)
 
     chosen = choose(gpus, gpus_here()) if gpus is not None else ()
     names = model or ["tiny"]
     if chosen and workers is not None:
-        raise Failure("--gpus is one worker for each of them; leave --workers out")
+        raise Failure("--gpus starts one worker for each GPU; leave --workers out")
     if len(chosen) % len(names):
-        raise Failure(f"{len(chosen)} GPUs do not go evenly to {len(names)} models")
+        raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")
     each = len(chosen) // len(names) or workers or 1
     ports = health_ports(health_port, each * len(names))
     if port in ports:
         raise Failure(
-            f"port {port} is the gateway's, and would be that of a worker's /readyz: --health-port {health_port}"
+            f"port {port} is the gateway's, and --health-port {health_port} would give it to a worker's /readyz too"
         )
     models = find_models(names, lambda line: say("up", line))
-    if draft_model is not None:  # once, and not in each worker
+    if draft_model is not None:  # downloaded once here, not in each worker
         find_models([draft_model], lambda line: say("up", line))
     plan = Plan(
         models,
@@ -153,7 +173,7 @@ def up(
         store,
         each,
         chosen,
-        drain,
+        drain_timeout,
         level,
         worker_options=tuple(said_again(context, only=OF_WORKERS)),
         gateway_options=tuple(said_again(context, only=OF_THE_GATEWAY)),
@@ -168,7 +188,7 @@ def up(
     )
     finished = asyncio.run(conduct(System(plan, say), _serve))
     assert not finished, "it is used until a signal comes"
-    say("up", "stopped; what was queued is found at the next start")
+    say("up", "stopped; queued tasks are kept for the next start")
 
 
 async def _serve(system: System) -> None:
@@ -193,7 +213,7 @@ async def _serve(system: System) -> None:
 
 
 def how_to_end() -> str:
-    """What stops this process. A shell without job control has its background jobs ignore Ctrl-C."""
+    """The words for stopping this process. A shell without job control makes its background jobs ignore Ctrl-C."""
     import os
     import signal
 

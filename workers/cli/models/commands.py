@@ -1,4 +1,4 @@
-"""`penstock models`: what models there are, what they are made of, and how more come here."""
+"""`penstock models`: lists, shows and pulls models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-#: Settings of a config.json that say how large a model is.
+#: Settings of config.json that give a model's size -> their names in `penstock models show`.
 SHAPE: Final = {
     "num_hidden_layers": "layers",
     "hidden_size": "width",
@@ -35,7 +35,7 @@ SHAPE: Final = {
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    models = typer.Typer(no_args_is_help=True, help="What models there are, and how more come here.")
+    models = typer.Typer(no_args_is_help=True, help="List, show and pull models.")
     examples: dict[str, tuple[Callable[..., None], str]] = {
         "ls": (listed, "penstock models ls --json"),
         "show": (show, "penstock models show tiny"),
@@ -52,7 +52,7 @@ def listed(
     url: Annotated[
         str | None,
         typer.Option(
-            envvar="PENSTOCK_URL", help=f"A gateway, for what it serves; unset: {DEFAULT_URL}, if it answers."
+            envvar="PENSTOCK_URL", help=f"A gateway whose models are listed, too. Unset: {DEFAULT_URL}, if it answers."
         ),
     ] = None,
 ) -> None:
@@ -78,7 +78,7 @@ def _shown(path: Path) -> bool:
 
 
 def show(model: Model, as_json: Json = False) -> None:
-    """Show a model's shape, size, context, chat template and files. One on a hub is pulled first."""
+    """Show a model's architecture, size, context length, chat template and files. Pulls a hub's model first."""
     folder, found = _card(model)
     from engine.text.config import Config, packed_bits, read_config
 
@@ -105,27 +105,27 @@ def show(model: Model, as_json: Json = False) -> None:
         "quantised": quantised,
         "context": f"{found.context_length:,} tokens",
         **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in shape.items()},
-        "chat template": "yes" if "chat" in found.capabilities else "none: it continues texts, it does not chat",
+        "chat template": "yes" if "chat" in found.capabilities else "none: the model continues texts only",
         "defaults": ", ".join(f"{name} {value:g}" for name, value in found.defaults.items()) or "none",
     }
     width = max(map(len, lines))
     told = [f"{name.ljust(width)}  {value}" for name, value in lines.items() if value is not None]
     told.append(f"files: {_megabytes(sum(files.values()))}")
     told += [f"  {size:>14,}  {name}" for name, size in files.items()]
-    for line in told:  # of which much is whatever the model's files say
+    for line in told:  # may hold any text from the model's files
         typer.echo(printable(line, sys.stdout.isatty()))
 
 
 def pull(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="hf://OWNER/NAME[@REVISION], or a folder.")],
     name: Annotated[
-        str | None, typer.Option(help="What it is called here; unset: as the repository or folder.")
+        str | None, typer.Option(help="The model's name here. Unset: the repository's or folder's.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Bring a model into the local model folder, with its checksums.
+    """Copy a model from a hub or a folder into the local model folder, with checksums.
 
-    The folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
+    The local model folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
     """
     from workers.errors import Refused
     from workers.library import Shelf, find_model
@@ -144,7 +144,7 @@ def pull(
         elif Path(source).is_dir():
             folder = Shelf.default().copy(called, Path(source)).folder
         else:
-            raise Refused(f"{source!r} is no folder; a model on a hub looks like hf://OWNER/NAME")
+            raise Refused(f"{source!r} is not a folder; a hub's model is written hf://OWNER/NAME")
     except Refused as refused:
         raise Failure(str(refused)) from refused
     pulled = {"name": called, "version": folder.name, "folder": str(folder)}
@@ -152,7 +152,7 @@ def pull(
 
 
 def card(model: Model) -> None:
-    """Print a model's card, which is what gateways and clients know of it, as JSON."""
+    """Print a model's card as JSON: the description that gateways and clients use."""
     typer.echo(_card(model)[1].to_json())
 
 
@@ -165,11 +165,11 @@ def _card(model: str) -> tuple[Path, ModelCard]:
     try:
         return found.folder, ModelCard.from_folder(found.folder, found.name)
     except ModelError as error:
-        raise Failure(f"{found.folder} holds no model that can be served: {error}") from error
+        raise Failure(f"{found.folder} holds no servable model: {error}") from error
 
 
 def _here() -> Iterator[dict[str, Any]]:
-    """Without a look into tokenizers, which takes seconds for large ones."""
+    """Rows of the models on this machine. It reads no tokenizer, since large ones take seconds."""
     from engine.errors import ModelError
     from workers.library import Shelf
     from workers.library.reference import bundled
@@ -194,11 +194,11 @@ def _here() -> Iterator[dict[str, Any]]:
                 "folder": str(folder),
             }
         except ModelError as error:
-            typer.echo(f"penstock: {folder} holds no model that can be served: {error}", err=True)
+            typer.echo(f"penstock: {folder} holds no servable model: {error}", err=True)
 
 
 def _served(url: str | None) -> Iterator[dict[str, Any]]:
-    """Nothing where no gateway was asked for, and none answers at the usual place."""
+    """Rows of a gateway's models; none if no gateway was named and none answers at the default URL."""
     from workers.cli.client import Gateway, Unreachable
 
     gateway = Gateway(url or DEFAULT_URL)

@@ -1,4 +1,4 @@
-"""`penstock quantize`: a smaller checkpoint of a model, and what that changed."""
+"""`penstock quantize`: writes a smaller checkpoint of a model and reports how its output changed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from engine.quant.make import Comparison, Recipe
 
 STATUS: Final = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
-#: Of a text of the user's own, the last part judges what the rest calibrated.
+#: Share of the user's own text, at its end, that judges the result; the rest calibrates.
 _HELD_OUT: Final = 0.1
 _REPORT: Final = "quantization_report.json"
 _METHODS: Final = ("gptq", "nearest")
-#: Characters of a file of the default text: many files rather than a few long ones.
+#: Characters taken from each file of the default text: many files are better than a few long ones.
 _OF_A_FILE: Final = 8000
 
 
@@ -45,42 +45,47 @@ class Texts:
 
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not be there yet.")],
-    bits: Annotated[int, typer.Option(help="8 or 4, of each weight.")] = 8,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist yet.")],
+    bits: Annotated[int, typer.Option(help="Bits of each weight: 8 or 4.")] = 8,
     method: Annotated[
-        str, typer.Option(help="gptq: rounded so that the calibration text's products change least; nearest: plainly.")
+        str,
+        typer.Option(
+            help="gptq: round so that outputs on the calibration text change least. nearest: round each weight."
+        ),
     ] = "gptq",
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Inputs that share a scale: 128, 64 or 32. Unset: with 8 bits all, with 4 the most that fit."
+            help="Inputs that share a scale: 128, 64 or 32. Unset: all with 8 bits, with 4 bits the most that fit."
         ),
     ] = None,
-    head: Annotated[
-        int, typer.Option(help="Bits of the output head, and of an embedding that is tied to it: 16, as it is, or 8.")
+    head_bits: Annotated[
+        int, typer.Option(help="Bits of the output head and of an embedding tied to it: 16 (unchanged) or 8.")
     ] = 16,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="A text like what the model will read; its end judges. Unset: Python's own library."),
+        typer.Option(
+            help="File with text like what the model will read; its end is held out. Unset: Python's library."
+        ),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=256, help="Tokens of it that are used.")] = 32768,
-    evaluation_tokens: Annotated[int, typer.Option(min=256, help="Tokens of the held-out text.")] = 16384,
+    calibration_tokens: Annotated[int, typer.Option(min=256, help="Most calibration tokens to use.")] = 32768,
+    evaluation_tokens: Annotated[int, typer.Option(min=256, help="Most held-out tokens to judge with.")] = 16384,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     device: Device = None,
     threads: Threads = None,
 ) -> None:
-    """Write a model with weights of 8 or 4 bits, and tell by how much its output changed.
+    """Write a copy of a model with 8-bit or 4-bit weights, and report how much its output changed.
 
-    What is made is a folder that this and other engines serve: safetensors in the "pack-quantized" form of
-    compressed-tensors, with a manifest.
+    Makes a folder that this and other engines serve: safetensors in the "pack-quantized" format of compressed-tensors,
+    with a manifest.
     """
 
     if bits not in (4, 8):
         raise Failure(f"--bits is {bits}; it must be 8 or 4")
     if method not in _METHODS:
         raise Failure(f"--method is {method!r}; it must be one of {', '.join(_METHODS)}")
-    if head not in (16, 8):
-        raise Failure(f"--head is {head}; it must be 16 (as it is) or 8")
+    if head_bits not in (16, 8):
+        raise Failure(f"--head-bits is {head_bits}; it must be 16 (unchanged) or 8")
     with needs("worker"):
         from engine.config import EngineConfig
         from engine.errors import EngineError
@@ -91,13 +96,13 @@ def quantize(
     if group_size is not None and group_size not in GROUPS:
         raise Failure(f"--group-size is {group_size}; it must be one of {', '.join(map(str, GROUPS))}")
     if os.path.lexists(out):
-        raise Failure(f"{out} is there already; name a folder that is not")
+        raise Failure(f"{out} exists already; name a new folder")
     texts = _texts(calibration)
     (found,) = find_models([model], _say)
     try:
         EngineConfig(device=device or "auto", threads=threads)  # type: ignore[arg-type]  # it checks what it is given
         verify(found.folder)
-        recipe = Recipe(bits, method, group_size, 8 if head == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
+        recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
         with unfinished(out, _say) as work:
             report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), device, threads)
     except (EngineError, Refused) as error:
@@ -162,7 +167,7 @@ def _make(
         for part, count in zip((texts.calibration, texts.held_out), tokens, strict=True)
     )
     if not learnt or not judged:
-        raise Failure(f"{texts.source} is too short to calibrate with, and to judge: give a text of some pages")
+        raise Failure(f"{texts.source} is too short to calibrate and judge with: give a text of some pages")
     recipe = quantise(folder, work, recipe, learnt, place, _say)
     _copy_rest(folder, work)
     _say("comparing")
@@ -175,7 +180,7 @@ def _make(
 
 
 def _copy_rest(folder: Path, work: Path) -> None:
-    """Tokenizer, template and settings, as they are."""
+    """Copy tokenizer, chat template and settings unchanged."""
     from workers.library.local_models import INDEX, KEPT, MANIFEST, own_file
 
     for path in sorted(folder.iterdir()):
@@ -184,14 +189,14 @@ def _copy_rest(folder: Path, work: Path) -> None:
 
 
 def _say_in_readme(path: Path, report: dict[str, Any]) -> None:
-    """What a person reads is of the original, and comes after what was made of it."""
+    """Write the README: the report first, then the original model's text."""
     whole = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     # Fields for a hub's own use come first, if there are any.
     fields = re.match(r"---\n.*?\n---\n", whole, re.DOTALL)
     head = fields[0] if fields else ""
     rest = whole[len(head) :].lstrip("\n")
     told = [f"Quantised by `penstock quantize`; measures are in [{_REPORT}]({_REPORT})."]
-    told += ["What follows was written of the original."] if rest else []
+    told += ["The text below describes the original model."] if rest else []
     table = [f"| {name} | {value} |" for name, value in _lines(report).items()]
     text = "\n".join([*told, "", "| | |", "| --- | --- |", *table])
     path.write_text("\n".join(filter(None, [head, text + "\n", rest])), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Models as they are named on the command line."""
+"""Finds the models that are named on the command line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from workers.cli.exits import Failure, needs
 if TYPE_CHECKING:
     from workers.library import Found
 
-#: For --help.
+#: The help text of MODEL.
 MODEL: Final = "A folder, a bundled or pulled model, or hf://OWNER/NAME[@REVISION]; NAME=MODEL gives it another name."
 
 
 def find_models(references: Sequence[str], say: Callable[[str], None]) -> tuple[Found, ...]:
-    """The models that are meant; what is on a hub is pulled first. Raises Failure, also where two have one name.
+    """The named models; those on a hub are pulled first. Raises Failure, also for two models of one name.
 
-    Here, and not in each process that serves one: a model is downloaded once, where its progress is seen, and Ctrl-C
-    ends that.
+    The command does this, not each process that serves a model: a model is downloaded once, with visible progress, and
+    Ctrl-C stops the download.
     """
     from workers.errors import Refused
     from workers.library import find_model, name_of
@@ -35,7 +35,7 @@ def find_models(references: Sequence[str], say: Callable[[str], None]) -> tuple[
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of models on this machine that begin so, for the shell."""
+    """Names of models on this machine that begin with `incomplete`, for shell completion."""
     from workers.library.reference import known
 
     return [name for name in known() if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""Folders that appear under their name when they are whole, and what killed processes left of such."""
+"""Builds a folder under a temporary name, renames it when it is complete, and removes killed processes' leftovers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from workers.cli.exits import Failure
 
 @contextmanager
 def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """A folder beside `out` that becomes it at the end, or goes: there is never half of one by that name.
+    """Makes a folder beside `out`, and renames it to `out` at the end or removes it after an error.
 
-    It is locked for as long as the process lives, also one that is killed: the next for the same target takes away
-    those that are not. Raises Failure where `out` was made meanwhile.
+    The folder is locked while its process lives. The next call for the same target removes unlocked ones, which killed
+    processes left. Raises Failure if `out` was made meanwhile.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.partial")):
         if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", left.name):
             _sweep(left, say)
     while (begun := _begun(out)) is None:
-        pass  # whoever sweeps saw the folder before it was locked
+        pass  # another process removed the folder before it was locked
     work, lock = begun
     try:
         yield work
@@ -40,7 +40,7 @@ def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _begun(out: Path) -> tuple[Path, int] | None:
-    """A new folder and the file that holds its lock; None where it was, or is being, swept before it had one."""
+    """A new folder and the descriptor that locks it; None if another process removed it before it was locked."""
     work = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     work.mkdir()
     try:
@@ -58,15 +58,15 @@ def _begun(out: Path) -> tuple[Path, int] | None:
 
 
 def _sweep(left: Path, say: Callable[[str], None]) -> None:
-    """Take the folder away, unless the process that makes it is alive."""
+    """Remove the folder, unless its process is alive."""
     try:
         lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # gone meanwhile, or no folder of ours
+        return  # removed meanwhile, or not a folder
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(left, ignore_errors=True)
-        say(f"removed {left}, which a run that was killed had left")
+        say(f"removed {left}, which a killed run had left")
     except BlockingIOError:
         say(f"{left} is being made by another process; it is left alone")
     finally:

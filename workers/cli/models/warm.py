@@ -1,4 +1,4 @@
-"""`penstock warm`: a model's kernels compiled before it is served, for this machine's GPU or for one elsewhere."""
+"""`penstock warm`: compiles a model's kernels before it is served, for this machine's GPU or for another."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ if TYPE_CHECKING:
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    example = "Example: penstock warm hf://meta-llama/Llama-3.1-8B-Instruct --arch sm_90 --cache /opt/penstock/triton"
+    example = (
+        "Example: penstock warm hf://meta-llama/Llama-3.1-8B-Instruct --arch sm_90 --cache-dir /opt/penstock/triton"
+    )
     app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Models")(warm)
 
 
 def warm(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
     arch: Annotated[
-        str | None, typer.Option(help="The GPU's architecture, as in sm_90 (H100, H200); unset: that of the GPU here.")
+        str | None, typer.Option(help="The GPU's architecture, such as sm_90 (H100, H200). Unset: this machine's GPU.")
     ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(envvar="TRITON_CACHE_DIR", help="Where the kernels go; unset: Triton's own folder.")
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="TRITON_CACHE_DIR", help="Folder for the kernels. Unset: Triton's own cache."),
     ] = None,
     dtype: DType = None,
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDType = None,
     deterministic: Deterministic = False,
-    max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="Sequences in one batch, as the worker's.")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="The same as the worker's --max-num-seqs.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compile a model's GPU kernels ahead, so that a worker starts without a compiler. Takes no GPU and no weights,
-    but those of a checkpoint that is quantised."""
+    """Compile a model's GPU kernels ahead of time, so that a worker starts without compiling.
+
+    Needs no GPU, and weights only of a quantised checkpoint.
+    """
 
     with needs("worker"):
         from engine.errors import EngineError
@@ -53,7 +58,7 @@ def warm(
         made = compile_all(
             found.folder,
             arch or architecture_here(),
-            cache or default_cache(),
+            cache_dir or default_cache(),
             dtype=dtype or "auto",
             quantization=quantization or "none",
             kv_cache_dtype=kv_cache_dtype or "auto",
@@ -63,14 +68,14 @@ def warm(
     except EngineError as error:
         raise Failure(f"cannot compile the kernels of {model}: {error}") from error
     except OSError as error:
-        raise Failure(f"cannot write {cache or default_cache()}: {error}") from error
+        raise Failure(f"cannot write {cache_dir or default_cache()}: {error}") from error
     if as_json:
         typer.echo(json.dumps(_data(made)))
     else:
         _report(found.name, made)
     if not made.verified:
         raise Failure(
-            "a second look did not find all of it in the cache: it is being changed meanwhile", Exit.TASK_FAILED
+            "a second look did not find all kernels in the cache: another process is changing it", Exit.TASK_FAILED
         )
 
 
@@ -103,10 +108,10 @@ def _report(name: str, made: Warmed) -> None:
         these = [one for one in made.builds if one.kernel == kernel]
         size = sum(one.binary.stat().st_size for one in these) / 1e3
         built = [one for one in these if not one.cached]
-        spent = f"built {len(built)} in {sum(one.seconds for one in built):.1f} s" if built else "in the cache already"
+        spent = f"built {len(built)} in {sum(one.seconds for one in built):.1f} s" if built else "already in the cache"
         typer.echo(f"{kernel.ljust(width)}  {len(these)} of it, {size:,.0f} kB, {spent}")
     total = sum(one.binary.stat().st_size for one in made.builds) / 1e6
     typer.echo(
         f"{name} in {made.dtype} on {made.arch}: {len(made.builds)} kernels, {total:.1f} MB, in {made.seconds:.1f} s\n"
-        f"They are found where TRITON_CACHE_DIR={made.cache}, at this very path."
+        f"Workers find them with TRITON_CACHE_DIR={made.cache}, at this very path."
     )

@@ -1,4 +1,4 @@
-"""Outputs on a terminal."""
+"""Prints outputs on a terminal, or into a file or pipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-#: What a model's text must not do to a terminal: control characters, but for tab and line break, become visible.
+#: Control characters, except tab and line break -> visible signs, so that a model's text cannot control a terminal.
 VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"} | {
     0x7F: "\u2421",
     **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
@@ -15,19 +15,19 @@ VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in 
 
 
 def printable(text: str, terminal: bool) -> str:
-    """Text for standard output: as it is for a file or a pipe, harmless for a terminal."""
+    """Text for standard output: unchanged for a file or pipe, without control characters for a terminal."""
     return text.translate(VISIBLE) if terminal else text
 
 
 def choices(outputs: Sequence[dict[str, Any]]) -> str:
-    """The text of a single output; several under a heading each."""
+    """The outputs as one text: a single output plain, several each under a heading."""
     if len(outputs) == 1:
         return str(outputs[0]["text"])
     return "\n".join(f"--- {one['index']} ({one['finish_reason']}) ---\n{one['text']}" for one in outputs)
 
 
 class Shown(Protocol):
-    """Where events go as they come."""
+    """Shows events as they come."""
 
     def show(self, event: dict[str, Any]) -> None: ...
 
@@ -35,18 +35,18 @@ class Shown(Protocol):
 
 
 class JsonLines:
-    """One event a line."""
+    """Prints one JSON event a line."""
 
     def show(self, event: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: every event is printed already."""
 
 
 class TextStream:
-    """The text of one output as it comes; of several, each when it is complete, for they come at the same time."""
+    """Prints a single output's text as it comes, and several outputs each when it is complete."""
 
     def __init__(self, outputs: int) -> None:
         self._terminal = sys.stdout.isatty()
@@ -59,7 +59,7 @@ class TextStream:
             for index in sorted(self._texts):
                 self._whole(index, None)
         elif event["event"] == "prompt":
-            return  # how likely the prompt was is for --json
+            return  # only --json shows the prompt's log probabilities
         elif not self._several:
             self._write(event["text"])
         else:
@@ -68,7 +68,7 @@ class TextStream:
                 self._whole(event["choice"], event["finish_reason"])
 
     def close(self) -> None:
-        """Leave the cursor where the next command's output can begin."""
+        """End the last line, so that the next command's output begins on a new one."""
         if not self._at_line_start:
             self._write("\n")
 

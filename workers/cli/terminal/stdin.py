@@ -1,4 +1,4 @@
-"""Text from standard input."""
+"""Reads text from standard input."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from workers.cli.exits import Failure
 
 
 def text_from(read: Callable[[], str]) -> str:
-    """What `read` takes from standard input. Raises Failure where that is no text, and what `read` does.
+    """The text that `read` reads from standard input. Raises Failure if it is not UTF-8, and what `read` raises.
 
-    Depending on the locale, Python refuses a byte that is no UTF-8, or makes a lone surrogate of it, which no
-    tokenizer and no JSON parser takes.
+    Depending on the locale, Python refuses a byte that is not UTF-8 or turns it into a lone surrogate, which no
+    tokenizer and no JSON parser accepts.
     """
     try:
         text = read()

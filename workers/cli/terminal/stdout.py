@@ -1,6 +1,6 @@
-"""Standard output that does not take what is written: a full disk, a reader that went away, none at all.
+"""Handles errors of standard output: a full disk, a reader that went away, no standard output at all.
 
-Such an error is an OSError, as a connection's are: without a name of its own it would be told as the server's.
+These errors are OSErrors, like those of connections. Here they get their own type, so that no server is blamed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from workers.cli.exits import Exit, Failure
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Within, writing raises Failure, which says why; or typer.Exit, in silence, where the reader went away (`| head`).
+    """Within it, a failed write raises Failure, or silently typer.Exit if the reader went away (`| head`).
 
-    Where there is no standard output (`>&-`), what is written is lost, and no file or socket takes its number.
+    Without a standard output (`>&-`), output is lost, and no file or socket gets its descriptor.
     """
     stream = sys.stdout if sys.stdout is not None else open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     sys.stdout = guard = _Guard(stream)
@@ -32,7 +32,7 @@ def guarded() -> Iterator[None]:
 
 
 class _Guard:
-    """What it lacks, it asks the stream for."""
+    """A text stream that turns errors of `stream` into Failure or typer.Exit. All else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -41,11 +41,11 @@ class _Guard:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if text == "":  # typer finds out so what kind of stream it is, and would swallow what is raised
+        if text == "":  # typer's probe of the stream's kind, which would swallow an exception
             return 0
         try:
             return self._stream.write(text)
-        except UnicodeEncodeError:  # whatever a dead letter holds, say: it is shown as its number
+        except UnicodeEncodeError:  # e.g. from a dead letter: escape the character
             coding = self._stream.encoding
             return self._stream.write(text.encode(coding, "backslashreplace").decode(coding))
         except OSError as error:
@@ -59,7 +59,7 @@ class _Guard:
 
     def _lost(self, error: OSError) -> NoReturn:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # what is left in the buffer is not tried again at the end
+        os.dup2(nowhere, self._stream.fileno())  # the exit must not try the rest of the buffer again
         os.close(nowhere)
         if isinstance(error, BrokenPipeError):
             raise typer.Exit(Exit.TASK_FAILED) from None

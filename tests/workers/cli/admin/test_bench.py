@@ -24,12 +24,12 @@ def test_says_rates_latencies_goodput_and_its_own_cost(penstock: Run, worker: Fa
     for part in ("p50 p95 p99", "TTFT", "time between tokens", "end to end", "queue wait", "6 completed, 0 failed"):
         assert part in said
     assert "100.0 % of all: TTFT at most 30000 ms" in said
-    assert "% of a core; its loop came late by" in said
+    assert "% of a core; its event loop was late by" in said
 
 
 def test_writes_figures_requests_and_a_picture(penstock: Run, worker: FakeWorker, tmp_path: Path) -> None:
     out, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
-    rate = ("--rate", "200", "--concurrency", "4", "--warm-up", "2", "--seed", "3")
+    rate = ("--rate", "200", "--concurrency", "4", "--warm-up-requests", "2", "--seed", "3")
     with serving(worker):
         ran = penstock("bench", "tiny", *SMALL, *rate, "--json", "--out", str(out), "--plot", str(plot))
     figures, written = json.loads(ran.out), json.loads(out.read_text())

@@ -44,7 +44,7 @@ def test_nothing_is_done_without_a_word_for_it(run: Run) -> None:
         target = f"worker:w1={process.pid}"
         ran = run("chaos", "tiny", *URLS, "--process", target, "--seed", "3", "--minutes", "0.5")
         assert ran.status == 2
-        assert "say --i-know" in ran.err
+        assert "say --confirm" in ran.err
         assert f"worker w1 (process {process.pid})" in ran.err
 
 
@@ -62,7 +62,7 @@ def test_what_is_not_what_it_is_said_to_be_is_refused_and_left_alone(run: Run, n
     (said,), argv, why = STRANGERS[name]
     with sleeping(*argv) as process:
         target = f"{said}={process.pid}"
-        ran = run("chaos", "tiny", *URLS, "--process", target, "--faults", "kill,pause,drain,restart", "--i-know")
+        ran = run("chaos", "tiny", *URLS, "--process", target, "--faults", "kill,pause,drain,restart", "--confirm")
         assert ran.status == 2
         assert why in " ".join(ran.err.split())
 
@@ -91,7 +91,7 @@ def test_a_process_that_is_not_there_is_told_of_before_anything_is_done(run: Run
     process = f"worker:w1={pid if pid.isdecimal() else tmp_path / 'pid'}"
     ran = run("chaos", "tiny", *URLS, "--process", process)
     assert ran.status == 2
-    assert (f"there is no process {pid}" if pid.isdecimal() else "say --i-know") in " ".join(ran.err.split())
+    assert (f"there is no process {pid}" if pid.isdecimal() else "say --confirm") in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_a_process_that_is_not_there_is_told_of_before_anything_is_done(run: Run
         (("--process", "worker:w1=1", "--exec", "kill"), "must be VERB=COMMAND"),
         (("--process", "worker:w1=1", "--exec", "hug=true"), "must be VERB=COMMAND"),
         (("--process", "worker:w1=1", "--exec", "kill='"), '--exec is "kill=\'": No closing quotation'),
-        (("--process", "worker:w1=1", "--faults", "kill,flood"), "from outside there are"),
+        (("--process", "worker:w1=1", "--faults", "kill,flood"), "it can do"),
         (("--process", "broker:b=1", "--faults", "restart"), "nothing here can suffer restart"),
-        (("--process", "worker:w1=1", "--replay", "/no/such/plan"), "No such file"),
-        (("--process", "worker:w1=1", "--replay", "/dev/null"), "/dev/null holds no plan"),
-        (("--process", "worker:w1=1", "--minutes", "inf"), "inf is no length of time"),
-        (("--process", "worker:w1=1", "--pause", "inf"), "inf is no length of time"),
-        (("--process", "worker:w1=1", "--lease", "inf"), "inf is no length of time"),
+        (("--process", "worker:w1=1", "--plan", "/no/such/plan"), "No such file"),
+        (("--process", "worker:w1=1", "--plan", "/dev/null"), "/dev/null holds no plan"),
+        (("--process", "worker:w1=1", "--minutes", "inf"), "inf is not a length of time"),
+        (("--process", "worker:w1=1", "--max-interval", "inf"), "inf is not a length of time"),
+        (("--process", "worker:w1=1", "--lease", "inf"), "inf is not a length of time"),
     ],
 )
 def test_what_cannot_be_done_is_refused(run: Run, options: tuple[str, ...], said: str) -> None:
@@ -126,7 +126,7 @@ def test_nothing_is_harmed_where_nobody_serves_the_model(run: Run, valkey_url: s
     """A run in which nothing was accepted would prove every promise."""
     with sleeping("penstock", "gateway") as process:
         urls = ("--broker", valkey_url, "--url", "http://127.0.0.1:1")
-        ran = run("chaos", "nobodys", *urls, "--process", f"gateway:g={process.pid}", "--minutes", "0.05", "--i-know")
+        ran = run("chaos", "nobodys", *urls, "--process", f"gateway:g={process.pid}", "--minutes", "0.05", "--confirm")
         assert ran.status == 2
         assert "no worker has ever announced 'nobodys'" in " ".join(ran.err.split())
 
@@ -135,7 +135,7 @@ def test_nothing_is_harmed_where_no_gateway_answers(run: Run, valkey_url: str) -
     connect(valkey_url).hset(keys.MODELS, "tiny", "{}")
     with sleeping("penstock", "gateway") as process:
         urls = ("--broker", valkey_url, "--url", "http://127.0.0.1:1")
-        ran = run("chaos", "tiny", *urls, "--process", f"gateway:g={process.pid}", "--minutes", "0.05", "--i-know")
+        ran = run("chaos", "tiny", *urls, "--process", f"gateway:g={process.pid}", "--minutes", "0.05", "--confirm")
         assert ran.status == 3
         assert "no answer from http://127.0.0.1:1" in " ".join(ran.err.split())
 
@@ -147,7 +147,17 @@ def test_who_ends_it_ends_what_it_began(scripted: Scripted, valkey_url: str, tmp
     scripted.answers = [_no_models]
     argv = ["chaos", "tiny", "--broker", valkey_url, "--url", scripted.url, "--process", "broker:b"]
     argv += ["--exec", f"pause=touch {tmp_path}/paused", "--exec", f"resume=touch {tmp_path}/resumed"]
-    argv += ["--faults", "pause", "--pause", "0.1", "--lease", "10000", "--folder", str(tmp_path / "f"), "--i-know"]
+    argv += [
+        "--faults",
+        "pause",
+        "--max-interval",
+        "0.1",
+        "--lease",
+        "10000",
+        "--report-dir",
+        str(tmp_path / "f"),
+        "--confirm",
+    ]
     with subprocess.Popen([sys.executable, "-m", "workers.cli", *argv], stderr=subprocess.PIPE, text=True) as trial:
         until((tmp_path / "paused").exists)
         assert not (tmp_path / "resumed").exists()
@@ -204,10 +214,10 @@ def test_a_system_that_keeps_its_promises_is_told_so(run: Run, system: Stage, tm
     connect(system.broker.url).lpush(broker_keys.DEAD, json.dumps({"reason": "long ago", "message": "{}"}))
     ran = run(
         *("chaos", "tiny", "--broker", system.broker.url, "--url", f"http://127.0.0.1:{system.gateways[0]}"),
-        *("--process", "worker:worker-1.g1", "--process", "worker:worker-2.g1", "--faults", "kill", "--kills", "1"),
-        *("--exec", f"kill={sys.executable} {tmp_path / 'kill.py'} {{name}}", "--pause", "1.5", "--lease", "2"),
-        *("--longest", "60", "--open-tasks", "6", "--folder", str(folder), "--i-know", "--json"),
-        "--alone",
+        *("--process", "worker:worker-1.g1", "--process", "worker:worker-2.g1", "--faults", "kill", "--min-kills", "1"),
+        *("--exec", f"kill={sys.executable} {tmp_path / 'kill.py'} {{name}}", "--max-interval", "1.5", "--lease", "2"),
+        *("--max-output-tokens", "60", "--concurrency", "6", "--report-dir", str(folder), "--confirm", "--json"),
+        "--exclusive",
     )
     assert ran.status == 0, ran.err
     report = json.loads(ran.out)

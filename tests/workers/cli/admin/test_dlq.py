@@ -31,7 +31,7 @@ def keys_of(dlq: Run, *options: str) -> list[str]:
 def test_an_empty_list_says_so(dlq: Run) -> None:
     assert dlq("ls").out == "There are no dead letters.\n"
     assert dlq("ls", "--json").out == ""
-    assert dlq("purge", "--all", "--yes").out == "0 letters are gone\n"
+    assert dlq("purge", "--all", "--yes").out == "0 dead letters deleted\n"
 
 
 def test_letters_are_listed_chosen_and_shown(dlq: Run, valkey: Redis) -> None:
@@ -65,7 +65,7 @@ def test_replay_says_what_became_of_each(dlq: Run, valkey: Redis) -> None:
     assert ran.out == f"{good} is back in its list\n"
     assert f"{bad} stays: nothing says to which list it belongs; purge it" in ran.err
     assert valkey.lrange(LIST, 0, -1) == [b"{"]
-    assert dlq("purge", bad, "--yes").out == "1 letters are gone\n"
+    assert dlq("purge", bad, "--yes").out == "1 dead letters deleted\n"
     assert not valkey.exists(broker_keys.DEAD)
 
 
@@ -73,10 +73,10 @@ def test_what_is_not_said_is_not_done(dlq: Run, valkey: Redis) -> None:
     bury(valkey, "{", "not JSON", 1)
     (key,) = keys_of(dlq)
     for args, message in {
-        ("replay",): "say which",
-        ("purge", "--yes"): "say which",
+        ("replay",): "name dead letters by key",
+        ("purge", "--yes"): "name dead letters by key",
         ("purge", key, "--all"): "give keys or --all, not both",
-        ("purge", "--all"): "this would forget 1 letters; say --yes",
+        ("purge", "--all"): "this would delete 1 dead letters; say --yes",
         ("show", "nothing"): "there is no dead letter nothing",
         ("replay", key, "other"): "there is no dead letter other",
     }.items():

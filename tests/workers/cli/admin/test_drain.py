@@ -114,5 +114,5 @@ def test_the_workers_here_are_found(
 def test_a_wait_that_cannot_be_reckoned_with_is_refused_before_anything_is_told(worker: subprocess.Popen[str]) -> None:
     result = run("--pid", str(worker.pid), "--timeout", "inf")
     assert result.exit_code == 2
-    assert "no length of time" in result.output
+    assert "not a length of time" in result.output
     assert worker.poll() is None

@@ -31,11 +31,11 @@ def send(valkey: Redis, tenant: str, tier: str, count: int) -> None:
 
 
 def test_who_waits_is_listed_with_what_waits(tenants: Run, valkey: Redis) -> None:
-    assert tenants("ls").out == "No tenant waits.\n"
+    assert tenants("ls").out == "No tenant has waiting tasks.\n"
     valkey.hset(keys.POOLS, QUEUE, json.dumps({"model": "tiny"}))
     send(valkey, "acme", "default", 3)
     send(valkey, "", "batch", 2)
-    assert "5 tasks have not been sorted" in tenants("ls").out
+    assert "5 tasks are not sorted" in tenants("ls").out
     valkey.set(keys.lease("w"), "{}")
     none = broker.Credit((0,) * 4, (0,) * 4)
     sizes = {"capacity": (1, 1), "plain_tokens": 1, "ageing_ms": 10**9, "max_redeliveries": 5}
@@ -47,7 +47,7 @@ def test_who_waits_is_listed_with_what_waits(tenants: Run, valkey: Redis) -> Non
         "(no tenant)  weight 1  waiting: 2 batch",
         "acme  weight 4  waiting: 3 default",
         "idle  weight 0.5  waiting: nothing",
-        "1 tasks have not been sorted by tenant yet: workers do that",
+        "1 tasks are not sorted by tenant yet: workers sort them",
     ]
     told = [json.loads(line) for line in tenants("ls", "--json").out.splitlines()]
     assert told[1] == {"tenant": "acme", "weight": 4, "waiting": {"priority": 0, "default": 3, "flex": 0, "batch": 0}}
@@ -73,5 +73,5 @@ def test_without_a_broker_it_is_that_of_up_in_this_directory(
     assert "set BROKER_URL" in nowhere.err
     (tmp_path / ".penstock").mkdir()
     (tmp_path / ".penstock" / "port").write_text(str(valkey.connection_pool.connection_kwargs["port"]))
-    assert run("tenants", "ls").out == "No tenant waits.\n"
+    assert run("tenants", "ls").out == "No tenant has waiting tasks.\n"
     assert run("dlq", "ls").out == "There are no dead letters.\n"

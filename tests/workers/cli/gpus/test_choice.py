@@ -54,7 +54,7 @@ class TestChoose:
             ("0,all", "has 'all'; it takes"),
             ("²", "has '²'; it takes"),
             ("GPU-cc", "has GPU-cc, which is no GPU of this machine; it has GPU-aa"),
-            ("GPU-a", "has GPU-a, which is the beginning of 2 GPUs"),
+            ("GPU-a", "has GPU-a, which matches 2 GPUs"),
         ],
     )
     def test_refuses_what_it_cannot_have_by_name(self, asked: str, says: str) -> None:
@@ -223,7 +223,7 @@ class TestUpCommand:
         [
             (["--gpus", "0,2"], "--gpus has 2; this machine has 2"),
             (["--gpus", "all", "--workers", "2"], "leave --workers out"),
-            (["--gpus", "0", "--model", "tiny", "--model", "two=tiny"], "1 GPUs do not go evenly to 2 models"),
+            (["--gpus", "0", "--model", "tiny", "--model", "two=tiny"], "1 GPUs cannot be shared evenly by 2 models"),
         ],
     )
     def test_refuses_what_does_not_fit(self, run: Run, answering: Answering, said: list[str], why: str) -> None:

@@ -135,7 +135,7 @@ class TestDeath:
         running = Running(program("gpu0", "raise SystemExit(3)"), program("gpu1", SERVES, "0"))
         await running.says("gpu1", "serves")
         last = await running.says("gpu0", "given up")
-        assert last.startswith("exited with status 3; the 8th time in a row without 20 s of service between")
+        assert last.startswith("exited with status 3; death 8 in a row without 20 s of service between")
         assert len([1 for name, line in running.said if name == "gpu0" and "starting it again" in line]) == 7
         assert not running.task.done()
         assert await running.status(signal.SIGTERM) == 3
@@ -159,7 +159,7 @@ class TestDeath:
         running = Running(program("gpu0", "raise SystemExit(2)"), program("gpu1", "raise SystemExit(2)"))
         assert await running.status() == 2
         for name in ("gpu0", "gpu1"):
-            assert (name, "exited with status 2; it was refused, and would be again: given up") in running.said
+            assert (name, "exited with status 2; it was refused and would be refused again: given up") in running.said
 
     async def test_by_refusal_of_one_that_has_served_passes(self, tmp_path: Path) -> None:
         """Its broker restarts, say."""
@@ -179,7 +179,7 @@ class TestDeath:
         await running.says("gpu1", "serves")
         pid = int((await running.says("gpu0", "serves")).rpartition(" ")[2].rstrip(")"))
         os.kill(pid, signal.SIGTERM)
-        await running.says("gpu0", "told so by somebody else; it stays stopped")
+        await running.says("gpu0", "told to stop by another process; it stays stopped")
         assert not running.task.done()
         assert await running.status(signal.SIGTERM) == 0
 

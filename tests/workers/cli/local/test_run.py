@@ -98,7 +98,7 @@ def test_samples_as_it_is_told_to(run: Run, engine: Engine) -> None:
         (("tiny", "x", "--dtype", "int3"), "dtype='int3' must be one of auto"),
         (("tiny", "x", "--quantization", "int3"), "quantization='int3' must be one of none, fp8"),
         (("tiny", "x", "--device", "cpu", "--quantization", "fp8"), "quantization='fp8' needs a CUDA device"),
-        (("tiny", "x", "--system", "y"), "--system goes with --chat"),
+        (("tiny", "x", "--system", "y"), "--system needs --chat"),
         (("tiny", ""), "prompt"),
         (("nothing", "x"), "no model 'nothing'"),
     ],

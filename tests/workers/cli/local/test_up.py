@@ -192,14 +192,15 @@ def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outli
 
     # As `penstock drain` does, and a worker by itself for a spot notice.
     os.kill(system.children()["worker"], signal.SIGTERM)
-    until(lambda: "worker | exited with status 0; told so by somebody else; it stays stopped" in system.out, PATIENCE_S)
+    said = "worker | exited with status 0; told to stop by another process; it stays stopped"
+    until(lambda: said in system.out, PATIENCE_S)
 
     assert system.stop(signal.SIGKILL) == -signal.SIGKILL
     assert system.nothing_left()
 
 
 def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hastens(up: Callable[..., Up]) -> None:
-    system = up("--drain", "100")
+    system = up("--drain-timeout", "100")
     gateway = system.wait_ready()
     streamed: list[dict[str, Any]] = []
     task_id = gateway.submit(task(max_tokens=400, n=2))["id"]
@@ -212,7 +213,7 @@ def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hasten
     assert streamed[-1]["event"] == "end"
     assert len(streamed) == 801
 
-    system = up("--drain", "0")
+    system = up("--drain-timeout", "0")
     gateway = system.wait_ready()
     assert gateway.task(task_id)["status"] == "completed"
     # Far more than ends before the stop: some are handed back in the middle, some never began.
@@ -222,7 +223,7 @@ def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hasten
     assert "stopped; what was queued is found at the next start" in system.out
     assert system.nothing_left()
 
-    system = up("--drain", "100")
+    system = up("--drain-timeout", "100")
     gateway = system.wait_ready()
     assert {gateway.task(task_id)["status"] for task_id in ids} != {"completed"}, "all had ended: nothing was shown"
     for task_id in ids[3:-1]:

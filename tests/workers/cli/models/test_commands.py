@@ -58,7 +58,7 @@ class TestLs:
         ran = penstock("models", "ls", "--json")
         assert ran.status == 0
         assert "broken" not in {row["name"] for row in json.loads(ran.out)}
-        assert f"{broken} holds no model that can be served" in ran.err
+        assert f"{broken} holds no servable model" in ran.err
 
 
 class TestShow:
@@ -77,7 +77,7 @@ class TestShow:
         mute = tmp_path / "mute"
         shutil.copytree(TINY, mute)
         (mute / "tokenizer_config.json").write_text("{}")
-        assert "none: it continues texts" in run("models", "show", str(mute)).out
+        assert "none: the model continues texts only" in run("models", "show", str(mute)).out
 
     def test_leaves_out_links_to_nowhere(self, run: Run, tmp_path: Path) -> None:
         mine = tmp_path / "mine"
@@ -119,7 +119,7 @@ class TestShow:
         (tmp_path / "config.json").write_text("{}")
         ran = run("models", "show", str(tmp_path))
         assert ran.status == 2
-        assert "holds no model that can be served" in ran.err
+        assert "holds no servable model" in ran.err
 
 
 def test_card_is_the_models_card(run: Run) -> None:
@@ -142,7 +142,7 @@ class TestPull:
             ((str(TINY),), "is the name of a bundled model; give another with --name"),
             ((str(TINY), "--name", "a b"), "cannot name a queue"),
             ((str(TINY.parent),), "has no config.json"),
-            (("nowhere",), "is no folder; a model on a hub looks like hf://OWNER/NAME"),
+            (("nowhere",), "is not a folder; a hub's model is written hf://OWNER/NAME"),
             (("hf://a/b/c",), "it looks like hf://OWNER/NAME"),
         ],
     )

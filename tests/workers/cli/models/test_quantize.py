@@ -70,12 +70,12 @@ def test_what_a_person_reads_begins_with_what_it_is(folder: Path, tmp_path: Path
     assert "| weights | 8 bits, one scale for each output, nearest |\n" in said
     rest = (before or "")[len(fields) :].lstrip("\n")
     assert said.endswith(f" |\n\n{rest}" if rest else " |\n")
-    assert ("written of the original" in said) == bool(rest)
+    assert ("describes the original model" in said) == bool(rest)
     verify(tmp_path / "out")
 
 
 def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_path: Path) -> None:
-    given = ("--bits", "4", "--head", "8", "--method", "nearest", "--calibration", folder.parent / "text.py")
+    given = ("--bits", "4", "--head-bits", "8", "--method", "nearest", "--calibration", folder.parent / "text.py")
     quantize(folder, tmp_path / "out", *given)
     assert ModelCard.from_folder(tmp_path / "out").parameters == ModelCard.from_folder(folder).parameters
     shown = CliRunner().invoke(app, ["models", "show", str(tmp_path / "out")])
@@ -88,7 +88,7 @@ def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_pa
     ("arguments", "message"),
     [
         (("--bits", "3"), "--bits is 3; it must be 8 or 4"),
-        (("--head", "4"), r"--head is 4; it must be 16 \(as it is\) or 8"),
+        (("--head-bits", "4"), r"--head-bits is 4; it must be 16 \(unchanged\) or 8"),
         (("--method", "awq"), "--method is 'awq'; it must be one of gptq, nearest"),
         (("--group-size", "48"), "--group-size is 48; it must be one of 128, 64, 32"),
         (("--bits", "4", "--group-size", "128"), "a group of 128 does not divide"),
@@ -123,6 +123,6 @@ def test_it_takes_as_many_threads_as_a_container_may(
 
 def test_what_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(Failure, match="is there already"):
+    with pytest.raises(Failure, match="exists already"):
         quantize(folder, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())

@@ -52,7 +52,7 @@ def test_what_a_killed_process_left_is_swept_and_what_a_live_one_makes_is_not(tm
     (out / "whole").unlink()
     out.rmdir()
     (said,) = made(out)
-    assert said == f"removed {left}, which a run that was killed had left"
+    assert said == f"removed {left}, which a killed run had left"
     assert [path.name for path in tmp_path.iterdir()] == ["model[1]"]
 
 

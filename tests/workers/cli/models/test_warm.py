@@ -31,7 +31,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(300)
 def test_what_was_compiled_ahead_serves_any_step_and_is_not_compiled_again(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    asked = ("-m", "workers.cli", "warm", "tiny", "--arch", "sm_90", "--cache", str(cache), "--max-num-seqs", "4")
+    asked = ("-m", "workers.cli", "warm", "tiny", "--arch", "sm_90", "--cache-dir", str(cache), "--max-num-seqs", "4")
     first = python(*asked, "--json")
     assert first.returncode == 0, first.stderr
     made = json.loads(first.stdout)
@@ -67,7 +67,7 @@ def test_quantised_checkpoints_and_compressed_keys_are_served_too(tmp_path: Path
     config, pack = FORMS[form] if form in FORMS else (FP8_CONFIGS[form], fp8(form))
     write_quantised(tmp_path, config, pack, dtype="bfloat16", max_position_embeddings=2048)
     model, cache = str(tmp_path / "packed"), str(tmp_path / "cache")
-    asked = ("--arch", "sm_90", "--cache", cache, "--max-num-seqs", "2", "--kv-cache-dtype", kind)
+    asked = ("--arch", "sm_90", "--cache-dir", cache, "--max-num-seqs", "2", "--kv-cache-dtype", kind)
     made = python("-m", "workers.cli", "warm", model, *asked, "--json")
     assert made.returncode == 0, made.stderr
     own = {"gptq": "int4_kernel", "channel": "quantise_rows_kernel"}[form]
@@ -87,7 +87,7 @@ class TestRefusal:
 
     @pytest.mark.parametrize("arch", ["h100", "sm_75", "90", "sm_9"])
     def test_of_what_is_no_architecture(self, run: Run, tmp_path: Path, arch: str) -> None:
-        ran = run("warm", "tiny", "--arch", arch, "--cache", str(tmp_path / "cache"))
+        ran = run("warm", "tiny", "--arch", arch, "--cache-dir", str(tmp_path / "cache"))
         assert ran.status == 2
         assert f"{arch!r} is no architecture to compile for" in ran.err
         assert not (tmp_path / "cache").exists()
@@ -97,13 +97,13 @@ class TestRefusal:
 
         if torch.cuda.is_available():
             pytest.skip("there is a GPU here")
-        ran = run("warm", "tiny", "--cache", str(tmp_path))
+        ran = run("warm", "tiny", "--cache-dir", str(tmp_path))
         assert ran.status == 2
         assert "say which, as in sm_90" in ran.err
 
     def test_of_a_model_that_cannot_be_served(self, run: Run, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
-        ran = run("warm", str(tmp_path), "--arch", "sm_90", "--cache", str(tmp_path / "cache"))
+        ran = run("warm", str(tmp_path), "--arch", "sm_90", "--cache-dir", str(tmp_path / "cache"))
         assert ran.status == 2
         assert "NoSuchModel" in ran.err
 
@@ -111,7 +111,7 @@ class TestRefusal:
         from triton import knobs
 
         monkeypatch.setattr(knobs.runtime, "interpret", True)
-        ran = run("warm", "tiny", "--arch", "sm_90", "--cache", str(tmp_path))
+        ran = run("warm", "tiny", "--arch", "sm_90", "--cache-dir", str(tmp_path))
         assert ran.status == 2
         assert "TRITON_INTERPRET is set" in ran.err
 
@@ -132,7 +132,7 @@ class TestRefusal:
     def test_of_keys_and_values_that_are_not_served(
         self, run: Run, tmp_path: Path, asked: tuple[str, ...], said: str
     ) -> None:
-        ran = run("warm", "tiny", "--arch", "sm_90", "--cache", str(tmp_path / "cache"), *asked)
+        ran = run("warm", "tiny", "--arch", "sm_90", "--cache-dir", str(tmp_path / "cache"), *asked)
         assert ran.status == 2
         assert said in ran.err
         assert not (tmp_path / "cache").exists()
@@ -140,6 +140,6 @@ class TestRefusal:
     def test_of_a_quantised_checkpoint_without_its_files(self, run: Run, tmp_path: Path) -> None:
         write_quantised(tmp_path, *FORMS["gptq"])
         (tmp_path / "packed" / "model.safetensors").unlink()
-        ran = run("warm", str(tmp_path / "packed"), "--arch", "sm_90", "--cache", str(tmp_path / "cache"))
+        ran = run("warm", str(tmp_path / "packed"), "--arch", "sm_90", "--cache-dir", str(tmp_path / "cache"))
         assert ran.status == 2
         assert "neither model.safetensors nor" in ran.err
