@@ -1,8 +1,8 @@
-"""Parts that models are built from, over the operations of one kernel set.
+"""The layers that models are built from, on top of the operations of one kernel set.
 
-A layer makes its own tensors, empty, and says by `weights(prefix)` which tensor of a checkpoint goes where: views
-into its own, so that q, k and v land in one packed matrix. The loader fills them, `pack` then hands them to the
-kernel set, and calling the layer runs it on token rows [tokens, width].
+A layer allocates its own empty tensors. `weights(prefix)` maps checkpoint tensors to views of them, so that q, k and v
+land in one packed matrix. The loader fills the views, `pack` hands the tensors to the kernel set, and calling the layer
+runs it on token rows [tokens, width].
 """
 
 from engine.layers.attention import Attention, AttentionShape, NormedAttention

@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache: one packed q, k, v product, rotation, cache write, attention, output."""
+"""Self-attention over the paged KV cache: a packed q, k, v product, rotation, cache write, attention, output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.layers.norm import RmsNorm
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     width: int
-    """Of the rows that come in and go out."""
+    """The width of input and output rows."""
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
-    """Scores are multiplied by it."""
+    """The factor of attention scores."""
     softcap: float | None = None
-    """Bound that scores approach: cap * tanh(score / cap) (arXiv 2408.00118)."""
+    """The bound of attention scores: cap * tanh(score / cap) (arXiv 2408.00118). None for no bound."""
     qkv_bias: bool = False
     output_bias: bool = False
     fused: bool = False
-    """The checkpoint has one matrix for q, k and v."""
+    """Whether the checkpoint has one matrix for q, k and v."""
 
 
 class Attention:
@@ -51,7 +51,8 @@ class Attention:
         self._kernels.prepare_attention(shape.heads, shape.kv_heads, shape.head_dim, shape.softcap)
 
     def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
-        """`x` [tokens, width]; `rotation` from Rope; `cache` this layer's [2, blocks, block, kv_heads, head_dim]."""
+        """`x`: [tokens, width]. `rotation`: from Rope. `cache`: this layer's, [2, blocks, block, kv_heads,
+        head_dim]."""
         shape, kernels = self.shape, self._kernels
         heads = self._prepared(self.qkv(x).view(len(x), -1, shape.head_dim))
         query = kernels.rope_and_write(heads, *rotation, cache, batch)
@@ -60,16 +61,17 @@ class Attention:
 
     @property
     def head_norms(self) -> tuple[Tensor, Tensor] | None:
-        """Of each query and each key, before they turn."""
+        """The norm weights of queries and keys, applied before the rotation. None if there are none."""
         return None
 
     def _prepared(self, heads: Tensor) -> Tensor:
-        """Queries, keys and values, [tokens, heads + 2 * kv_heads, head_dim], as queries and keys are to be turned."""
+        """Queries, keys and values, [tokens, heads + 2 * kv_heads, head_dim], ready for the rotation."""
         return heads
 
 
 class NormedAttention(Attention):
-    """Norms each head's query and key before they turn, with one weight for all queries and one for all keys."""
+    """Attention that norms each head's query and key before the rotation, with one weight for queries and one for
+    keys."""
 
     def __init__(
         self, kernels: Kernels, shape: AttentionShape, *, eps: float, offset: float, device: torch.device

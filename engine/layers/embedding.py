@@ -1,4 +1,4 @@
-"""Token ids to rows, and, where the table is tied, the output head."""
+"""The embedding: turns token ids into rows. A tied table is the output head too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.quant.formats import Stored
 
 
 class Embedding:
-    """The table keeps the checkpoint's dtype, or its 4 or 8 bits, also where the kernels compute wider: only looked-up
-    rows widen."""
+    """The embedding table. It keeps the checkpoint's dtype, or its 4 or 8 bits, even if the kernels compute in a wider
+    type: only looked-up rows are widened."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Embedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Rows come out multiplied by `scale`, if it is given, rounded to `dtype` as models are trained with it."""
+        """`scale`: a factor of all rows, rounded to `dtype`, because models are trained with the rounded one."""
         self._kernels = kernels
         self._tied = tied
         self._scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
@@ -38,7 +38,7 @@ class Embedding:
         """The table as output head [rows, width] -> [rows, vocabulary], when tied and packed."""
 
     def store(self, stored: Stored | None) -> None:
-        """Before `weights`: how the checkpoint has the table, where it is quantised there."""
+        """Set the checkpoint's quantised form of the table, if it has one. Call it before `weights`."""
         self._stored = stored
 
     def weights(self, prefix: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A matrix product whose weight may be several of a checkpoint's, one below the other."""
+"""A matrix product. Its weight may be several matrices of a checkpoint, stacked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from engine.quant.formats import Quantised, Stored, stacked
 
 
 class Linear:
-    """`parts` names the checkpoint's matrices and their outputs, in order: {"q_proj": 576, "k_proj": 192, ...}."""
+    """A matrix product. `parts`: the checkpoint's matrices and their outputs, in order, such as {"q_proj": 576,
+    ...}."""
 
     def __init__(
         self,
@@ -24,7 +25,7 @@ class Linear:
         device: torch.device,
         head: bool = False,
     ) -> None:
-        """`head`: it makes logits."""
+        """`head`: whether the product makes logits."""
         self.inputs, self.parts, self.device = inputs, parts, device
         self._kernels = kernels
         self._prepare = kernels.prepare_head if head else kernels.prepare_linear
@@ -37,8 +38,8 @@ class Linear:
         self._run: PreparedLinear | None = None
 
     def store(self, stored: dict[str, Stored], biased: Iterable[str]) -> None:
-        """Before `weights`: parts that the checkpoint has quantised, and parts that have a bias there although the
-        architecture has none (quantisers of old wrote zeros)."""
+        """Set the parts that the checkpoint has quantised, and the parts that have a bias there although the
+        architecture has none (old quantisers wrote zeros). Call it before `weights`."""
         self._stored = stored
         self._biased |= frozenset(biased)
 
@@ -63,13 +64,13 @@ class Linear:
         self._weight = torch.empty(sum(dense.values()), self.inputs, dtype=kernels.weight_dtype, device=device)
         self._weights = dict(zip(dense, torch.split(self._weight, list(dense.values())), strict=True))
         if self._biased:
-            # Zeros, for parts that have none.
+            # Parts without a bias keep zeros.
             self._bias = torch.zeros(sum(self.parts.values()), dtype=kernels.compute_dtype, device=device)
             self._biases = dict(zip(self.parts, torch.split(self._bias, list(self.parts.values())), strict=True))
         return self._weight
 
     def pack(self) -> None:
-        """Give the weight to the kernel set, which may keep it in a layout of its own; ours is dropped."""
+        """Hand the weight to the kernel set, which may keep it in its own layout. This layer drops its copy."""
         if self._run is not None:
             raise RuntimeError("a Linear is packed once")
         weight = self._weight if self._weight is not None else self._allocate()
@@ -77,7 +78,7 @@ class Linear:
         self._weight, self._weights, self._stored = None, {}, {}
 
     def _prepare_parts(self) -> PreparedLinear:
-        """As one product where the parts are quantised alike, else one for each."""
+        """One product if all parts are quantised alike, else one for each part."""
         parts = [self._stored[name].read() if name in self._stored else self._weights[name] for name in self.parts]
         quantised = [part for part in parts if isinstance(part, Quantised)]
         whole = stacked(quantised) if len(quantised) == len(parts) else None
@@ -93,7 +94,7 @@ class Linear:
         return lambda x: torch.cat([run(x) for run in runs], 1)
 
     def replace(self, make: Callable[[PreparedLinear], PreparedLinear]) -> PreparedLinear:
-        """Have another product computed, made of the one that is; that one is returned."""
+        """Replace the prepared product by `make(product)`. Returns the old one."""
         run = self._run
         if run is None:
             raise RuntimeError("a Linear is packed before it is replaced")

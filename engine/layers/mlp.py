@@ -21,7 +21,7 @@ class GatedMlp:
         fused: bool,
         device: torch.device,
     ) -> None:
-        """`activation` is "silu" or "gelu_tanh"; `fused`: the checkpoint has one matrix for gate and up."""
+        """`activation`: "silu" or "gelu_tanh". `fused`: whether the checkpoint has one matrix for gate and up."""
         self.activation = activation
         self._multiply = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}[activation]
         parts = {"gate_up_proj": 2 * hidden} if fused else {"gate_proj": hidden, "up_proj": hidden}

@@ -10,8 +10,8 @@ from engine.kernels import Kernels
 
 class RmsNorm:
     def __init__(self, kernels: Kernels, width: int, eps: float, *, offset: float, device: torch.device) -> None:
-        """`offset` is added to the checkpoint's weight; if it is not 0, weight and product are fp32: as small numbers
-        around 0 such weights have more digits than a sum near 1 would keep in half precision."""
+        """`offset`: added to the checkpoint's weight. If it is not 0, weight and product are fp32, because such weights
+        are small numbers around 0, whose digits a sum near 1 would lose in half precision."""
         self._kernels = kernels
         self._eps = eps
         self._offset = offset
@@ -28,5 +28,5 @@ class RmsNorm:
         return self._kernels.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum); `residual` may be overwritten."""
+        """Returns (norm of the sum, the sum). May overwrite `residual`."""
         return self._kernels.add_rms_norm(x, residual, self.weight, self._eps)

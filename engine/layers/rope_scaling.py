@@ -1,10 +1,10 @@
-"""How rotary frequencies are stretched for contexts longer than a model was first trained on.
+"""Scaling of rotary frequencies for contexts longer than a model was first trained on.
 
-Each kind gives what transformers' function of that `rope_type` gives. Two of them depend on the length of the
-sequence. transformers takes the length that a forward pass has come to; here K of earlier tokens are in a cache,
-perhaps shared, and neither chunks nor neighbours may change them. So such a kind has two sets of frequencies and a
-`switch`: all tokens of a sequence of up to so many tokens turn by the first, all tokens of a longer one by the second,
-and a sequence that grows past it is computed anew from its first token.
+Each kind gives the same frequencies as transformers' function of that `rope_type`. Two kinds depend on the sequence's
+length. transformers uses the length that a forward pass has reached. Here the keys of earlier tokens are in a KV cache,
+perhaps shared, and neither prefill chunks nor other sequences may change them. So such a kind has two sets of
+frequencies and a `switch`. All tokens of a sequence of up to `switch` tokens use the first set, all tokens of a longer
+one the second. A sequence that grows past the switch is computed anew from its first token.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 class RopeScaling(Protocol):
     @property
     def attention_factor(self) -> float:
-        """By which cosines and sines are multiplied."""
+        """The factor of cosines and sines."""
 
     @property
     def switch(self) -> int | None:
-        """Tokens of the longest sequence that turns by the first set; None where there is only one."""
+        """The tokens of the longest sequence that uses the first set. None if there is only one set."""
 
     def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
-        """fp32 [dim / 2], of the second set if `long`."""
+        """The frequencies, fp32 [dim / 2], of the second set if `long`."""
 
 
 def plain(theta: float, dim: int) -> Tensor:
@@ -59,9 +59,9 @@ class LinearScaling:
 class DynamicScaling:
     """Dynamic NTK: a larger base for sequences longer than the model's own context.
 
-    Up to `context` tokens this is transformers' to the bit. Beyond, transformers has a base for every length and leaves
-    earlier keys as they were, so that its output depends on where the prompt ended; here the base is the one for
-    `factor * context` tokens, the longest that are served, whatever the sequence's length.
+    Up to `context` tokens the frequencies equal those of transformers to the bit. Beyond, transformers has a base for
+    every length and does not change earlier keys, so its output depends on where the prompt ended. Here the base is
+    always the one for `factor * context` tokens, the longest sequences that are served.
     """
 
     factor: float
@@ -76,14 +76,14 @@ class DynamicScaling:
         return self.at_length(theta, dim, int(self.factor * self.context) if long else self.context)
 
     def at_length(self, theta: float, dim: int, length: int) -> Tensor:
-        """For sequences of `length` tokens, at least `context`."""
+        """The frequencies for sequences of `length` tokens, at least `context`."""
         stretch = self.factor * length / self.context - (self.factor - 1)
         return plain(theta * stretch ** (dim / (dim - 2)), dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of low frequencies (its model card)."""
+    """Llama 3.1's scaling of low frequencies (its model card)."""
 
     factor: float
     low_freq_factor: float
@@ -93,7 +93,7 @@ class Llama3Scaling:
     switch: int | None = None
 
     def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
-        """Kept when short, divided by `factor` when long, blended in between."""
+        """Short wavelengths are kept, long ones are divided by `factor`, those in between are blended."""
         frequencies = plain(theta, dim)
         context = self.original_max_position_embeddings
         wavelengths = 2 * math.pi / frequencies
@@ -104,7 +104,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): dimensions that turn often are kept, those that turn rarely are interpolated."""
+    """YaRN (arXiv 2309.00071): fast-rotating dimensions are kept, slowly rotating ones are interpolated."""
 
     factor: float
     original_max_position_embeddings: int
@@ -112,7 +112,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Round the borders of the ramp to whole dimensions."""
+    """Whether the borders of the ramp are rounded to whole dimensions."""
     switch: int | None = None
 
     @staticmethod
@@ -122,7 +122,7 @@ class YarnScaling:
 
     def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
         def turns_at(rotations: float) -> float:
-            """The dimension that makes so many rotations over the original context."""
+            """The dimension that makes `rotations` rotations over the original context."""
             return (
                 dim
                 * math.log(self.original_max_position_embeddings / (rotations * 2 * math.pi))
@@ -145,12 +145,12 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (arXiv 2402.13753): a divisor for each dimension, one list for short sequences and one for long.
 
-    As in transformers' Phi-3, which computes its cache anew when a generation passes the switch; a prompt longer than
-    that is long from its first token.
+    It works as in transformers' Phi-3, which computes its KV cache anew when a generation passes the switch. A prompt
+    longer than the switch uses the long list from its first token.
     """
 
     short_factor: tuple[float, ...]
-    """dim / 2 of them; so are long_factor's."""
+    """dim / 2 divisors, like long_factor."""
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
     attention_factor: float

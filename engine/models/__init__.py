@@ -1,9 +1,10 @@
-"""From a Hugging Face folder to something that turns a step into logits.
+"""Loads a Hugging Face folder as a model that computes a step's logits.
 
-registry.py finds the family by the architecture that config.json names; the family's file (llama.py) says by its
-settings (settings.py, rotary.py, windows.py) what sets it apart, decoder.py makes the layers and says which checkpoint
-tensor goes into which of their views; loader.py compares that with the files' headers, and then copies them there out
-of memory-mapped safetensors, straight to device and dtype; the layers pack their weights.
+registry: finds the family by the architecture that config.json names (families/, one file a family)
+settings, rotary, windows: read config.json into the family's settings
+decoder: makes the layers and maps each checkpoint tensor to a view of a layer's weights
+loader: checks these against the files' headers, then copies memory-mapped safetensors straight to device and dtype
+quantised: finds the quantised matrices of a checkpoint; at the end the layers pack their weights
 """
 
 from engine.models.registry import Model, load_model, shape_of

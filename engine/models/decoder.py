@@ -1,4 +1,4 @@
-"""The decoder that all families share: what sets one apart is in its settings and, seldom, in its layer."""
+"""The decoder that all families share. Families differ in their settings and, rarely, in their layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
 
-#: The checkpoint's name of the embedding.
+#: The name of the embedding in checkpoints.
 _TABLE = "model.embed_tokens"
 
 
 class DecoderLayer:
-    """Norm, attention, sum, norm, feed-forward, sum. The sums and the norms after them are the decoder's to call."""
+    """A layer: norm, attention, sum, norm, feed-forward, sum. The decoder calls the sums and the norms after them."""
 
-    #: The checkpoint's names of the norms before attention and before the feed-forward block.
+    #: The names in checkpoints of the norms before attention and before the feed-forward block.
     NORMS = ("input_layernorm", "post_attention_layernorm")
 
     def __init__(self, c: DecoderSettings, kernels: Kernels, device: torch.device) -> None:
@@ -58,11 +58,11 @@ class DecoderLayer:
         return RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
 
     def norms(self) -> dict[str, RmsNorm]:
-        """By the checkpoint's names."""
+        """The layer's norms by their names in checkpoints."""
         return dict(zip(self.NORMS, (self.input_norm, self.middle_norm), strict=True))
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
-        """Each with the prefix of its tensors' names."""
+        """The layer's Linears, each with the prefix of its tensors' names."""
         return self._attention.linears(f"{prefix}self_attn.") + self._mlp.linears(f"{prefix}mlp.")
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
@@ -78,8 +78,11 @@ class DecoderLayer:
             norm.pack()
 
     def parts(self, group: int, place: int, rope: int) -> LayerParts | None:
-        """What the layer is made of, by its KV group, its place in that group's cache and its rope; for kernel sets
-        that run it in one call. None where it does anything else."""
+        """The layer's weights and settings, for kernel sets that run it in one call. None if the layer does anything
+        else.
+
+        `group`: its KV group; `place`: its index in that group's cache; `rope`: the index of its rope.
+        """
         shape, mlp = self._attention.shape, self._mlp
         return LayerParts(
             group,
@@ -111,7 +114,7 @@ class DecoderLayer:
 
 
 class Decoder(ABC):
-    """A Model (registry.py). A family says by `read` what its settings are, and may bring a layer of its own."""
+    """A Model (registry.py). A family implements `read` for its settings, and may have a layer of its own."""
 
     LAYER = DecoderLayer
 
@@ -138,7 +141,7 @@ class Decoder(ABC):
             else Linear(kernels, c.hidden_size, {"lm_head": c.vocab_size}, bias=False, device=device, head=True)
         )
         self._softcap = c.logit_softcap
-        # Of each layer: its KV group, its place in that group's cache, and its rope.
+        # For each layer: its KV group, its index in that group's cache, and its rope.
         windows = [group.window for group in self.kv_groups]
         self._homes = [
             (windows.index(window), c.windows[:i].count(window), min(window is not None, len(c.ropes) - 1))
@@ -149,7 +152,7 @@ class Decoder(ABC):
     @staticmethod
     @abstractmethod
     def read(config: Config) -> DecoderSettings:
-        """Raises ModelError naming the setting that the family cannot serve."""
+        """Read the family's settings. Raises ModelError naming a setting that it cannot serve."""
 
     def linears(self) -> list[tuple[str, Linear]]:
         found = [one for i, layer in enumerate(self._layers) for one in layer.linears(f"model.layers.{i}.")]
@@ -160,7 +163,7 @@ class Decoder(ABC):
 
     @property
     def head_name(self) -> str:
-        """Of the matrix that makes logits, without the end; the embedding's where they are one."""
+        """The name prefix of the matrix that makes logits. It is the embedding's if they are tied."""
         return _TABLE if self._head is None else "lm_head"
 
     def weights(self) -> dict[str, Tensor]:
@@ -172,7 +175,7 @@ class Decoder(ABC):
         return places
 
     def canonical(self, name: str) -> str | None:
-        """A checkpoint's name for a tensor as `weights` spells it; None for one that is passed over."""
+        """The name in `weights` of a checkpoint's tensor. None for a tensor to skip."""
         # Old checkpoints carry the rotary frequencies; tied ones often a copy of the table as head.
         if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and self._head is None):
             return None
@@ -210,14 +213,14 @@ class Decoder(ABC):
 
     @property
     def depth(self) -> int:
-        """Layers."""
+        """The number of layers."""
         return len(self._layers)
 
     def rotations(self, positions: Tensor, long: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         return [rope(positions, long) for rope in self._ropes]
 
     def enter(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, residual) that the first layer takes."""
+        """The input of the first layer, as (x, residual)."""
         residual = self._embedding(tokens)
         return self._layers[0].input_norm(residual), residual
 
@@ -231,9 +234,9 @@ class Decoder(ABC):
         caches: Sequence[Tensor],
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) that the layer after `i` takes; after the last, x are the last hidden states.
+        """Run layer `i`. Returns (x, residual) for the next layer; after the last, x are the last hidden states.
 
-        `wanted` int64 [rows]: which tokens go on once all have looked at each other; None is all.
+        `wanted`: int64 [rows], the tokens to go on with after attention; None is all.
         """
         layer = self._layers[i]
         group, place, rope = self._homes[i]
@@ -242,7 +245,7 @@ class Decoder(ABC):
             x, residual = x[wanted], residual[wanted]
         x, residual = layer.middle_norm.add(x, residual)
         x = layer.feed(x)
-        # The sum and the next layer's norm are one operation, so the norm is reached for across the border.
+        # The sum and the next layer's norm are one operation, so this takes the norm from the next layer.
         after = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
         return after.add(x, residual)
 
@@ -253,7 +256,7 @@ class Decoder(ABC):
         return logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
     def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        # A cap makes different logits equal: which of them is the first is another question then.
+        # A softcap can make different logits equal, so the argmax before the cap may differ from that after it.
         return None if self._softcap is not None else self.kernels.peaks(self._logits_of, hidden)
 
     @property

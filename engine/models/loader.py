@@ -1,4 +1,4 @@
-"""Checkpoint tensors into the places that a model made for them."""
+"""Copies a checkpoint's tensors into the memory that a model made for them."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ from engine.text.folder import file_in
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-#: The largest index that is read; those of the largest checkpoints have some 10 MB.
+#: The largest index file that is read, in bytes. Those of the largest checkpoints have some 10 MB.
 _LONGEST_INDEX = 64 << 20
 _FLOATS = ("F32", "F16", "BF16")
-#: As what numbers of other kinds are stored: by no other.
+#: The only stored type accepted for each dtype that is not floating point, and for 8-bit floats.
 _EXACT = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a tensor is, and what the file's header says of it."""
+    """The location of a tensor, with its entry in the file's header."""
 
     path: Path
     name: str
-    """As the file has it."""
+    """Its name in the file."""
     stored: StoredTensor
 
 
 def match(
     folder: Path, located: Mapping[str, Found], places: Mapping[str, Tensor], canonical: Callable[[str], str | None]
 ) -> dict[str, Found]:
-    """For each of `places` (a model's name -> a tensor of the shape it wants, of which nothing else is looked at) the
-    tensor of the checkpoint.
+    """Find the checkpoint's tensor for each of `places`: a model's tensor name -> a tensor of the wanted shape and
+    dtype.
 
-    From headers alone, so that what config.json asks for is refused before memory is taken for it. `canonical` gives a
-    checkpoint's names as the model spells them, None for what it passes over. Raises ModelError naming the tensor that
-    is missing, misshapen or of another kind than its place, or that the model has no use for: ignoring a bias would
-    give other output without a word.
+    It reads headers alone, so that a wrong config.json is refused before any memory is allocated. `canonical` maps a
+    checkpoint's names to the model's, None for a tensor to skip. Raises ModelError naming a tensor that is missing, has
+    a wrong shape or type, or is not used by the model: ignoring a bias would silently give other output.
     """
     found: dict[str, Found] = {}
     extra = []
@@ -84,10 +83,10 @@ def load_weights(
     dtype: torch.dtype,
     exact: Collection[str] = frozenset(),
 ) -> None:
-    """Fill every tensor of `places` with what `match` found for it, those named in `exact` as it is stored.
+    """Fill every tensor of `places` with the one that `match` found. Tensors named in `exact` are copied as stored.
 
     Files are memory-mapped: each tensor goes from the page cache to its place, rounded to `dtype` on the way, without a
-    second copy of the model. Raises ModelError naming a file that is malformed after all.
+    second copy of the model. Raises ModelError naming a malformed file.
     """
     shards: dict[Path, list[str]] = defaultdict(list)
     for name in places:
@@ -96,12 +95,13 @@ def load_weights(
         with _faults_named(path), safe_open(path, framework="pt") as file:
             for name in names:
                 tensor = file.get_tensor(found[name].name)
-                # The place may be wider than dtype (a CPU without bf16): the rounding happens all the same.
+                # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all the
+                # same.
                 places[name].copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
 
 
 def locate(folder: Path) -> dict[str, Found]:
-    """Every tensor of a folder's checkpoint, by the index if there is one. Raises ModelError."""
+    """Every tensor of a folder's checkpoint, found by the index if there is one. Raises ModelError."""
     index = file_in(folder, INDEX)
     if index is None:
         path = file_in(folder, SINGLE)
@@ -142,7 +142,7 @@ def _weight_map(index: Path) -> dict[str, object]:
 
 
 def _is_plain_name(shard: str) -> bool:
-    # An index is data from elsewhere: it must not reach other files of this machine.
+    # An index is untrusted data: it must not name other files of this machine.
     return Path(shard).name == shard and "\\" not in shard and "\0" not in shard and shard.endswith(".safetensors")
 
 

@@ -1,4 +1,4 @@
-"""Which of a model's matrices its checkpoint has quantised."""
+"""Finds the matrices of a model that its checkpoint has quantised."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ class Quantisable(Protocol):
 @dataclass(frozen=True, slots=True)
 class Adopted:
     exact: frozenset[str]
-    """Names of tensors that are copied as they are, without rounding."""
+    """The names of tensors that are copied as stored, without rounding."""
     stored: tuple[Stored, ...]
     canonical: Callable[[str], str | None]
-    """As the model's, which in addition passes over what nothing uses."""
+    """The model's `canonical`, which also skips tensors of quantised matrices that nothing uses."""
 
 
 def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str, Found]) -> Adopted:
-    """Tell each Linear of `model`, and its embedding, before their weights are asked for, in which form the checkpoint
-    has them.
+    """Set the stored form of each Linear of `model`, and of its embedding. Call it before asking for their weights.
 
-    Raises ModelError where no matrix is quantised, or one cannot be as `scheme` says.
+    Raises ModelError if no matrix is quantised, or if one does not fit `scheme`.
     """
     held: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, found in located.items():

@@ -1,4 +1,4 @@
-"""Which architecture is whose: one line a family."""
+"""The supported architectures, one line each, and the loading of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.models.quantised import adopt
 from engine.quant.formats import Scheme, read_scheme
 from engine.text.config import Config, architectures, read_config
 
-#: Architecture as config.json names it -> module and class.
+#: Maps an architecture's name in config.json to a module and class.
 FAMILIES = {
     "LlamaForCausalLM": "engine.models.families.llama:Llama",
     "MistralForCausalLM": "engine.models.families.mistral:Mistral",
@@ -30,7 +30,7 @@ FAMILIES = {
     "Phi3ForCausalLM": "engine.models.families.phi3:Phi3",
     "Gemma2ForCausalLM": "engine.models.families.gemma2:Gemma2",
     "Gemma3ForCausalLM": "engine.models.families.gemma3:Gemma3",
-    # Its text half; images are not taken.
+    # Only the text model; images are not supported.
     "Gemma3ForConditionalGeneration": "engine.models.families.gemma3:Gemma3",
 }
 
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Model(Protocol):
-    """What the runner asks of a family."""
+    """The interface of a model to the runners."""
 
     kernels: Kernels
     device: torch.device
@@ -46,30 +46,30 @@ class Model(Protocol):
     vocab_size: int
     context_length: int
     kv_groups: tuple[KvGroup, ...]
-    """Layers by how far back they see; each group has blocks of its own."""
+    """The layers, grouped by how far back they see. Each group has its own KV blocks."""
     rope_switch: int | None
-    """Tokens of the longest sequence whose keys turn as those of a short one; see layers/rope_scaling.py."""
+    """The tokens of the longest sequence that uses the short set of rope frequencies; see layers/rope_scaling.py."""
 
     def __init__(self, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        """Empty layers for `config`; on the device "meta" they take no memory, and tell only their shapes.
+        """Make empty layers for `config`. On the device "meta" they take no memory and only have shapes.
 
-        Raises ModelError naming what it cannot serve.
+        Raises ModelError naming a setting that it cannot serve.
         """
 
     def linears(self) -> list[tuple[str, Linear]]:
-        """What may be quantised, each with the prefix of its tensors' names."""
+        """The matrices that may be quantised, each with the prefix of its tensors' names."""
 
     def embedding(self) -> tuple[str, Embedding]:
-        """The table of tokens, which may be quantised too, and its tensor's name without the end."""
+        """The embedding, which may be quantised too, with the prefix of its tensors' names."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensor name -> where to copy it."""
+        """The tensors to fill from the checkpoint, by name."""
 
     def canonical(self, name: str) -> str | None:
-        """A checkpoint's name for a tensor as `weights` spells it; None for one that is passed over."""
+        """The name in `weights` of a checkpoint's tensor. None for a tensor to skip."""
 
     def pack(self) -> None:
-        """Called once, when every tensor of `weights` has been filled."""
+        """Prepare the weights for the kernels. Called once, after every tensor of `weights` was filled."""
 
     def forward(
         self,
@@ -82,17 +82,18 @@ class Model(Protocol):
     ) -> Tensor:
         """The last hidden states [wanted, width], normed, of the token rows whose indexes are in `wanted`.
 
-        `tokens`, `positions`: int64 [tokens]. `long`: bool [tokens], whose sequence is beyond `rope_switch`; None where
-        the model has none. `attention` and `caches` have one entry for each of `kv_groups`; a cache is [layers of the
-        group, 2, blocks, block_size, kv_heads, head_dim].
+        `tokens`, `positions`: int64 [tokens]. `long`: bool [tokens], whether the token's sequence is beyond
+        `rope_switch`; None if the model has none. `attention` and `caches` have one entry for each of `kv_groups`. A
+        cache is [layers of the group, 2, blocks, block_size, kv_heads, head_dim].
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of what `forward` gave; apart, so that those of a long prompt come in pieces."""
+        """The logits [rows, vocabulary] of hidden states from `forward`. Separate, so that a long prompt's come in
+        parts."""
 
     def peaks(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Where each row's largest logit is, and whether all are finite, as Kernels.peaks says; None where that takes
-        the logits."""
+        """The index of each row's largest logit, and whether all logits are finite (see Kernels.peaks). None if the
+        kernels cannot find them without storing the logits."""
 
 
 def load_model(
@@ -106,9 +107,9 @@ def load_model(
 ) -> Model:
     """Load the checkpoint in `folder`. `dtype` may be "auto": the one that config.json names.
 
-    `kernels` makes a set, or is the name by which `engine.kernels.select` chooses one that quantises as `quantization`
-    says, is `deterministic` or not, and has a cache of `kv_cache_dtype`. Raises ModelError about the folder,
-    EngineError where the set is not for `device`.
+    `kernels`: a function that makes a kernel set, or a name for `engine.kernels.select`, which chooses a set by
+    `quantization`, `deterministic` and `kv_cache_dtype`. Raises ModelError about the folder, and EngineError if the set
+    does not support `device`.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
@@ -122,7 +123,7 @@ def load_model(
     layers = config.integer("num_hidden_layers")
     if layers > len(located):
         raise ModelError(f"{path}: config.json asks for {layers} layers; the checkpoint has {len(located)} tensors")
-    # First without memory: config.json is checked against the checkpoint before anything is allocated by it.
+    # Made without memory first: config.json is checked against the checkpoint before anything is allocated.
     shape = make(config, kernel_set, weight_dtype, torch.device("meta"))
     kept = None if scheme is None else adopt(path, shape, scheme, located)
     places = shape.weights()
@@ -139,10 +140,10 @@ def load_model(
 def shape_of(
     folder: str | Path, dtype: str, kernels: Callable[[torch.dtype], Kernels], quantization: str = "none"
 ) -> Model:
-    """The model in `folder` on the device "meta": it computes shapes, and has no weights.
+    """The model in `folder` on the device "meta": it computes shapes and has no weights.
 
-    It takes config.json alone; of a checkpoint that is quantised its files too, of which the scales, zero points and
-    orders are read. Raises ModelError.
+    It reads config.json alone. For a quantised checkpoint, it also reads scales, zero points and orders from the files.
+    Raises ModelError.
     """
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
@@ -168,7 +169,7 @@ def _scheme(path: Path, config: Config, quantization: str) -> Scheme | None:
 
 
 def _read(path: Path, dtype: str) -> tuple[type[Model], Config, torch.dtype]:
-    """What the folder's config.json says: the family's class, the settings, and the dtype of the weights."""
+    """Read the folder's config.json: the family's class, the settings, and the dtype of the weights."""
     settings = read_config(path)
     names = architectures(settings)
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)

@@ -1,4 +1,4 @@
-"""Rotary settings, read from config.json as Config.rope gives them."""
+"""Rotary embedding settings, read from the section of config.json that Config.rope returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.text.config import MOST_CONTEXT, Config
 
 @dataclass(frozen=True, slots=True)
 class RopeSettings:
-    """How the heads of some layers turn."""
+    """The rotary embedding of some layers."""
 
     rotary_dim: int
     theta: float
@@ -27,7 +27,7 @@ class RopeSettings:
 
     @classmethod
     def read(cls, config: Config, head_dim: int) -> RopeSettings:
-        """`config` is what Config.rope gives."""
+        """Read the settings from `config`, a section that Config.rope returned."""
         part = config.number("partial_rotary_factor", 1.0, high=1.0)
         rotary_dim = int(head_dim * part)
         if rotary_dim < 2 or rotary_dim % 2:
@@ -65,7 +65,7 @@ def _linear(config: Config, rotary_dim: int) -> RopeScaling:
 def _dynamic(config: Config, rotary_dim: int) -> RopeScaling:
     if rotary_dim < 4:
         raise ModelError(f"config.json: dynamic rope scaling of {rotary_dim} dimensions is not defined")
-    # Where nothing else is said, what a model was trained on is its max_position_embeddings, and here always.
+    # The context a model was trained on defaults to its max_position_embeddings; for this kind it always is that.
     return DynamicScaling(
         config.number("factor", low=0.999, high=1e4), config.integer("max_position_embeddings", high=MOST_CONTEXT)
     )

@@ -1,4 +1,4 @@
-"""What a decoder is made of, read from config.json: a setting that would change the output is served or refused."""
+"""A decoder's settings, read from config.json. A setting that would change the output is either served or refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.kv import KvGroup
 from engine.models.rotary import RopeSettings
 from engine.text.config import MOST_LAYERS, MOST_WIDTH, Config
 
-#: config.json's name -> ours.
+#: Maps config.json's activation names to the engine's.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSettings:
-    """Names are transformers', shortened."""
+    """The settings of a decoder. The names are transformers', shortened."""
 
     layers: int
     hidden_size: int
@@ -30,26 +30,26 @@ class DecoderSettings:
     norm_eps: float
     tied: bool
     activation: str
-    """"silu" or "gelu_tanh"."""
+    """Either "silu" or "gelu_tanh"."""
     ropes: tuple[RopeSettings, ...]
-    """One, or two: that of layers with full attention, that of layers with a window."""
+    """One entry, or two: for layers with full attention, and for layers with a window."""
     windows: tuple[int | None, ...]
-    """Of each layer, how many tokens a query sees, its own included; None for all."""
+    """For each layer, the number of tokens that a query sees, its own included. None for all."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     fused: bool = False
-    """The checkpoint holds q, k, v as one matrix, and gate and up as one."""
+    """Whether the checkpoint holds q, k, v as one matrix, and gate and up as one."""
     qk_norm: bool = False
-    """Each head's query and key are normed before they turn."""
+    """Whether each head's query and key are normed before the rotation."""
     norm_offset: float = 0.0
     """Added to the checkpoint's norm weights."""
     query_scale: float | None = None
-    """By which scores are multiplied; None is head_dim ** -0.5."""
+    """The factor of attention scores; None is head_dim ** -0.5."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     scales_embedding: bool = False
-    """Embeddings are multiplied by the square root of hidden_size."""
+    """Whether embeddings are multiplied by the square root of hidden_size."""
 
     @classmethod
     def read(
@@ -61,9 +61,9 @@ class DecoderSettings:
         activation: str | None = None,
         **traits: Any,
     ) -> DecoderSettings:
-        """What families have in common; the rest is what one of them sees to by itself, `traits` other fields of this.
+        """Read the settings that families have in common. `traits`: other fields, which the family reads itself.
 
-        `ropes` are sections as Config.rope gives them. Raises ModelError naming the setting, its value and what is
+        `ropes`: sections that Config.rope returned. Raises ModelError naming the setting, its value and what is
         supported.
         """
         layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
@@ -95,7 +95,7 @@ class DecoderSettings:
             activation=read_activation(config, "hidden_act", "silu") if activation is None else activation,
             ropes=tuple(RopeSettings.read(rope, head_dim) for rope in ropes or (config.rope(),)),
             windows=tuple(
-                # A window that no sequence outgrows is none.
+                # A window as long as the context has no effect.
                 None if window is None or window >= context_length else window
                 for window in windows or (None,) * layers
             ),
@@ -104,7 +104,7 @@ class DecoderSettings:
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """Layers of one window each; full attention, where there is any, first."""
+        """The KV groups, one for each window. Full attention, if any, comes first."""
         counts = Counter(self.windows)
         return tuple(
             KvGroup(counts[window], self.kv_heads, self.head_dim, window)
@@ -113,7 +113,7 @@ class DecoderSettings:
 
     @property
     def rope_switch(self) -> int | None:
-        """Tokens of the longest sequence that turns by the first frequencies, where there are two sets."""
+        """The tokens of the longest sequence that uses the first set of rope frequencies. None if there is one set."""
         switches = {rope.scaling.switch for rope in self.ropes} - {None}
         if len(switches) > 1:
             raise ModelError(
@@ -124,7 +124,7 @@ class DecoderSettings:
 
 
 def read_activation(config: Config, name: str, default: str) -> str:
-    """Of the setting `name`, which families call differently."""
+    """Read the activation from the setting `name`, whose name differs between families."""
     given = config.text(name, default)
     if given not in _ACTIVATIONS:
         raise config.wrong(name, f"is not supported; {', '.join(map(repr, _ACTIVATIONS))} are")

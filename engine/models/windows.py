@@ -1,4 +1,4 @@
-"""How far back the queries of each layer see: the spellings of it in config.json."""
+"""Reads the attention window of each layer from config.json, in its various spellings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine.text.config import MOST_CONTEXT, MOST_LAYERS, Config
 
 
 def uniform_windows(config: Config) -> tuple[int | None, ...]:
-    """All layers with config.json's sliding_window, or, where that is null, without."""
+    """The same window for all layers: config.json's sliding_window, or none if that is null."""
     layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
     window = _window(config) if "sliding_window" in config else None
     kind = "full_attention" if window is None else "sliding_attention"
@@ -16,7 +16,7 @@ def uniform_windows(config: Config) -> tuple[int | None, ...]:
 
 
 def mixed_windows(config: Config, default: list[bool]) -> tuple[int | None, ...]:
-    """Layers as `layer_types` says, else as `default`: whether each slides."""
+    """Windows for the layers that slide according to `layer_types`, or else according to `default`."""
     if config.get("layer_types") is not None:
         default = [kind == "sliding_attention" for kind in _layer_types(config, len(default))]
     if not any(default):
@@ -26,7 +26,7 @@ def mixed_windows(config: Config, default: list[bool]) -> tuple[int | None, ...]
 
 
 def qwen_windows(config: Config) -> tuple[int | None, ...]:
-    """Qwen's: switched by use_sliding_window, and then from layer max_window_layers on."""
+    """Qwen's windows: with use_sliding_window, the layers from max_window_layers on have one."""
     layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
     slides = config.flag("use_sliding_window") and "sliding_window" in config
     first = config.integer("max_window_layers", low=0)

@@ -1,1 +1,1 @@
-"""One file a model family: what sets it apart from `engine.models.decoder`. `engine.models.registry` lists them."""
+"""The model families, one file each, with what differs from `engine.models.decoder`. See `engine.models.registry`."""

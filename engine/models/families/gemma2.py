@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118): every other layer sees a window; norms before and after each block; capped scores."""
+"""Gemma 2 (arXiv 2408.00118): a window in every other layer; norms before and after each block; capped scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.text.config import MOST_LAYERS, Config
 
 
 class GemmaLayer(DecoderLayer):
-    """What attention and feed-forward block give is normed too, before it is added."""
+    """A layer that also norms the outputs of attention and feed-forward before adding them."""
 
     NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 
@@ -60,7 +60,7 @@ class Gemma2(Decoder):
 
 
 def gemma_traits(config: Config) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common."""
+    """The settings that Gemma 2 and 3 have in common."""
     if config.flag("use_bidirectional_attention"):
         raise config.wrong("use_bidirectional_attention", "is not supported: tokens would see those after them")
     bias = config.flag("attention_bias")

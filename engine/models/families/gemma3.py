@@ -1,4 +1,4 @@
-"""Gemma 3, its text (arXiv 2503.19786): windows in five of six layers, with a rope of their own; q and k are normed."""
+"""Gemma 3's text model (arXiv 2503.19786): five of six layers have a window and their own rope; q and k are normed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from engine.models.settings import DecoderSettings
 from engine.models.windows import mixed_windows
 from engine.text.config import MOST_LAYERS, Config
 
-#: What a checkpoint with images calls the decoder: transformers 5 in memory, and on disk.
+#: The decoder's name prefixes in checkpoints with images (transformers 5 in memory, and on disk), and the engine's.
 _DECODER = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-#: What it has besides.
+#: The prefixes of other tensors in such checkpoints, which are skipped.
 _VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): Llama in which, in its first version, no query sees further back than a window."""
+"""Mistral (arXiv 2310.06825): Llama; the first version has a window in all layers."""
 
 from __future__ import annotations
 

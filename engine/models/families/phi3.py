@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv 2404.14219, 2503.01743), dense: fused projections, LongRoPE, heads turned in part."""
+"""Phi-3 and Phi-4 (arXiv 2404.14219, 2503.01743), dense: fused projections, LongRoPE, partial rotary embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Phi3(Decoder):
     def read(config: Config) -> DecoderSettings:
         rope = config.rope()
         kind = rope.text("rope_type")
-        # transformers takes a Phi-3's "yarn" for what was never anything but LongRoPE.
+        # A Phi-3's "yarn" has always meant LongRoPE; transformers reads it so, too.
         if kind not in ("default", "longrope", "su", "yarn"):
             raise rope.wrong("rope_type", "is not supported for Phi-3; 'default' and 'longrope' are")
         if kind == "yarn":
