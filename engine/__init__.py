@@ -1,8 +1,9 @@
-"""Prompt in, tokens out: continuous batching over a paged KV cache. Knows no queue and no HTTP.
+"""The inference engine: continuous batching over a paged KV cache. It has no queue and no HTTP.
 
-engine: a caller's face -> scheduling/: requests become sequences, and each step a plan, within what kv/ can hold
-execution/: the plan as tensors on one device, through models/, layers/ and kernels/; the next is planned meanwhile
-sampling/ picks the next tokens, speculate/ guesses more; output turns them into text and finds the end (text/)
+engine takes a caller's Request (request, params); scheduling/ splits it into sequences and plans each step
+kv/ allocates the KV blocks that a plan needs
+execution/ runs the plan on one device through models/, layers/ and kernels/, and plans the next step meanwhile
+sampling/ picks the next tokens; speculate/ proposes draft tokens; output makes text (text/) and detects the end
 quant/ reads and makes quantised weights; bench/ measures
 """
 

@@ -1,4 +1,4 @@
-"""Checks of one value each: what is out of bounds is refused by its name, with its value and its limits."""
+"""Checks of single values. Each raises a RequestError that names the parameter, its value and its limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.errors import RequestError
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: not longer than a line."""
+    """`repr(value)` for an error message, cut to at most about 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no integer of more than 4,300 digits
@@ -25,7 +25,7 @@ def integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """`above`: `low` itself is refused too."""
+    """Check a number in [low, high]. With `above`, `low` itself is refused too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name}={shown(value)} must be a number", param=name, code="invalid_type")
     # Compared before it is converted: no float holds an integer of 400 digits. NaN compares as false.
@@ -40,7 +40,7 @@ def flag(name: str, value: object) -> None:
 
 
 def strings(name: str, value: object, limit: int, longest: int) -> tuple[str, ...]:
-    """At most `limit` strings of 1 to `longest` characters."""
+    """Check a list of at most `limit` strings of 1 to `longest` characters. Returns it as a tuple."""
     found = _sequence(name, value, limit)
     for one in found:
         if not isinstance(one, str):
@@ -53,7 +53,7 @@ def strings(name: str, value: object, limit: int, longest: int) -> tuple[str, ..
 
 
 def token_ids(name: str, value: object, limit: int, highest: int) -> tuple[int, ...]:
-    """At most `limit` token ids, each up to `highest`."""
+    """Check a list of at most `limit` token ids from 0 to `highest`. Returns it as a tuple."""
     found = _sequence(name, value, limit)
     for one in found:
         integer(name, one, 0, highest)
@@ -61,7 +61,10 @@ def token_ids(name: str, value: object, limit: int, highest: int) -> tuple[int, 
 
 
 def biases(name: str, value: object, limit: int, highest: int, reach: float) -> tuple[tuple[int, float], ...]:
-    """A mapping, or pairs, of token id to a number from -`reach` to `reach`, by token id; at most `limit`."""
+    """Check at most `limit` biases: a mapping or pairs of token id and a number from -`reach` to `reach`.
+
+    Returns (token id, bias) pairs in the order of token ids.
+    """
     pairs = _sequence(name, tuple(value.items()) if isinstance(value, Mapping) else value, limit)
     found: dict[int, float] = {}
     for pair in pairs:

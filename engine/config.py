@@ -1,4 +1,4 @@
-"""How an engine is set up: fixed for its life, checked when made."""
+"""The settings of one engine: checked when made, fixed for its life."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Quantization = Literal["none", "fp8"]
 KvCacheDType = Literal["auto", "int8", "fp8"]
 Speculate = Literal["none", "lookup", "draft"]
 
-#: As good as never.
+#: The upper limit of ageing_s: in practice, requests never age.
 _MAX_AGEING_S = 1e9
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("auto", "cpu", "cuda")
@@ -22,7 +22,7 @@ _KERNELS = ("auto", "reference", "ragged", "sdpa", "cpu", "native", "triton")
 _QUANTIZATIONS = ("none", "fp8")
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 _SPECULATE = ("none", "lookup", "draft")
-#: Tokens of a draft at most.
+#: The most draft tokens that one sequence may have in one step.
 MAX_SPECULATE_TOKENS = 16
 
 
@@ -30,70 +30,72 @@ MAX_SPECULATE_TOKENS = 16
 class EngineConfig:
     """Settings of one engine. Raises EngineError naming the setting, the value and what is allowed.
 
-    Where a default is None the engine picks: what suits the device, the model or the free memory.
+    If a default is None, the engine picks a value that suits the device, the model or the free memory.
     """
 
     dtype: DType = "auto"
     device: Device = "auto"
     quantization: Quantization = "none"
-    """Of the weights of all matrix products but the last, when they are loaded. "fp8": 8-bit floats with one scale for
-    each output, activations with one for each token; on CUDA devices of compute capability 8.9 or more."""
+    """Quantises, on loading, the weights of all matrix products but the last. "fp8" stores 8-bit floats with one scale
+    per output channel, and scales activations per token. It needs a CUDA device of compute capability 8.9 or more."""
     deterministic: bool = False
-    """Whether a row's result depends on nothing but the row, to the bit: not on its neighbours in the batch, nor on how
-    its prompt was cut into chunks, on prefix-cache hits, preemption or overlap. Between engines of equal fingerprint
-    output is then the same wherever, and after whatever, it is made. What it costs: docs/performance.md."""
+    """Whether a sequence's output depends on nothing but the sequence itself, to the bit. It is then independent of the
+    rest of the batch, of prefill chunks, prefix-cache hits, preemption and overlap. Engines of equal fingerprint then
+    give identical output. docs/performance.md gives the cost."""
     max_num_seqs: int = 64
-    """Sequences in one batch (a request with n choices makes n of them)."""
+    """The most sequences in one batch. A request with n choices makes n sequences."""
     max_num_batched_tokens: int | None = None
-    """Tokens computed in one step over all sequences; at least max_num_seqs, so that every decode goes on."""
+    """The most tokens computed in one step over all sequences. It must be at least max_num_seqs, so that every decode
+    can go on."""
     unhurried_tokens: int | None = None
-    """Tokens of a step in which no prompt of the priority tier is computed, at most; at least max_num_seqs. None:
-    max_num_batched_tokens. Fewer make steps shorter that a priority request may have to wait for; its own prompt may
-    still fill max_num_batched_tokens."""
+    """The most tokens of a step that computes no prompt of the priority tier. It must be at least max_num_seqs; None
+    means max_num_batched_tokens. A lower value shortens the steps that a priority request may have to wait for. The
+    priority request's own prompt may still fill max_num_batched_tokens."""
     kv_cache_bytes: int | None = None
-    """Memory for keys and values; None takes a bounded part of what is free."""
+    """Memory of the KV cache, in bytes. None takes a bounded part of the free memory."""
     kv_cache_dtype: KvCacheDType = "auto"
-    """Of keys and values: "auto" is what the kernels compute with; "int8", with one scale for each key and value of a
-    head, and "fp8" (e4m3) take a half or a quarter of the memory, so that as much more context fits. With
-    kernels="native" or "triton", or "cpu", whose attention they slow; on a GPU not in deterministic mode, and "fp8"
-    from compute capability 8.9 on."""
+    """The data type of the KV cache. "auto" is the type that the kernels compute with. "int8", with one scale for each
+    key and value of a head, and "fp8" (e4m3) take a half or a quarter of the memory, so that more context fits. Both
+    need kernels="native" or "triton", or "cpu", where they slow attention. On a GPU they exclude deterministic mode,
+    and "fp8" needs compute capability 8.9 or more."""
     memory_share: float = 0.85
-    """On a GPU, the part of its memory that weights, steps and KV cache may take together where kv_cache_bytes is None.
-    What a step takes is found out by running the largest ones; what is left is for what nobody foresees."""
+    """The part of a GPU's memory that weights, steps and KV cache may take together, if kv_cache_bytes is None. The
+    engine measures a step's memory by running the largest steps. The remaining part is a reserve."""
     kernels: KernelSet = "auto"
-    """By what the model is computed. On CUDA "triton", or "sdpa" where triton is not installed; on a CPU "native" (C++
-    of our own), or "cpu" (oneDNN, torch) where that was not built at install; or what they are tested by: "reference"
-    (plain torch) and "ragged" (the same under the runner that CUDA has)."""
+    """The kernel set that computes the model. "auto" picks "triton" on CUDA, or "sdpa" if triton is not installed. On a
+    CPU it picks "native" (Penstock's own C++), or "cpu" (oneDNN, torch) if that was not built at install. Tests use
+    "reference" (plain torch) and "ragged" (the same under the runner for CUDA)."""
     graphs: bool = True
-    """Whether steps in which every sequence decodes are recorded as CUDA graphs, before they are needed, and
-    replayed. Without, the host launches each kernel, which at small batches takes longer than the kernels."""
+    """Whether pure decode steps are recorded as CUDA graphs, before they are needed, and replayed. Without graphs the
+    host launches each kernel, which takes longer than the kernels themselves at small batch sizes."""
     block_size: int = 16
-    """Tokens in one KV block."""
+    """The number of tokens in one KV block."""
     max_model_len: int | None = None
-    """Longest prompt + output, in tokens; None is the model's own context."""
+    """The most tokens of prompt and output together. None means the model's own context length."""
     enable_prefix_caching: bool = True
     ageing_s: float = 30.0
-    """Seconds of waiting that raise a request by one tier."""
+    """A waiting request rises by one tier for each `ageing_s` seconds."""
     threads: int | None = None
-    """CPU threads; None is one a core, as far as a container's limit of processor time goes. They look for work for a
-    tenth of a millisecond after each call, and sleep then. Where others keep a core busy beside the engine, one less
-    may give more."""
+    """The number of CPU threads. None means one for each core, within a container's limit of processor time. After each
+    call the threads poll for work for a tenth of a millisecond and then sleep. If another process keeps a core busy,
+    one thread less may be faster."""
     overlap: int | None = None
-    """Steps that are planned and launched before the results of the one that runs are known, 0 or 1. None is 1 on
-    CUDA, where it keeps the device busy, and 0 on a CPU, which plans and computes with the same cores. The output is
-    the same; a sequence whose end could not be foreseen is computed for one step more."""
+    """The number of steps, 0 or 1, that are planned and launched before the results of the running step are known. None
+    means 1 on CUDA, where it keeps the device busy, and 0 on a CPU, which plans and computes with the same cores. The
+    output is the same. A sequence whose end could not be foreseen is computed for one step more."""
     speculate: Speculate = "none"
-    """Who guesses tokens, which are then computed several in one step: "lookup" finds what followed the same words
-    before, "draft" asks `draft_model`. The output is the same (to the bit where it is deterministic)."""
+    """The source of draft tokens, several of which the model then checks in one step. "lookup" takes the tokens that
+    followed the same words earlier in the sequence; "draft" runs `draft_model`. The output is the same (to the bit in
+    deterministic mode)."""
     draft_model: str | None = None
-    """Folder of a smaller model with the same vocabulary, for speculate="draft"."""
+    """The folder of a smaller model with the same vocabulary, for speculate="draft"."""
     speculate_tokens: int = 5
-    """Tokens guessed at a time, at most."""
+    """The most draft tokens for one sequence in one step."""
     speculate_adaptive: bool = True
-    """Whether fewer are guessed, or none, where that is faster: by how often they are right, and by how long steps of
-    each size are seen to take. Without, always as many as may be."""
+    """Whether the number of draft tokens adapts, down to none, to the acceptance rate and to the measured times of
+    steps of each size. If false, the engine always drafts as many tokens as it may."""
     seed: int | None = None
-    """Source of the seeds of requests that bring none; None is different at every start."""
+    """The source of seeds for requests that have none. None gives different seeds at every start."""
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, _DTYPES)

@@ -1,4 +1,4 @@
-"""The engine as a caller sees it: load, generate or submit, abort, stats, close."""
+"""The engine's public interface: load, generate or submit, abort, stats, close."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.request import Choice, Event, Output, Request
-from engine.scheduling.policy import Hurry
+from engine.scheduling.policy import PrefillPriority
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
 from engine.text import ModelCard, Tokenizer
@@ -35,27 +35,28 @@ from engine.text.words import Spellings
 
 logger = logging.getLogger("penstock.engine")
 
-#: Tokens of a step where the configuration leaves it open: enough for full use of the device, few enough that
-#: those who decode beside a long prompt go on smoothly.
+#: The default of max_num_batched_tokens: enough for full use of the device, and few enough that sequences that decode
+#: beside a long prompt go on smoothly.
 _BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats(SchedulerStats):
-    """And what the engine knows besides."""
+    """The scheduler's statistics and the engine's own."""
 
     kv_tokens_total: int
     last_step_ms: float
     dtype: str
-    """Of the weights."""
+    """The data type of the weights."""
     compute_dtype: str
-    """In which they are held and computed: wider than `dtype` on a CPU that only emulates it."""
+    """The data type in which weights are held and computed. It is wider than `dtype` on a CPU that only emulates
+    that."""
     device: str
     kernels: str
 
 
 class Engine:
-    """Thread-safe. Made by `Engine.load`; also a context manager that closes itself."""
+    """Generates tokens for requests. Thread-safe; made by `Engine.load`. As a context manager it closes itself."""
 
     def __init__(
         self, model: Model, config: EngineConfig, *, folder: Path, version: str, draft: Model | None = None
@@ -76,9 +77,9 @@ class Engine:
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
         spaces = place(model, config, batched, self.max_model_len, draft)
-        #: Tokens of whole sequences that the KV cache has room for at one time.
+        #: The tokens of whole sequences that the KV cache can hold at one time.
         self.kv_tokens_total = min(space.tokens_of_all(config.block_size, self.max_model_len) for space in spaces)
-        #: Tokens of the longest sequence that it holds.
+        #: The tokens of the longest sequence that the KV cache can hold.
         self.kv_capacity = min(space.tokens_of_one(config.block_size) for space in spaces)
         self.fingerprint = _fingerprint(model)
         logger.info(
@@ -110,7 +111,7 @@ class Engine:
             seed=config.seed,
             speculation=speculation,
             # A CPU takes as long for a decode's token as for a prompt's; on a GPU decodes ride along for little.
-            hurry=Hurry(config.unhurried_tokens, apart=model.device.type == "cpu"),
+            prefill_priority=PrefillPriority(config.unhurried_tokens, exclusive=model.device.type == "cpu"),
         )
         self._ids = itertools.count()
         overlap = config.overlap
@@ -146,31 +147,31 @@ class Engine:
         )
         draft = None
         if config.draft_model is not None:
-            # What it guesses is checked by the other: it need not be as exact.
+            # The target model checks the draft model's tokens, so the draft model need not be as exact.
             draft = load_model(config.draft_model, config.dtype, model.device, config.kernels)
         return cls(model, config, folder=folder, version=model_version(folder.resolve()), draft=draft)
 
     # ---- requests
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
-        """Queue `request` and return at once; `on_event` is called on the engine's thread, until `Event.done`.
+        """Queue `request` and return at once. The engine's thread calls `on_event` until `Event.done`.
 
-        Raises RequestError, in the caller's thread, for what could never run (over-long, id in use, ...), and
-        EngineError when the engine is closed. What `on_event` raises is logged and changes nothing.
+        Raises RequestError, in the caller's thread, for a request that could never run (over-long, id in use, ...), and
+        EngineError if the engine is closed. An exception raised by `on_event` is logged and has no other effect.
         """
         self._loop.submit(request, on_event)
 
     def abort(self, request_id: str) -> bool:
-        """End a request without further events (one may be on its way); False if there is none by that id."""
+        """End a request. No event follows, except one that may be on its way. Returns False if the id is unknown."""
         return self._loop.abort(request_id)
 
     def generate(
         self, prompts: Seq[str | list[int]], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[Output]:
-        """Generate for every prompt, a text or token ids, and wait. `params` is one for all, or one each.
+        """Generate outputs for all prompts (texts or lists of token ids) and wait. `params`: one for all, or one each.
 
-        Texts get the special tokens that the tokenizer adds by itself. Raises RequestError before anything runs;
-        a request that fails on the way has finish_reason "error".
+        The tokenizer adds its own special tokens to texts. Raises RequestError before anything runs. A request that
+        fails later has finish_reason "error".
         """
         if isinstance(prompts, str):
             raise RequestError("prompts is one text; pass a list of texts or of token-id lists", param="prompts")
@@ -202,7 +203,7 @@ class Engine:
             raise RequestError("the model has no tokenizer.json: prompts must be token ids", param="prompts")
         return self.tokenizer.encode(prompt)
 
-    # ---- looking in
+    # ---- observation
 
     @property
     def on_step(self) -> Callable[[], None] | None:
@@ -226,8 +227,11 @@ class Engine:
 
     @property
     def on_lost(self) -> Callable[[str, set[str]], None] | None:
-        """Called on the engine's thread when the device is lost for good: why, and the ids of the requests that may be
-        to blame. Where it is set, requests that are in hear nothing: whoever set it takes them elsewhere."""
+        """Called on the engine's thread, with the reason and the ids of suspect requests, when the device is lost for
+        good.
+
+        If it is set, unfinished requests get no further event: the owner of the callback must run them elsewhere.
+        """
         return self._loop.on_lost
 
     @on_lost.setter
@@ -235,17 +239,17 @@ class Engine:
         self._loop.on_lost = call
 
     def stepping(self) -> tuple[float, set[str]]:
-        """For how many seconds the step that runs now has run, 0.0 where none does, and its requests' ids."""
+        """Seconds that the current step has run so far (0.0 if none runs), and the ids of its requests."""
         return self._loop.stepping()
 
     def preempted(self) -> list[tuple[str, float]]:
-        """(request id, seconds) of requests that were put out of the batch and have no choice running."""
+        """(request id, seconds since) of preempted requests of which no choice runs."""
         return self._loop.preempted()
 
     # ---- the end
 
     def close(self) -> None:
-        """Stop after the running step; requests still in get a last event with finish_reason "abort"."""
+        """Stop after the running step. Unfinished requests get a last event with finish_reason "abort"."""
         self._loop.close()
 
     def __enter__(self) -> Engine:
@@ -300,7 +304,7 @@ class _Collector:
 
 
 def device_named(asked: str) -> torch.device:
-    """That of EngineConfig.device. Raises EngineError where there is none."""
+    """The torch device for a value of EngineConfig.device. Raises EngineError if there is no such device."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise EngineError("device='cuda', but torch finds no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
@@ -313,8 +317,8 @@ def _model_len(asked: int | None, context: int) -> int:
 
 
 def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, draft: Model) -> None:
-    """Raise EngineError where the draft model in `folder` has other tokens than the model: its guesses would be others'
-    names for others' words."""
+    """Raise EngineError if the draft model in `folder` has other tokens than the model: its token ids would then stand
+    for other text."""
     theirs = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     if draft.vocab_size != model.vocab_size:
         raise EngineError(
@@ -339,7 +343,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _fingerprint(model: Model) -> str:
-    """8 hex digits that differ where the same model and seed may give other tokens."""
+    """8 hex digits that differ between engines on which the same model and seed may give other tokens."""
     if model.device.type == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability(model.device)))
     else:

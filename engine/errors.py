@@ -1,10 +1,10 @@
-"""What can go wrong, sorted by who has to act: the caller of a request, or whoever serves the model."""
+"""The engine's exceptions, by who has to act: the caller of a request, or the operator who serves the model."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Why a sequence ended of which the model made no numbers; what `Event.error` says then.
+#: The text of `Event.error` for a sequence that ended because its logits were not finite.
 NOT_FINITE: Final = "the model's logits are not finite (NaN or infinity)"
 
 
@@ -34,6 +34,6 @@ class DeviceLostError(EngineError):
 
 
 def brief(error: BaseException) -> str:
-    """Its type and the first line of what it says."""
+    """The exception's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Log probabilities: of one token, and of a prompt's tokens, which come in the chunks that compute it."""
+"""Log probabilities of one token, and of a prompt's tokens, which arrive in prefill chunks."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own distribution: temperature 1, before any filter."""
+    """A token's natural log probability in the model's own distribution: at temperature 1, before any filter."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """(token id, logprob) of the likeliest tokens, likeliest first."""
+    """(token id, logprob) of the most likely tokens, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPart:
-    """What one step found out about a prompt."""
+    """The log probabilities of prompt tokens that one step computed."""
 
     first: int
-    """Place in the prompt of the first token scored."""
+    """The position in the prompt of the first token scored."""
     logprobs: list[TokenLogprobs]
     error: str | None = None
-    """Set where the logits were not finite; there are no logprobs then."""
+    """Set if the logits were not finite. `logprobs` is then empty."""
 
 
 @dataclass(slots=True)
 class PromptScores:
-    """One for all choices of a request: whichever computes the prompt first brings them on."""
+    """The log probabilities of one request's prompt, shared by all its choices. The choice that prefills fills them."""
 
     tokens: list[int]
-    """The prompt."""
+    """The prompt's token ids."""
     top: int
-    """Likeliest tokens wanted beside each."""
+    """The number of most likely tokens to report for each position."""
     found: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    """Of the leading tokens; the first has none, for nothing precedes it."""
-    told: bool = False
-    """The request's caller has been told."""
+    """The log probabilities of the leading tokens so far. The first token has None, because nothing precedes it."""
+    reported: bool = False
+    """Whether the event with these log probabilities was made."""
 
     @property
     def done(self) -> bool:
@@ -48,5 +48,5 @@ class PromptScores:
         return range(max(start, len(self.found) - 1), min(end, len(self.tokens) - 1))
 
     def take(self, part: ScoredPart) -> None:
-        """Enter a part; what was known before stays."""
+        """Append a part. Positions that were known before keep their values."""
         self.found += part.logprobs[len(self.found) - part.first :]

@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes when nobody says, and how its groups share it."""
+"""Sizes the KV cache: how much memory it takes by default, and how its groups share it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.kv import KvGroup, KvSpace, window_blocks
 
 GIB = 1 << 30
 _CGROUP, _MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
-#: On a CPU the cache shares the machine with everything else.
+#: The default cache on a CPU: this part of the free memory, but at most so many bytes, as other programs run there too.
 _CPU_PART, _CPU_MOST = 0.25, 4 * GIB
-#: The driver, cuBLAS, torch's allocator for the CPU.
+#: Error texts by which the driver, cuBLAS and torch's CPU allocator report a lack of memory.
 _LACKING = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-#: How long a typical sequence is, in windows: groups with a window and without share the memory so that such sequences
-#: use up both. Longer ones run out of blocks without a window first, shorter ones of those with one.
+#: The length of a typical sequence, in windows. Groups with and without a window share the memory so that such
+#: sequences use up both. Longer sequences first run out of blocks without a window, shorter ones of blocks with one.
 _TYPICAL_WINDOWS = 4
 
 
@@ -32,28 +32,28 @@ def kv_spaces(
     length: int,
     step_tokens: int,
     free: int,
-    beside: Sequence[int] | None = None,
+    draft_bytes: Sequence[int] | None = None,
 ) -> tuple[KvSpace, ...]:
-    """Blocks of each group: together what `asked_bytes` holds, or, where that is None, the `free` bytes.
+    """The blocks of each group. Together they fill `asked_bytes` or, if that is None, the `free` bytes.
 
-    `beside`: of each group, bytes that each of its blocks takes in a draft model's cache, too.
-    Never more than `sequences` of `length` tokens could fill, of which `step_tokens` are computed in one step. Raises
-    EngineError when a group would not have the blocks that a single sequence takes to begin.
+    `draft_bytes`: for each group, the bytes that a draft model's cache needs for each block of the group.
+    A group never gets more blocks than `sequences` of `length` tokens can fill, when one step computes `step_tokens`.
+    Raises EngineError if a group would lack the blocks that a single sequence needs to begin.
     """
     budget = free if asked_bytes is None else asked_bytes
 
     def of_one(group: KvGroup, tokens: int) -> int:
-        """Blocks of a sequence of so many tokens between two steps."""
+        """The blocks that a sequence of `tokens` tokens holds between two steps."""
         blocks = -(-tokens // block_size)
         return blocks if group.window is None else min(blocks, window_blocks(group.window, block_size))
 
     windows = [group.window for group in groups if group.window is not None]
     typical = min(length, _TYPICAL_WINDOWS * max(windows, default=length))
-    drafts = beside or [0] * len(groups)
+    drafts = draft_bytes or [0] * len(groups)
     sizes = [block_bytes(group, block_size, element_bytes) + one for group, one in zip(groups, drafts, strict=True)]
     shares = [of_one(group, typical) for group in groups]
     least = [1 if group.window is None else of_one(group, length) for group in groups]
-    # Behind a window a step's tokens come on top: at most so many whole blocks, and one begun by each sequence.
+    # In a group with a window a step's tokens need extra blocks: so many whole ones, and one begun by each sequence.
     on_top = -(-step_tokens // block_size) + sequences
     most = [min(sequences * -(-length // block_size), sequences * of_one(group, length) + on_top) for group in groups]
     whole = budget // sum(size * share for size, share in zip(sizes, shares, strict=True))
@@ -63,7 +63,7 @@ def kv_spaces(
         source = f"kv_cache_bytes={asked_bytes}" if asked_bytes is not None else f"the free memory ({budget} bytes)"
         needed = " and ".join(f"{count} of {size} bytes" for count, size in zip(least, sizes, strict=True))
         raise EngineError(f"{source} does not hold the KV blocks of a single sequence: {needed} ({block_size} tokens)")
-    # What is left goes to those that grow with every token, and what they cannot use to the others.
+    # The rest goes first to groups that grow with every token, and what those cannot use to the groups with a window.
     for i in sorted(range(len(groups)), key=lambda i: groups[i].window is not None):
         more = min(most[i] - counts[i], left // sizes[i])
         counts[i] += more
@@ -72,12 +72,12 @@ def kv_spaces(
 
 
 def block_bytes(group: KvGroup, block_size: int, element_bytes: int) -> int:
-    """Memory that one block of a group takes, over all of its layers."""
+    """The bytes of one block of a group, over all of its layers."""
     return group.layers * 2 * block_size * group.kv_heads * group.head_dim * element_bytes
 
 
 def check_weights(folder: Path, wanted: int, device: torch.device) -> None:
-    """Raise ModelError where `device` has less memory than the `wanted` bytes of a model's weights."""
+    """Raise ModelError if `device` has less free memory than the `wanted` bytes of a model's weights."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_on_host()
     if wanted > free:
         raise ModelError(
@@ -86,10 +86,10 @@ def check_weights(folder: Path, wanted: int, device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device, share: float, step: int) -> int:
-    """Bytes that the cache may take on `device`, after the model was loaded.
+    """The bytes that the KV cache may take on `device`, after the model was loaded.
 
-    On a GPU: of `share` of its memory, what neither the weights nor others have taken, less the `step` bytes that a
-    step takes besides; the rest is for what nobody foresees. On a CPU a bounded part of what is free.
+    On a GPU, this is `share` of its memory, less what the weights and other processes have taken, less the `step`
+    bytes of a step; the rest is a reserve. On a CPU, this is a bounded part of the free memory.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,8 +99,8 @@ def free_bytes(device: torch.device, share: float, step: int) -> int:
 
 
 def release(error: BaseException) -> bool:
-    """Whether `error` says that memory is lacking, which some libraries tell by their text alone. If so, what torch
-    keeps on GPUs for later is given back."""
+    """Whether `error` reports a lack of memory, which some libraries show only in the text. If so, this also returns
+    torch's cached GPU memory to the device."""
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _LACKING)
     ):
@@ -111,18 +111,18 @@ def release(error: BaseException) -> bool:
 
 
 def _available_on_host() -> int:
-    """Linux's own estimate of what can be had without swapping, within the container's limit."""
+    """Free bytes: Linux's estimate of the memory available without swapping, within the container's limit."""
     try:
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
-        # Not Linux: half of what is built in.
+        # Not Linux: half of the installed memory.
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-        # Cached pages of files, such as those of the checkpoint itself, go when memory is wanted.
+        # The kernel drops cached file pages, such as those of the checkpoint itself, when memory is needed.
         cached = int(stat["active_file"]) + int(stat["inactive_file"])
     except (OSError, ValueError, KeyError):
         return available  # no cgroup v2, or "max"

@@ -1,7 +1,7 @@
-"""From tokens to text and to the end of a choice: a pure function of the tokens and the parameters.
+"""Turns a choice's tokens into text and detects its end: a pure function of the tokens and the parameters.
 
-Nothing here depends on how tokens were batched into steps or on which process made them: a resumed choice pushes its
-published tokens again and is where it was.
+The result does not depend on how tokens were batched into steps or on which process made them. A resumed choice pushes
+its published tokens again and is then in the same state as before.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from engine.text.detokenizer import Detokenizer
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed, and holds back text that may be the beginning of one.
+    """Finds the first stop string that the text completes, and holds back text that may be the beginning of one.
 
-    Of several completed by the same character the longest counts. One Knuth-Morris-Pratt automaton for each string:
-    its state is how many characters of the string the text ends with, so each character costs constant time
+    If one character completes several, the longest counts. Each string has one Knuth-Morris-Pratt automaton. Its state
+    is the number of characters of the string with which the text ends, so each character costs constant time
     (amortised) whatever the length of the strings.
     """
 
     __slots__ = ("_failures", "_first", "_held", "_included", "_states", "_stops")
 
     def __init__(self, stops: tuple[str, ...], included: bool = False) -> None:
-        """`included`: the text keeps the string that ends it."""
+        """`included`: whether the text keeps the stop string that ends it."""
         self._stops = stops
         self._included = included
         self._failures = [_failure(stop) for stop in stops]
@@ -32,7 +32,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, armed: bool) -> tuple[str, str | None]:
-        """(text that is certain to stay, the stop string completed or None). Unless armed, nothing matches."""
+        """Returns (text that is certain to stay, the completed stop string or None). Unless `armed`, nothing
+        matches."""
         if not self._held and self._first.isdisjoint(text):
             return text, None
         before = len(self._held)
@@ -47,7 +48,7 @@ class StopMatcher:
         return buffer[:certain], None
 
     def flush(self) -> str:
-        """The text held back, now that no more will come."""
+        """Return the text held back, because no more text will come."""
         held, self._held = self._held, ""
         return held
 
@@ -69,7 +70,8 @@ class StopMatcher:
 
 
 def _failure(stop: str) -> list[int]:
-    """For each beginning of `stop`, the length of its longest proper beginning that is also its end."""
+    """The KMP failure table: for each prefix of `stop`, the length of its longest proper prefix that is also a
+    suffix."""
     table = [0] * len(stop)
     length = 0
     for place in range(1, len(stop)):
@@ -82,7 +84,7 @@ def _failure(stop: str) -> list[int]:
 
 
 class OutputState:
-    """One choice's tokens as text, and when they end."""
+    """Detokenizes one choice and detects its end."""
 
     __slots__ = ("_armed_from", "_detokenizer", "_stops", "count", "ends", "limit")
 
@@ -93,14 +95,14 @@ class OutputState:
         detokenizer: Detokenizer | None,
         limit: int,
     ) -> None:
-        """`limit` is the number of tokens at which the choice ends at the latest: max_tokens, or the context.
+        """`limit`: the most tokens of the choice, from max_tokens or the context length.
 
         Without a detokenizer all text is "", and stop strings never match.
         """
         self.count = 0
         self.limit = limit
         self._armed_from = params.min_tokens
-        #: Tokens that end the output, once it has min_tokens.
+        #: The token ids that end the output once it has min_tokens.
         self.ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self.ends = self.ends.union(eos_token_ids)
@@ -108,10 +110,10 @@ class OutputState:
         self._stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
-        """Take the next token: (piece of text, finish reason or None, the stop string or token id or None).
+        """Take the next token. Returns (piece of text, finish reason or None, the stop string or token id or None).
 
-        The piece of the last token carries all the text that had been held back; a token that ends the output adds
-        none of its own.
+        The piece of the last token carries all the text that was held back. A token that ends the output adds no text
+        of its own.
         """
         ended = token_id in self.ends and self.count >= self._armed_from
         self.count += 1

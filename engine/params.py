@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen and when they end."""
+"""The sampling parameters of a request: how its tokens are chosen and what ends its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-#: Limits of a request, also shown in the messages that refuse one.
+#: The limits of a request's parameters. Error messages show them.
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -31,45 +31,46 @@ MAX_BAD_WORD_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Checked when made: raises RequestError naming the parameter, its value and its limits.
+    """A request's sampling parameters. Raises RequestError naming the parameter, its value and its limits.
 
-    A token is chosen in this order, whatever the order of the fields: the penalties (repetition, then frequency and
-    presence), logit_bias, allowed_token_ids, banned_token_ids with bad_words and min_tokens; temperature; then the
-    filters top_k, top_p, min_p, typical_p, each on what those before it left. At temperature 0 the likeliest token is
-    taken after the penalties and lists. Lists, and a mapping for logit_bias, are taken for the tuples.
+    A token is chosen in this order: the penalties (repetition, then frequency and presence); logit_bias;
+    allowed_token_ids; banned_token_ids with bad_words and min_tokens; temperature; then the filters top_k, top_p,
+    min_p, typical_p, each on the tokens that the filters before it kept. At temperature 0 the most likely token is
+    taken after the penalties and lists. Fields that are tuples also accept lists, and logit_bias also accepts a
+    mapping.
     """
 
     max_tokens: int | None = None
-    """Tokens to generate at most; None goes up to the end of the context. 0 generates nothing and ends with "length":
-    for prompt_logprobs alone."""
+    """The most tokens to generate; None goes up to the end of the context. 0 generates nothing and ends with "length",
+    which serves requests for prompt_logprobs alone."""
     min_tokens: int = 0
-    """EOS, stop tokens and stop strings end nothing before this many tokens."""
+    """EOS, stop tokens and stop strings cannot end the output before this many tokens."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divides the logits. 0 means greedy: the most likely token is taken."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probabilities add up to this."""
+    """Keep the smallest set of most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as likely as the likeliest (arXiv 2407.01082)."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's (arXiv 2407.01082)."""
     typical_p: float = 1.0
     """Keep the tokens whose surprise is nearest to the distribution's entropy, up to this sum of probabilities (locally
     typical sampling, arXiv 2202.00666)."""
     repetition_penalty: float = 1.0
     """Logits of tokens in prompt or output are divided by this where positive, else multiplied (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
-    """Taken off the logit of every token in the output."""
+    """Subtracted from the logit of every token that occurs in the output."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of every token in the output, as often as it is there."""
+    """Subtracted from the logit of every token in the output, once for each occurrence."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)."""
+    """(token id, bias added to its logit)."""
     allowed_token_ids: tuple[int, ...] = ()
-    """No other token is generated; empty allows all."""
+    """Only these tokens are generated; empty allows all."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never generated."""
+    """These tokens are never generated."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are never generated, as the tokenizer writes them at a word's start or in its middle: the last of its
-    tokens is banned where the others precede."""
+    """Texts that are never generated, as the tokenizer writes them at a word's start or in its middle. The last token
+    of such a text is banned after its other tokens."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it, unless include_stop."""
@@ -79,14 +80,15 @@ class SamplingParams:
     """Keep the stop string that ended the text."""
     ignore_eos: bool = False
     n: int = 1
-    """Independent choices made from one prompt."""
+    """The number of independent choices made from one prompt."""
     best_of: int | None = None
-    """Make so many choices and give the n whose tokens have the highest mean log probability, best first, once all have
-    ended. None or n makes n and gives them as they come."""
+    """Make so many choices and return the n with the highest mean log probability per token, best first, once all have
+    ended. None or n makes n choices and returns their tokens as they come."""
     logprobs: int | None = None
-    """None: no logprobs. k: of each chosen token, and of the k likeliest. Of the model's own distribution."""
+    """k: return the log probabilities, in the model's own distribution, of each chosen token and of the k most likely
+    ones. None: no log probabilities."""
     prompt_logprobs: int | None = None
-    """The same of each token of the prompt, given those before it; the first has none."""
+    """The same for each token of the prompt, given the tokens before it. The first token has none."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -138,10 +140,10 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """Choices that are made, of which `n` are given."""
+        """The number of choices that are made, of which `n` are returned."""
         return self.best_of or self.n
 
     @property
     def selects(self) -> bool:
-        """Whether more choices are made than given."""
+        """Whether more choices are made than returned."""
         return self.width > self.n

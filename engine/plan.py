@@ -1,4 +1,4 @@
-"""What one step computes: made by the scheduler, executed by the runner, handed back with what was sampled."""
+"""The plan of one step: made by the scheduler, executed by the runner, returned with the sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True)
 class ScheduledSeq:
-    """One sequence's part of a step: compute tokens[start : start + count] on top of the start tokens in cache.
+    """One sequence's part of a step: compute tokens[start : start + count] after the `start` tokens in the KV cache.
 
-    Behind its last token may come a draft: tokens that are guessed to follow. Those are computed too, and count in
-    `count`; after each of them, as after the last token, the next is chosen.
+    Draft tokens may follow its last token. They are computed too and are included in `count`. After each of them, as
+    after the last token, a next token is sampled.
     """
 
     seq: Sequence
     start: int
     count: int
     samples: bool
-    """True where the last of these tokens is the last there is: its logits choose the next."""
+    """Whether this part includes the sequence's last token, whose logits choose the next token."""
     scored: ScoredPart | None = None
-    """Set by the runner where the log probabilities of the prompt are wanted."""
-    room: int = 0
-    """For how many draft tokens the sequence has places."""
+    """The prompt's log probabilities, set by the runner if they are wanted."""
+    max_draft: int = 0
+    """The number of draft tokens for which the sequence has KV slots."""
     draft: tuple[int, ...] = ()
 
     @property
     def known(self) -> int:
-        """The end of the tokens that are certain: what is computed after them may prove wrong."""
+        """The end of the tokens that are certain. The draft tokens after them may be rejected."""
         return self.start + self.count - len(self.draft)
 
     def computed(self) -> list[int]:
-        """The tokens that are computed, the draft's included."""
+        """The tokens that are computed, draft tokens included."""
         tokens = self.seq.tokens[self.start : self.start + self.count]
         return [*tokens, *self.draft] if self.draft else tokens
 
     @property
     def pending(self) -> bool:
-        """True where the one token to compute is not known: the step in flight samples it, for the sequence's slot. Of
-        meaning until the plan is launched."""
+        """Whether the one token to compute is not known yet, because the step in flight samples it for this sequence's
+        slot. Only meaningful until the plan is launched."""
         return self.seq.pending
 
     def wanted(self) -> range:
-        """Positions of this part whose logits score the prompt's next token; empty where nobody asked."""
+        """Positions of this part whose logits score the prompt's next token. Empty unless the request asked for
+        them."""
         scores = self.seq.scores
         return range(0) if scores is None else scores.wanted(self.start, self.start + self.count)
 
@@ -53,15 +54,15 @@ class ScheduledSeq:
 class StepPlan:
     rows: list[ScheduledSeq] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """(KV group, source block, destination block), whole blocks, to be done before the forward pass. In a group no
-    destination comes twice and no source is the destination of an earlier copy, so in order or all at once gives the
-    same. A source may be written by a row of the same plan, and be the destination of a later copy: once written, the
-    plan's copies cannot be made again."""
+    """(KV group, source block, destination block): whole blocks to copy before the forward pass. In a group, no
+    destination occurs twice and no source is the destination of an earlier copy, so the order of copies is free. A row
+    of the same plan may write a source block, and a later copy may overwrite it, so the copies cannot be repeated after
+    the forward pass."""
     num_tokens: int = 0
-    """Computed by all rows, those of drafts included."""
+    """The tokens that all rows compute, draft tokens included."""
 
     def guess(self, row: ScheduledSeq, draft: tuple[int, ...]) -> None:
-        """Have a row compute a draft, at most as long as its `room`."""
+        """Add draft tokens to a row, at most its `max_draft`."""
         row.draft = draft
         row.count += len(draft)
         self.num_tokens += len(draft)
@@ -69,23 +70,23 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Sampled:
-    """What the runner found for a row that samples."""
+    """The runner's result for a row that samples."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-    """Set when this row alone failed, for instance on logits that are not finite; token_id is then ignored."""
+    """Set if this row alone failed, for instance because its logits are not finite. token_id is then ignored."""
     refused: bool = False
-    """It failed for what its request asked for: trying again would not help."""
+    """Whether the request itself caused the failure, so that a retry would not help."""
     then: tuple[Sampled, ...] = ()
-    """What is chosen after it, one for each token of the row's draft that was accepted."""
+    """The tokens that follow it, one for each accepted draft token of the row."""
 
 
 def accepted(draft: tuple[int, ...], chosen: list[Sampled]) -> Sampled:
-    """The result of a row from what was chosen after its last token and after each of its `draft`.
+    """The result of a row, from the tokens sampled after its last token and after each of its `draft` tokens.
 
-    A draft token is accepted if and only if it is what was chosen in its place: all that comes after it was then
-    computed, and chosen, on the very tokens that it would have been without a draft.
+    A draft token is accepted if and only if it equals the token sampled in its place. Everything after it was then
+    computed and sampled from the same tokens as without a draft.
     """
     right = 0
     while right < len(draft) and chosen[right].error is None and chosen[right].token_id == draft[right]:

@@ -1,4 +1,4 @@
-"""The nouns that callers see: a Request comes in; Events, and in the end an Output, go out."""
+"""The caller's data types: a Request comes in; Events, and at the end an Output, go out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.params import FinishReason, SamplingParams
 
 
 class Tier(IntEnum):
-    """Lower runs first. The names are those of OpenAI's `service_tier`."""
+    """The priority class of a request: a lower number runs first. The names are those of OpenAI's `service_tier`."""
 
     PRIORITY = 0
     DEFAULT = 1
@@ -21,28 +21,28 @@ class Tier(IntEnum):
 
 @dataclass(slots=True)
 class Request:
-    """What a caller asks for: a prompt in tokens and how to go on from it."""
+    """A prompt as token ids, with its sampling parameters and scheduling attributes."""
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     tier: int = Tier.DEFAULT
     salt: str = ""
-    """Tenant's salt of the block hashes: requests share cached blocks only where it is equal."""
+    """The tenant's salt of the block hashes. Requests share cached blocks only if their salts are equal."""
     tenant: str = ""
-    """Whose share of its tier it is served from."""
+    """The tenant to whose share of the tier the request's tokens are charged."""
     weight: float = 1.0
-    """The tenant's: one of weight 2 is served twice the tokens of one of weight 1, where both have enough to do."""
+    """The tenant's weight. While both have requests waiting, weight 2 is served twice the tokens of weight 1."""
     adapter: str = ""
     resume: list[list[int]] = field(default_factory=list)
-    """Per choice, the tokens that were already published; choices past the end of the list have none."""
+    """For each choice, the tokens that were already published. Choices past the end of the list have none."""
     arrival: float = field(default_factory=time.monotonic)
-    """Monotonic seconds; orders requests of one tier and starts their ageing."""
+    """The time of arrival in monotonic seconds. It orders requests of one tier and starts their ageing."""
 
 
 @dataclass(slots=True)
 class Event:
-    """The news of one choice after one step. Not to be changed.
+    """The new tokens, or the end, of one choice after one step. Callers must not change it.
 
     It is not frozen because a step makes one for each sequence, and making a frozen one takes three times as long.
     """
@@ -50,26 +50,26 @@ class Event:
     request_id: str
     choice: int
     index: int
-    """Place of the first of token_ids in the choice's output."""
+    """The position of token_ids[0] in the choice's output."""
     token_ids: list[int]
     texts: list[str]
-    """One piece for each token, "" where a character or a possible stop string is not yet decided."""
+    """One piece of text for each token; "" while a character or a possible stop string is incomplete."""
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_match: str | int | None
-    """The stop string or token that ended the choice."""
+    """The stop string or stop token id that ended the choice."""
     done: bool
-    """True on the last event of the request: all of its choices have finished."""
+    """True on the last event of the request, when all of its choices have finished."""
     error: str | None
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed because their KV was cached."""
+    """The number of prompt tokens that were not computed because their K/V were cached."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each token of the prompt, the first None: all in one event, before those of the first tokens."""
+    """One entry for each prompt token, the first None. All come in one event, before the first tokens' event."""
     discarded: int = 0
-    """Tokens of the candidates that best_of did not choose."""
+    """The number of tokens of the candidates that best_of did not choose."""
     refused: bool = False
-    """`error` is the request's own fault: trying again would not help."""
+    """Whether the request itself caused `error`, so that a retry would not help."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Output:
-    """All of a request's outcome; the fields beside `choices` are those of choice 0."""
+    """The whole result of a request. The fields other than `choices` are those of choice 0."""
 
     token_ids: list[int]
     text: str

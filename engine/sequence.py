@@ -1,4 +1,4 @@
-"""A sequence: one choice of a request while it lives, and what scheduling and speculation keep about it."""
+"""A sequence: one choice of a request, with its state for scheduling and speculation."""
 
 from __future__ import annotations
 
@@ -13,55 +13,57 @@ if TYPE_CHECKING:
     from engine.logprobs import PromptScores
     from engine.output import OutputState
 
-#: What a trial counts less with each draft after it: of one sequence the last sixteen matter, of all the last fifty.
+#: The factor by which each new draft reduces the weight of earlier ones: about the last sixteen drafts of one sequence,
+#: or the last fifty of all sequences, matter.
 _FADE = 0.94
 FADE_OF_ALL = 0.98
-#: The longest that a sequence for which nothing was guessed is planned ahead again, in tokens.
+#: The most steps for which a sequence without a draft goes on without waiting for one.
 _LONGEST_REST = 32
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant in one tier."""
+    """The service account of one tenant in one tier."""
 
     tenant: str
     tier: int
     served: float
     held: int = 0
-    """Sequences that wait or run on it."""
+    """The number of sequences that wait or run on this account."""
 
 
 @dataclass(slots=True)
 class Guessed:
-    """How well the tokens of one sequence, or of all, were guessed lately."""
+    """The recent acceptance of draft tokens, of one sequence or of all."""
 
     right: float = 0.0
-    """Draft tokens that were accepted, of late."""
+    """Accepted draft tokens, faded over time."""
     tried: float = 0.0
-    """These, and the first of each draft that was not."""
+    """Accepted draft tokens plus the first rejected token of each draft, faded over time."""
     latest: int = 0
-    """The turn of its latest draft (Speculation.begin)."""
+    """The turn of the latest draft (Speculation.begin)."""
     rest: int = 0
-    """For so many steps the sequence need not wait for a draft, because there was none."""
+    """The number of steps for which the sequence need not wait for a draft, because the last attempt gave none."""
     missed: int = 0
-    """Times in a row that there was none."""
+    """The number of attempts in a row that gave no draft."""
     barred: bool = False
-    """Whether there is to be none any more."""
+    """Whether the sequence gets no more drafts."""
     fade: float = _FADE
 
     def take(self, drafted: int, accepted: int) -> None:
-        """Enter a draft of so many tokens. What comes after the first wrong one was not tried."""
+        """Count a draft of `drafted` tokens. The tokens after the first rejected one do not count as tried."""
         self.right = self.right * self.fade + accepted
         self.tried = self.tried * self.fade + accepted + (accepted < drafted)
         self.missed = self.rest = 0
 
     def miss(self) -> None:
-        """Nothing was guessed."""
+        """Count an attempt that gave no draft."""
         self.missed += 1
         self.rest = min(1 << min(self.missed, 6), _LONGEST_REST)
 
     def share(self, before: float, weight: float) -> float:
-        """The chance that a token is accepted, where `before` was thought so with the `weight` of so many trials."""
+        """The estimated acceptance probability of a token, given a prior `before` that weighs as much as `weight`
+        trials."""
         return (self.right + before * weight) / (self.tried + weight)
 
 
@@ -71,67 +73,69 @@ class Status(IntEnum):
     FINISHED = 2
 
 
-#: Stands in a sequence's tokens for one that is not known yet. No token id: it cannot be hashed.
+#: Placeholder in a sequence's tokens for a token that is not known yet. It is no token id and cannot be hashed.
 UNKNOWN = -1
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request while it lives: the object that scheduler, plan and runner share.
+    """One choice of a request, from its queueing to its end: shared by scheduler, plan and runner.
 
-    The K/V of tokens[:computed] are in the cache, as far as later queries see them, where `tables` say.
+    The KV blocks in `tables` hold the K/V of tokens[:computed], as far back as later queries see.
     """
 
     request: Request
     choice: int
     tokens: list[int]
-    """Prompt and output."""
+    """The token ids of prompt and output."""
     prompt_len: int
     output: OutputState
     seed: int
-    """Of the request: its own, or drawn when it was added."""
+    """The request's seed: its own, or one drawn when the request was added."""
     serial: int
-    """Order of creation; breaks ties of arrival."""
+    """The order of creation, which breaks ties of arrival."""
     queued_at: float
-    """When it last began to wait."""
+    """The time at which the sequence last began to wait, in monotonic seconds."""
     slot: int = -1
-    """Permanent row, 0 to max_num_seqs - 1, while running."""
+    """The sequence's permanent row while it runs, from 0 to max_num_seqs - 1."""
     computed: int = 0
     pending: bool = False
-    """The last of tokens is UNKNOWN: the step in flight samples it. Only while the step after that one is planned."""
+    """Whether the last token is UNKNOWN because the step in flight samples it. True only while the next step is
+    planned."""
     tables: list[Table] = field(default_factory=list)
-    """One for each KV group while it runs, else none."""
-    room: int = 0
-    """Tokens up to which every table has a place."""
+    """One block table for each KV group while the sequence runs, else empty."""
+    allocated: int = 0
+    """The number of leading tokens for which every table has a block."""
     status: Status = Status.WAITING
     waited: float = 0.0
-    """Seconds of waiting that have ended; the present wait runs from queued_at."""
+    """Seconds of earlier waits. The present wait counts from queued_at."""
     effective_tier: int = Tier.BATCH
-    """Tier less ageing, as of its last admission."""
+    """The tier less ageing, as of the last admission."""
     account: Account | None = None
-    """Its tenant's, in the tier that it waits or runs in; none before its prompt is computed by another choice."""
+    """The tenant's account in the tier in which the sequence waits or runs. None while another choice prefills."""
     tag: float = 0.0
-    """What its tenant had been served when it was first admitted in that tier: its place in the batch."""
+    """The tokens by weight served to its tenant when it was first admitted in that tier. It orders the batch."""
     paid: int = 0
-    """Tokens up to which its tenant was charged."""
+    """The number of leading tokens for which the tenant was charged."""
     preempted: bool = False
-    """Waiting because it was put out of the batch."""
+    """Whether the sequence waits because it was preempted."""
     root: bytes = b""
-    """Parent of the hash of its first block."""
+    """The parent of the first block's hash."""
     hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the full blocks of tokens, as far as they were needed."""
+    """The hashes of the full blocks of tokens, as far as they were needed."""
     registered: int = 0
-    """Leading blocks of its tokens that have been offered to the prefix cache."""
+    """The number of leading blocks that were offered to the prefix cache."""
     scores: PromptScores | None = None
-    """Where the log probabilities of the prompt are wanted."""
+    """The log probabilities of the prompt, if the request wants them."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """The tokens of each way to write one of them."""
+    """The token ids of each way to write each bad word."""
     guessed: Guessed | None = None
-    """How well its tokens were guessed, where they are."""
+    """The acceptance of its draft tokens, if there were any."""
 
     @property
     def reusable(self) -> int:
-        """Leading tokens whose K/V may come from the prefix cache: those after them are computed for their logits."""
+        """The number of leading tokens whose K/V may come from the prefix cache. The others are computed for their
+        logits."""
         if self.scores is None or self.scores.done:
             return len(self.tokens) - 1
         return len(self.scores.found) - 1

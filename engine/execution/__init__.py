@@ -1,6 +1,8 @@
-"""Turns step plans into tokens on one device.
+"""Executes step plans on one device.
 
-loop (a thread) -> pipeline (plans ahead while a step runs) -> runner on a CPU, device/ on a GPU -> sampled tokens
-placement chooses the runner when a model is loaded; batch and block_rows make a plan's tensors
-shrink makes smaller steps where memory is short; device_health tells a lost device; warm compiles kernels beforehand
+loop, a thread, takes requests and delivers events; pipeline plans the next step while one runs
+runner executes plans on a CPU, device/ on a GPU; batch and block_rows turn a plan into tensors
+placement sizes the KV cache and picks the runner when a model is loaded
+shrink makes steps smaller if memory runs out; device_health detects a lost device
+warm compiles kernels ahead of time; threads picks the number of CPU threads
 """

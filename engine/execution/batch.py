@@ -1,4 +1,4 @@
-"""A step plan as tensors: the order in which attention likes its sequences."""
+"""Builds the tensors of a step plan, with the sequences grouped as attention needs them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ class StepBatch:
     tokens: Tensor
     """int64 [tokens]."""
     positions: Tensor
-    """int64 [tokens], from each prompt's first token."""
+    """int64 [tokens], counted from each prompt's first token."""
     long: Tensor | None
-    """bool [tokens], whose sequence is longer than the model's rope_switch; None where it has none."""
+    """bool [tokens]: whether the token's sequence is longer than the model's rope_switch. None if the model has
+    none."""
     attention: tuple[AttentionBatch, ...]
-    """One for each KV group."""
+    """One batch for each KV group."""
     wanted: Tensor
-    """int64: token rows whose logits are wanted: of the sampling rows, in the plan's order, the last token and each of
-    the draft; then of the prompts that are scored, in the plan's order."""
+    """int64: the token rows whose logits are wanted. First, for the sampling rows in the plan's order, the last token
+    and each draft token. Then the scored positions of prompts, in the plan's order."""
     entered: tuple[Tensor | None, ...]
-    """int64, for each KV group: blocks that this step begins to fill but does not fill up, to be zeroed before the
-    forward pass.
+    """int64, for each KV group: the blocks that this step begins to fill but does not fill up. They are zeroed before
+    the forward pass.
 
-    Attention pads with the rest of a sequence's last block, and masks it; but 0 x NaN is NaN, so what an earlier
-    owner whose numbers overflowed left there would harm the next.
+    Attention reads the rest of a sequence's last block as masked padding. But 0 x NaN is NaN, so NaNs that an earlier
+    sequence left there would harm this one.
     """
 
 
@@ -51,7 +52,7 @@ class BatchBuilder:
         *,
         rope_switch: int | None = None,
     ) -> None:
-        """`spaces`: of each KV group; the block after its last one is always zero."""
+        """`spaces`: the memory of each KV group. The block after a group's last one is always zero."""
         self._groups = [BlockRows(space, slots, block_size) for space in spaces]
         self._block_size = block_size
         self._kernels = kernels
@@ -134,7 +135,7 @@ class BatchBuilder:
         sent: list[Tensor],
         window: int | None,
     ) -> tuple[AttentionGroup, ...]:
-        """`sent` has tables and lengths of each of `bounds`, in turn."""
+        """The attention groups of one KV group. `sent` has the tables and lengths of each of `bounds`, in turn."""
         groups = []
         token_row = 0
         for i, (first, end) in enumerate(bounds):

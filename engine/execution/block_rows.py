@@ -1,4 +1,4 @@
-"""The block tables of one KV group's running sequences as permanent rows; only what changed is written again."""
+"""The block tables of one KV group's running sequences as permanent rows. Only changed tables are written again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ Ints = NDArray[np.int64]
 
 
 class BlockRows:
-    """Row `slot` is the table of the running sequence with that slot, from its first block that is still held."""
+    """Permanent table rows: row `slot` is the table of the sequence with that slot, from the first block it still
+    holds."""
 
     def __init__(self, space: KvSpace, slots: int, block_size: int) -> None:
         self.window = space.window
         self._size = block_size
-        #: The block after the last one, which is always zero.
+        #: The number of the block after the last one. That block is always zero.
         self.zero_block = space.num_blocks
-        # As wide as the longest table so far: a context of millions of tokens is seldom used.
+        # The rows are as wide as the longest table so far, because a context of millions of tokens is seldom used.
         self._rows = np.full((slots, 8), self.zero_block, np.int64)
         self._firsts = np.zeros(slots, np.int64)
         self._written: list[list[int]] = [[] for _ in range(slots)]
@@ -42,19 +43,19 @@ class BlockRows:
         self._written[slot] = blocks.copy()
 
     def skipped(self, slots: Ints) -> Ints:
-        """Tokens of each sequence before its table begins."""
+        """The number of tokens of each sequence before its table begins."""
         return self._firsts[slots] * self._size
 
     def places(self, slots: Ints, positions: Ints) -> Ints:
-        """Where tokens at `positions` of their sequences' tables are, as block * block_size + offset."""
+        """The KV slots, block * block_size + offset, of tokens at `positions` in the tables of `slots`."""
         return self._rows[slots, positions // self._size] * self._size + positions % self._size
 
     def tables(self, slots: Ints, ends: Ints) -> Ints:
-        """[sequences, blocks of the longest] for tables that hold `ends` tokens; padded with the block of zeros."""
+        """Tables that hold `ends` tokens, [sequences, blocks of the longest], padded with the zero block."""
         return self._rows[slots, : -(-int(ends.max()) // self._size)]
 
     def entered(self, slots: Ints, starts: Ints, ends: Ints) -> Ints:
-        """Blocks that tokens from `starts` to `ends` begin to fill but do not fill up."""
+        """The blocks that tokens from `starts` to `ends` begin to fill but do not fill up."""
         last = (ends - 1) // self._size
         chosen = (last * self._size >= starts) & (ends % self._size != 0)
         blocks: Ints = self._rows[slots[chosen], last[chosen]]
@@ -62,8 +63,10 @@ class BlockRows:
 
 
 def runs(rows: Each[ScheduledSeq], lengths: list[int], ratio: float, slack: int) -> list[tuple[int, int]]:
-    """(first, end) of runs of `rows` that share one padded attention batch: as many tokens to compute, and tables of at
-    most `ratio` times the first one's length and `slack` tokens."""
+    """Split `rows` into runs (first, end) that each share one padded attention batch.
+
+    The rows of a run compute equally many tokens. Their lengths are at most `ratio` times the first one's plus `slack`.
+    """
     bounds: list[tuple[int, int]] = []
     first = 0
     for i in range(1, len(rows) + 1):

@@ -1,4 +1,4 @@
-"""Whether a device still works: after some faults CUDA answers every call of a process with the same error."""
+"""Detects a lost device: after some faults CUDA answers every call of a process with the same error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from engine.errors import DeviceLostError, brief
 
 
 def check_alive(device: torch.device) -> None:
-    """Wait for all that was queued. Raises DeviceLostError where nothing queued from now on will run: a kernel that
-    read or wrote where it must not, or a fault of the GPU, ends CUDA for the whole process."""
+    """Wait for all queued work. Raises DeviceLostError if the device will run nothing more for this process.
+
+    An illegal memory access by a kernel, or a fault of the GPU, ends CUDA for the whole process.
+    """
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
-        # An error that is over is told once.
+        # A transient error is reported only once.
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The thread that steps: takes requests in, runs one plan after the other, delivers events, outlives every fault."""
+"""The engine's thread: takes in requests, runs steps, delivers events and survives faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("penstock.engine")
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """One submission: an id may be used again, a ticket never is."""
+    """One submission. A request id may be used again, a ticket never is."""
 
     request: Request
     on_event: Callable[[Event], None]
@@ -29,10 +29,10 @@ class _Ticket:
 
 
 class StepLoop:
-    """`submit` and `abort` may be called by any thread; they only leave a note for the loop's own thread.
+    """Runs steps on its own thread. Any thread may call `submit` and `abort`, which only leave a note for that thread.
 
-    That thread alone changes the scheduler, so that a plan is whole when it is launched; what a running step uses may
-    be given away meanwhile, but is not touched before the step is done (pipeline).
+    The loop's thread alone changes the scheduler, so that a plan is consistent when it is launched. Blocks that a
+    running step uses may be reassigned meanwhile, but are not written before the step is done (pipeline).
     """
 
     def __init__(
@@ -47,27 +47,26 @@ class StepLoop:
         speculation: Speculation | None = None,
         on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on_start` is called once on the loop's thread. `overlap`: steps planned ahead of one that runs, 0 or 1.
-        `release`: see Shrink. `check`: see Pipeline. `speculation`: the scheduler's. `on_idle` is called on the loop's
-        thread while there is nothing to do, until it says that it has nothing to do either; a request that comes
-        waits for one call."""
+        """`on_start`: called once on the loop's thread. `overlap`: steps planned ahead of the running one, 0 or 1.
+        `release`: see Shrink. `check`: see Pipeline. `speculation`: the scheduler's. `on_idle`: called on the loop's
+        thread while there is no work, until it returns False; a new request waits for at most one such call."""
         self._scheduler = scheduler
         self._on_start = on_start
         self._on_idle = on_idle
-        #: Called on the loop's thread when all events of a step have been delivered.
+        #: Called on the loop's thread after all events of a step were delivered.
         self.on_step: Callable[[], None] | None = None
-        #: Called on the loop's thread when the device is lost, with why and the ids of those who may be to blame; then
-        #: no request is told of it: their owner takes them elsewhere.
+        #: Called on the loop's thread, with the reason and the ids of suspect requests, when the device is lost.
+        #: Requests then get no event: the owner of this callback must run them elsewhere.
         self.on_lost: Callable[[str, set[str]], None] | None = None
         self._stepping_since: float | None = None
         self._wake = threading.Condition()
-        # Under _wake: who is in, by id, and what has to be told to the scheduler.
+        # Guarded by _wake: the unfinished tickets by id, and the tickets to add to or remove from the scheduler.
         self._tickets: dict[str, _Ticket] = {}
         self._notes: deque[_Ticket] = deque()
         self._closing = False
-        # Held while the scheduler changes, not while a step computes.
+        # Held while the scheduler's state changes, not while a step computes.
         self._state = threading.Lock()
-        # Of the loop's thread alone: the tickets that the scheduler knows.
+        # Used by the loop's thread alone: the tickets that the scheduler knows.
         self._known: dict[str, _Ticket] = {}
         self._pipeline = Pipeline(
             scheduler,
@@ -86,7 +85,7 @@ class StepLoop:
     # ---- any thread
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
-        """Raises RequestError if the request can never run or its id is in use; EngineError when closed."""
+        """Queue a request. Raises RequestError if it can never run or its id is in use, and EngineError when closed."""
         self._scheduler.check(request)
         ticket = _Ticket(request, on_event)
         with self._wake:
@@ -99,7 +98,7 @@ class StepLoop:
             self._wake.notify()
 
     def abort(self, request_id: str) -> bool:
-        """False if no such request is in. Its memory is free before the next step is planned."""
+        """Abort a request. Returns False if the id is unknown. Its blocks are free before the next step is planned."""
         with self._wake:
             ticket = self._tickets.pop(request_id, None)
             if ticket is None:
@@ -118,18 +117,18 @@ class StepLoop:
             return self._scheduler.preempted(time.monotonic())
 
     def stepping(self) -> tuple[float, set[str]]:
-        """For how many seconds the step under way has run, 0.0 where there is none, and the ids of its requests."""
+        """Seconds that the current step has run so far (0.0 if none runs), and the ids of its requests."""
         since = self._stepping_since
         return (0.0, set()) if since is None else (time.monotonic() - since, self._pipeline.suspects())
 
     @property
     def last_step_s(self) -> float:
-        """Seconds from the results of the step before to those of the last one, or from its planning if that was
-        later."""
+        """The duration of the last step in seconds: from the results of the step before it, or from its planning if
+        that was later, to its own results."""
         return self._pipeline.last_step_s
 
     def close(self) -> None:
-        """Stop after the running step. Requests that are still in end with finish_reason "abort"."""
+        """Stop after the running step. Unfinished requests end with finish_reason "abort"."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -139,10 +138,11 @@ class StepLoop:
     # ---- the loop's thread
 
     def _run(self) -> None:
-        """Raises DeviceLostError, once nobody is left in, where nobody is to be told of it."""
+        """Run until the loop is closed. If the device is lost, call `on_lost`; without one, end all requests and raise
+        DeviceLostError."""
         self._on_start()
         try:
-            self._step_on()
+            self._run_steps()
         except DeviceLostError as error:
             with self._wake:
                 self._closing = True
@@ -153,17 +153,17 @@ class StepLoop:
             self._end_all(f"the engine failed: {brief(error)}")
             raise
 
-    def _step_on(self) -> None:
+    def _run_steps(self) -> None:
         while self._wait_for_work():
             try:
-                told = self._read_notes()
+                delivered = self._read_notes()
                 self._stepping_since = time.monotonic()
-                if not self._pipeline.step() and told:
-                    self._tell_step()
+                if not self._pipeline.step() and delivered:
+                    self._call_on_step()
             except DeviceLostError:
                 raise
             except Exception as error:
-                # A fault of ours, not of a request (those end alone): nothing of this step can be kept.
+                # A fault of the engine, not of one request (those fail alone): the whole step is given up.
                 logger.exception("a step failed as a whole; its requests are ended")
                 self._pipeline.drop()
                 self._end_all(f"the engine failed: {brief(error)}")
@@ -176,9 +176,9 @@ class StepLoop:
         self._end_all("the engine was closed", closing=True)
 
     def _wait_for_work(self) -> bool:
-        """False where the loop is to end."""
-        while not self._called():
-            if self._use_idleness():
+        """Wait until there is work. Returns False if the loop is to end."""
+        while not self._has_calls():
+            if self._run_idle_work():
                 continue
             try:
                 self._scheduler.check_idle()
@@ -188,11 +188,11 @@ class StepLoop:
                 self._wake.wait_for(lambda: self._closing or self._notes)
         return not self._closing
 
-    def _called(self) -> bool:
+    def _has_calls(self) -> bool:
         with self._wake:
             return self._closing or bool(self._notes) or self._scheduler.has_work or self._pipeline.in_flight
 
-    def _use_idleness(self) -> bool:
+    def _run_idle_work(self) -> bool:
         try:
             return self._on_idle()
         except Exception:
@@ -202,9 +202,9 @@ class StepLoop:
 
     def _end_step(self, events: list[Event]) -> None:
         self._deliver(events)
-        self._tell_step()
+        self._call_on_step()
 
-    def _tell_step(self) -> None:
+    def _call_on_step(self) -> None:
         if self.on_step is not None:
             try:
                 self.on_step()
@@ -212,12 +212,13 @@ class StepLoop:
                 logger.exception("on_step raised")
 
     def _read_notes(self) -> bool:
-        """True where a request has ended, or a choice of it, as it was taken in: its events were delivered."""
-        told = False
+        """Add or abort the requests of all notes. Returns whether this delivered events, for choices that had already
+        ended."""
+        delivered = False
         while True:
             with self._wake:
                 if not self._notes:
-                    return told
+                    return delivered
                 ticket = self._notes.popleft()
             request_id = ticket.request.id
             if self._known.get(request_id) is ticket:
@@ -231,9 +232,9 @@ class StepLoop:
                         events = self._scheduler.add(ticket.request)
                 except Exception as error:
                     logger.exception("request %r could not be taken in", request_id)
-                    events = [_ending(ticket.request, f"the request could not be taken in: {brief(error)}")]
+                    events = [_last_event(ticket.request, f"the request could not be taken in: {brief(error)}")]
                 self._deliver(events)
-                told |= bool(events)
+                delivered |= bool(events)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -243,7 +244,7 @@ class StepLoop:
             if event.done:
                 del self._known[event.request_id]
                 with self._wake:
-                    # The id is free again, unless an abort has freed it and somebody else has taken it.
+                    # Free the id, unless an abort has freed it and another submission has taken it.
                     if self._tickets.get(event.request_id) is ticket:
                         del self._tickets[event.request_id]
             if ticket.aborted:
@@ -263,13 +264,13 @@ class StepLoop:
             except Exception:
                 logger.exception("request %r could not be taken out", request_id)
                 events = []
-            # What was said of its end may have gone with the step.
-            events = events or [_ending(ticket.request, message)]
+            # The request's last event may have been lost with the step.
+            events = events or [_last_event(ticket.request, message)]
             self._deliver([replace(event, finish_reason="abort") for event in events] if closing else events)
 
 
-def _ending(request: Request, message: str) -> Event:
-    """The last event of a request that the scheduler cannot tell us about."""
+def _last_event(request: Request, message: str) -> Event:
+    """Make the last event of a request for which the scheduler has none."""
     return Event(
         request_id=request.id,
         choice=0,

@@ -1,32 +1,34 @@
-"""Plans through their execution; with an overlap, the next is planned while one runs.
+"""Runs step plans. With an overlap of 1, it plans and launches the next step while one runs.
 
-With an overlap of 0 a step is planned, executed and entered before the next is planned. With 1 the device always has
+With an overlap of 0, a step is planned, executed and entered before the next is planned. With 1, the device always has
 work queued:
 
     foresee N, schedule N+1, launch N+1, collect N, update N, events of N, notes of callers, foresee N+1, ...
 
-So N+1 is planned and put on the device's queue before anything that N found out is known. While it is planned, and
-only then, sequences end in a token that is UNKNOWN; those that cannot go on so sit N+1 out (Scheduler.foresee). From
-`update N` to `foresee N+1` the state is that of a step planned and not yet entered, as it always is while a step runs:
-then callers' aborts are read.
+So N+1 is planned and queued on the device before any result of N is known. During planning, and only then, sequences
+end in an UNKNOWN token. Sequences that need that token are not in N+1 (Scheduler.foresee). From `update N` to
+`foresee N+1` the scheduler's state is that of a step that is planned and not yet entered, as it always is while a step
+runs. Callers' aborts are read in that time.
 
-- **The device works in order.** What N reads and writes is done before N+1 begins. So N+1 may share and copy blocks
-  that N fills, and zero, write and copy into those that sequences of N have let go of since.
-- **A sequence that N ends**, by a stop token or string, is already in N+1. Its blocks are free when N is entered; a
-  plan that gives them to others comes after N+1 on the device. What N+1 samples for it is passed over: no stream, count
-  or usage hears of it. The prefix cache learns of blocks when their step is foreseen, all of known tokens; what is
-  computed past an end it never learns of, because nothing of an ended sequence is foreseen.
-- **A sequence put out of the batch to plan N+1** gets the token that N sampled where it waits. It is not let in again
-  before N+2.
-- **N+1 cannot be launched**: N is entered first; then the rows of N+1 that are left run in halves, and in halves of
-  those that fail, with tokens that are known, so that only the culprit fails. The same is done for any step that fails
-  when none was planned after it.
-- **The device has no memory for N+1**: N is entered; then N+1 is planned anew, smaller (engine/execution/shrink.py).
-- **The device is lost** (`check`, after any failure), or has no memory for two sequences one after the other, each by
-  itself, and somebody takes them elsewhere: nothing can be run again, here or later, and the loop ends.
-- **N fails when it is collected** and N+1 was planned: memory has changed hands, so that the rows of N cannot run
-  again. N+1 is waited for and ignored; the sequences of both are put out of the batch with the tokens that are known
-  (Scheduler.take_back). Steps do not overlap until each of them has got on, so that the culprit is found as above.
+- **The device works in order.** All reads and writes of N are done before N+1 begins. So N+1 may share and copy blocks
+ that N fills. It may zero, write and copy into blocks that sequences of N have released since.
+- **A sequence that N ends**, by a stop token or string, is already in N+1. Its blocks are free when N is entered. A
+ plan that gives them to other sequences comes after N+1 on the device. The token that N+1 samples for the ended
+ sequence is dropped and appears in no stream, count or usage. Blocks enter the prefix cache when their step is
+ foreseen, and then hold known tokens only. Tokens computed past an end never enter it, because nothing of an ended
+ sequence is foreseen.
+- **A sequence preempted while N+1 is planned** gets the token that N sampled while it waits. It is not admitted again
+ before N+2.
+- **N+1 cannot be launched**: N is entered first. Then the remaining rows of N+1 run in halves, and failing halves are
+ halved again, with known tokens, so that only the culprit fails. A step that fails when none was planned after it is
+ handled in the same way.
+- **The device has no memory for N+1**: N is entered; then N+1 is planned again, smaller (engine/execution/shrink.py).
+- **The device is lost** (`check`, after any failure), or it has no memory for two sequences in turn, each alone, and
+ the owner of the engine can run the requests elsewhere: nothing is run again, and the loop ends.
+- **N fails when it is collected** and N+1 was planned: blocks have been reassigned, so the rows of N cannot run again.
+ The pipeline waits for N+1 and ignores it. The sequences of both are preempted with the tokens that are known
+ (Scheduler.take_back). Steps do not overlap until each of these sequences has advanced, so that the culprit is found
+ as above.
 """
 
 from __future__ import annotations
@@ -51,25 +53,26 @@ logger = logging.getLogger("penstock.engine")
 
 
 class Executor(Protocol):
-    """What executes plans: a Runner. A launched plan is known by what its own executor says it is."""
+    """The interface that executes plans, such as Runner. Each executor has its own type for a launched plan."""
 
     def launch(self, plan: StepPlan) -> Any:
-        """Begin a plan, after those that were launched before it; at best without waiting for the device.
+        """Begin a plan after those launched before it, if possible without waiting for the device.
 
-        Rows that are `pending` take the token that the plan launched before this one samples for their slot.
+        A `pending` row takes the token that the plan launched before this one samples for its slot.
         """
 
     def collect(self, launched: Any) -> list[Sampled]:
-        """Wait for a launched plan, in the order of launches: one result for each row that samples, in its order."""
+        """Wait for a launched plan; call it in the order of launches. Returns one result for each sampling row, in
+        order."""
 
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
-        """Those of the plan that is launched next, after what was launched before it."""
+        """Copy blocks for the plan launched next, after the work launched before it."""
 
     def needs_token(self, sequence: Sequence) -> bool:
-        """Whether a step cannot be launched for `sequence` before its last token is known to the host."""
+        """Whether the host must know the last token of `sequence` before a step with it is launched."""
 
     def forget(self) -> None:
-        """Results were given up: nothing that was kept of sequences' tokens is to be trusted."""
+        """Discard all cached state of sequences' tokens, because results were given up."""
 
 
 @dataclass(slots=True)
@@ -78,13 +81,13 @@ class _Flight:
     began: float
     launched: Any = None
     error: Exception | None = None
-    """With which it failed."""
+    """The exception with which the step failed."""
     guessing: float = 0.0
-    """Seconds in which its drafts were made."""
+    """The seconds that making its drafts took."""
 
 
 class Pipeline:
-    """Used by one thread, which is the only one to change the scheduler."""
+    """Runs steps. Used by one thread, the only one that changes the scheduler."""
 
     def __init__(
         self,
@@ -98,10 +101,10 @@ class Pipeline:
         speculation: Speculation | None = None,
         elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`state` is held while the scheduler changes, not while a step computes. `entered` is called with the events
-        of each step. `release`: see Shrink. `check` is called after every failure, and raises DeviceLostError where no
-        step can go well any more; so does, then, whichever method was at it. `elsewhere`: whether somebody takes the
-        requests of a lost device to another; then one that has memory for nobody counts as lost, too."""
+        """`state`: the lock held while the scheduler changes, not while a step computes. `entered`: called with each
+        step's events. `release`: see Shrink. `check`: called after every failure; raises DeviceLostError if no step can
+        succeed any more, which the pipeline's methods pass on. `elsewhere`: whether the engine's owner runs the
+        requests of a lost device elsewhere. If so, a device without memory for any sequence also counts as lost."""
         self._scheduler = scheduler
         self._executor = executor
         self._state = state
@@ -110,18 +113,18 @@ class Pipeline:
         self._check = check
         self._speculation = speculation
         self._elsewhere = elsewhere
-        # Launched and not collected: at most one between steps, two within.
+        # Steps launched and not collected: at most one between calls of `step`, two within.
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
         self.last_step_s = 0.0
-        # Sequences of a step that failed when it was collected, and their lengths then.
+        # The sequences of a step that failed when it was collected, with their lengths at that time.
         self._suspects: dict[Sequence, int] = {}
         self._shrink = Shrink(scheduler, state, release)
         self._under_way: tuple[StepPlan, ...] = ()
 
     def suspects(self) -> set[str]:
-        """Ids of the requests that the step under way computes: whatever it does not come back from, they may be to
-        blame for. Any thread."""
+        """Ids of the requests in the current step. If the step never returns, one of them may be to blame. Any thread
+        may call this."""
         return {row.seq.request.id for plan in self._under_way for row in plan.rows}
 
     @property
@@ -129,8 +132,8 @@ class Pipeline:
         return bool(self._flights)
 
     def step(self) -> bool:
-        """Plan and launch a step, and enter the one before it; with no overlap also this one. False where there was
-        nothing to do."""
+        """Plan and launch a step, and enter the one before it; without overlap, enter this one too. Returns False if
+        there was nothing to do."""
         began = time.monotonic()
         under = self._flights[0] if self._flights else None
         with self._state:
@@ -150,20 +153,20 @@ class Pipeline:
             sampled = self._collect()
             if sampled is None:
                 self._take_back([flight.plan for flight in (under, over) if flight is not None])
-                self._shrink.answer(under.error)
+                self._shrink.on_failure(under.error)
                 return True
             self._enter(under, sampled, [])
         if over is None or (launched and self._overlap > 0 and not self._suspected()):
             return True
         found = self._collect() if launched else None
-        if self._shrink.answer(over.error):
+        if self._shrink.on_failure(over.error):
             return True
         failures: list[Event] = []
-        self._enter(over, self._apart(over.plan, failures) if found is None else found, failures)
+        self._enter(over, self._run_apart(over.plan, failures) if found is None else found, failures)
         return True
 
     def finish(self) -> None:
-        """Enter the step in flight, if there is one."""
+        """Collect and enter the step in flight, if there is one."""
         if self._flights:
             flight = self._flights[0]
             sampled = self._collect()
@@ -171,27 +174,27 @@ class Pipeline:
                 self._enter(flight, sampled, [])
 
     def drop(self) -> None:
-        """Wait for what is in flight and ignore it."""
+        """Wait for all steps in flight and ignore their results."""
         while self._flights:
             self._collect()
 
     def _launch(self, flight: _Flight) -> bool:
-        # Once, and before a row is written. Whoever was copied from may have been put out of the batch in the planning
-        # of this very step, and its block given to one of the rows: copied again, it would be what that row wrote.
+        # Copy once, before any row is written. The source's sequence may have been preempted while this step was
+        # planned, and its block given to one of the rows. A second copy would copy what that row wrote.
         self._executor.copy_blocks(flight.plan.copies)
         try:
             flight.launched = self._executor.launch(replace(flight.plan, copies=[]))
         except Exception as error:
             logger.exception("a step of %d sequences could not be launched", len(flight.plan.rows))
             self._check()
-            # Without the traceback, whose frames hold the step's tensors.
+            # Drop the traceback, whose frames hold the step's tensors.
             flight.error = error.with_traceback(None)
             return False
         self._flights.append(flight)
         return True
 
     def _collect(self) -> list[Sampled] | None:
-        """The results of the oldest step in flight; None if it failed."""
+        """Wait for the oldest step in flight. Returns its results, or None if it failed."""
         flight = self._flights.popleft()
         try:
             found = self._executor.collect(flight.launched)
@@ -230,15 +233,15 @@ class Pipeline:
             }
         return bool(self._suspects)
 
-    def _apart(self, plan: StepPlan, failures: list[Event]) -> list[Sampled]:
-        """The rows of a step that failed, in halves, and those that fail in halves again: 2 log2 N steps where one of N
-        is to blame. The others' results do not depend on whom they run with."""
+    def _run_apart(self, plan: StepPlan, failures: list[Event]) -> list[Sampled]:
+        """Run the rows of a failed step in halves, and halve those that fail again. Takes 2 log2 N steps if one of N
+        rows is to blame. The results of the other rows do not depend on the rows they run with."""
         logger.error("the rows of a failed step are run in halves, to find whose fault it is")
         found: dict[int, Sampled] = {}
         middle = max(1, len(plan.rows) // 2)
         waiting = [part for part in (plan.rows[middle:], plan.rows[:middle]) if part]
         while waiting:
-            # Who ended meanwhile, maybe with another of its request, holds no blocks.
+            # A sequence that ended meanwhile, maybe with another choice of its request, holds no blocks.
             rows = [row for row in waiting.pop() if row.seq.status is Status.RUNNING]
             if not rows:
                 continue
@@ -253,7 +256,7 @@ class Pipeline:
                     continue
                 seq, message = rows[0].seq, f"the model failed on this request: {brief(error)}"
                 logger.exception("request %r failed alone", seq.request.id)
-                if self._shrink.alone(seq.request.id, error) and self._elsewhere():
+                if self._shrink.failed_alone(seq.request.id, error) and self._elsewhere():
                     self._under_way = (plan,)
                     raise DeviceLostError(
                         f"the device has no memory for the step of a single sequence, whichever: {brief(error)}"

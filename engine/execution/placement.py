@@ -1,4 +1,4 @@
-"""How a loaded model is put on its device: memory for its KV cache, and the runner that suits its kernels."""
+"""Places a loaded model on its device: sizes the KV cache and picks the runner for the model's kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from engine.models import Model
 from engine.speculate import Lookup, Proposer, Speculation
 from engine.speculate.draft import DraftModel
 
-#: What a step may take on a GPU where nobody measures it.
+#: The assumed memory of a step, in bytes, on a GPU where it is not measured.
 _UNMEASURED = 1 * GIB
-#: Devices on which kernels are compiled and steps recorded, which is then done before anything is served.
+#: Devices on which kernels are compiled and steps recorded. Both are done before the first request.
 _REHEARSED = frozenset({"cuda"})
-#: Blocks that a CPU finds side by side, and of how many bytes, for one layer, they are long enough by themselves.
+#: On a CPU, the number of blocks to keep side by side, and the bytes per layer from which a single block is long
+#: enough.
 _RUN = 8
 _LONG = 64 << 10
 
@@ -27,16 +28,16 @@ _LONG = 64 << 10
 def place(
     model: Model, config: EngineConfig, step_tokens: int, length: int, draft: Model | None = None
 ) -> tuple[KvSpace, ...]:
-    """The blocks of each of the model's KV groups, for steps of up to `step_tokens` and sequences of up to `length`,
-    beside those of a `draft` model.
+    """Size each KV group of the model, for steps of up to `step_tokens` and sequences of up to `length` tokens.
 
-    Raises EngineError where the memory does not hold a single sequence.
+    `draft`: a draft model whose KV cache takes part of the memory. Raises EngineError if the memory does not hold a
+    single sequence.
     """
     free = 0
     if config.kv_cache_bytes is None:
         step = 0
         if model.device.type == "cuda":
-            # One after the other: what the larger takes is enough for both, but for what their recordings keep.
+            # The two models run in turn, but their recorded graphs keep memory, so both steps are added up.
             for one in (model, draft):
                 if one is not None:
                     step += _measured(one, config, step_tokens, length) if one.kernels.ragged else _UNMEASURED
@@ -52,7 +53,7 @@ def place(
         length=length,
         step_tokens=step_tokens,
         free=free,
-        beside=None if draft is None else _beside(model, draft, config.block_size),
+        draft_bytes=None if draft is None else _draft_block_bytes(model, draft, config.block_size),
     )
     if model.device.type != "cpu":
         return spaces
@@ -60,15 +61,15 @@ def place(
     return tuple(replace(space, run=_RUN if size < _LONG else 1) for space, size in zip(spaces, sizes, strict=True))
 
 
-def _beside(model: Model, draft: Model, block_size: int) -> list[int]:
-    """Of each KV group, bytes that a block takes in the draft model's cache."""
+def _draft_block_bytes(model: Model, draft: Model, block_size: int) -> list[int]:
+    """For each KV group, the bytes that one of its blocks takes in the draft model's cache."""
     size = sum(block_bytes(group, block_size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
     whole = whole_group(model)
     return [size * (i == whole) for i in range(len(model.kv_groups))]
 
 
 def whole_group(model: Model) -> int:
-    """The KV group whose blocks say where a draft model's are: one that has all of a sequence. Raises EngineError where
+    """The index of the KV group whose block tables the draft model shares: one without a window. Raises EngineError if
     there is none."""
     found = next((i for i, group in enumerate(model.kv_groups) if group.window is None), None)
     if found is None:
@@ -89,7 +90,7 @@ def speculation_for(
     step_tokens: int,
     length: int,
 ) -> Speculation | None:
-    """Who guesses tokens for `runner`, as `config` says. Raises EngineError as `runner_for` does."""
+    """The speculation that `config` asks for, or None. Raises EngineError as `runner_for` does."""
     if config.speculate == "none":
         return None
     proposer: Proposer
@@ -99,7 +100,7 @@ def speculation_for(
         raise EngineError("speculate='draft' is without its model: it comes with Engine.load")
     else:
         whole = whole_group(model)
-        # What one sequence is behind with is caught up with by whole blocks.
+        # A draft model catches up with a sequence by whole blocks.
         step_tokens = max(step_tokens, config.block_size)
         places = [KvSpace(spaces[whole].num_blocks, group.window) for group in draft.kv_groups]
         proposer = DraftModel(
@@ -121,7 +122,7 @@ def speculation_for(
 
 
 def while_idle(runner: Runner | DeviceRunner) -> Callable[[], bool]:
-    """What a runner does while nothing runs: each call records a decode step that is not yet, False where none is."""
+    """The runner's work for idle times. Each call records one more decode step, and returns False if none is left."""
     if isinstance(runner, DeviceRunner) and runner.device.type in _REHEARSED:
         return runner.record_next
     return lambda: False
@@ -140,8 +141,8 @@ def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int)
 def runner_for(
     model: Model, config: EngineConfig, spaces: Sequence[KvSpace], step_tokens: int, length: int
 ) -> Runner | DeviceRunner:
-    """By which batches the model's kernels read. Raises EngineError where blocks do not suit them, or where there is
-    no memory for the cache."""
+    """Make the runner that suits the model's kernels. Raises EngineError if the block size does not suit them or if
+    there is no memory for the KV cache."""
     if model.kernels.chunk % config.block_size:
         raise EngineError(
             f"deterministic=True needs a block_size that divides {model.kernels.chunk}, and it is {config.block_size}"

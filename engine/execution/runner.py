@@ -1,4 +1,4 @@
-"""Executes step plans on one device: owns the KV cache and the permanent rows."""
+"""Executes step plans on one device. Owns the KV cache and the sequences' permanent rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from engine.sequence import UNKNOWN, Sequence
 
 
 class Runner:
-    """Used by one thread. Each of `spaces` is the scheduler's; one block more, always zero, pads block tables."""
+    """Executes step plans. Used by one thread. `spaces` are the scheduler's; one more block per group, always zero,
+    pads block tables."""
 
     def __init__(self, model: Model, *, spaces: Sequence_[KvSpace], block_size: int, max_num_seqs: int) -> None:
         self._model = model
@@ -35,7 +36,7 @@ class Runner:
         self._last = [UNKNOWN] * max_num_seqs
 
     def launch(self, plan: StepPlan) -> list[Sampled]:
-        """Execute a plan at once, with what was sampled last in place of tokens that are not known to the scheduler."""
+        """Execute a plan at once. UNKNOWN tokens are replaced by the tokens sampled last for their slots."""
         pending = [row.seq for row in plan.rows if row.pending]
         for sequence in pending:
             sequence.tokens[-1] = self._last[sequence.slot]
@@ -49,23 +50,23 @@ class Runner:
         return found
 
     def collect(self, launched: list[Sampled]) -> list[Sampled]:
-        """What a launched plan sampled."""
+        """Return a launched plan's results."""
         return launched
 
     def needs_token(self, sequence: Sequence) -> bool:
-        """Never: penalties and bad words are looked up at launch."""
+        """Always False: penalties and bad words are looked up at launch."""
         return False
 
     def forget(self) -> None:
-        """Take what sequences ask for, and count their tokens, anew."""
+        """Read sequences' sampling parameters, and count their tokens, again."""
         self._owners = [None] * len(self._owners)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Compute the plan's tokens into the cache; one result for each row that samples, in the plan's order.
+        """Compute the plan's tokens into the KV cache. Returns one result for each sampling row, in the plan's order.
 
-        After an exception the plan's rows may be executed again, also one by one: whatever was written is written
-        again. Its copies may not, for a row may have written where they read.
+        After an exception the plan's rows may be executed again, also one by one: all writes are then repeated. The
+        copies must not be repeated, because a row may have written a block that they read.
         """
         self.copy_blocks(plan.copies)
         sampling = [row for row in plan.rows if row.samples]
@@ -74,7 +75,7 @@ class Runner:
                 self._sampling.admit(sequence)
                 self._owners[sequence.slot] = sequence
         batch = self._builder.build(plan)
-        # One for the last token of each row, and one for each of its draft.
+        # One entry for the last token of each row, and one for each of its draft tokens.
         chosen = [row.seq for row in sampling for _ in range(1 + len(row.draft))]
         before = [row.draft[:i] for row in sampling for i in range(1 + len(row.draft))]
         how = self._sampling.gather(chosen, before if len(chosen) > len(sampling) else None) if sampling else None

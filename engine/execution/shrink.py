@@ -1,7 +1,7 @@
-"""Where a device has no memory left for a step: smaller steps, and one sequence less, in place of a death.
+"""Recovers from a lack of device memory: makes steps smaller and preempts one sequence, instead of failing.
 
-a step fails -> half as large, planned again -> ... -> its sequences alone -> one fails: its own error
-                                                                           -> one after the other: the device's
+a step fails -> half as large, planned again -> ... -> its sequences run alone -> one fails: it is to blame
+                                                    -> two in turn fail: the device is to blame
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ logger = logging.getLogger("penstock.engine")
 
 
 class Shrink:
-    """Used by the thread that steps."""
+    """Makes steps smaller after failures. Used by the thread that runs the steps."""
 
     def __init__(
         self, scheduler: Scheduler, state: threading.Lock, release: Callable[[BaseException], bool] | None
     ) -> None:
-        """`state` is held while the scheduler changes. `release` says whether an error is a lack of memory, and if so
-        gives back what is not in use; None where that is never known."""
+        """`state`: the lock held while the scheduler changes. `release`: returns whether an error is a lack of memory,
+        and if so frees cached memory. None if that is never known."""
         self._scheduler = scheduler
         self._state = state
         self._release = release
-        self._answered = False
+        self._retried = False
         self._starved: set[str] = set()
 
-    def answer(self, error: BaseException | None) -> bool:
-        """What a step failed with. True where its rows are to be planned again: as long as steps can be made smaller,
-        and else once, until a step has gone well. After that whoever is in it shows by running alone whether it is to
-        blame. Steps stay as small: what took the memory once may do so again.
+    def on_failure(self, error: BaseException | None) -> bool:
+        """React to a step's error. Returns True if its rows are to be planned again.
+
+        That is so as long as steps can be made smaller, and else once, until a step succeeds. After that, each sequence
+        runs alone, to find the one to blame. Steps stay small, because the lack of memory may come back.
         """
         if error is None or self._release is None or not self._release(error):
             return False
         with self._state:
-            # Nobody is put out of a plan whose rows are then run apart.
-            again = self._scheduler.shrink(time.monotonic(), tried=self._answered)
+            # The scheduler preempts no sequence of a plan whose rows are then run apart.
+            again = self._scheduler.shrink(time.monotonic(), tried=self._retried)
             now = self._scheduler.step_tokens
-        self._answered = True
+        self._retried = True
         logger.warning(
             "the device has no memory for a step; steps are of %d tokens now, and %s",
             now,
@@ -49,19 +50,19 @@ class Shrink:
         )
         return again
 
-    def alone(self, request_id: str, error: BaseException) -> bool:
-        """A sequence of that request failed by itself. True where it is not to blame: another had not the memory for
-        that either, and nobody's step has gone well since. Then somebody else has taken the memory."""
+    def failed_alone(self, request_id: str, error: BaseException) -> bool:
+        """React to a sequence that failed alone. Returns True if it is not to blame: another request also failed alone
+        for lack of memory, and no step has succeeded since. Then another process has taken the memory."""
         if self._release is None or not self._release(error):
             return False
         self._starved.add(request_id)
         return len(self._starved) > 1
 
     def went_well(self) -> None:
-        """A step has got to its end."""
-        self._answered = False
+        """Note that a step succeeded."""
+        self._retried = False
         self.had_memory()
 
     def had_memory(self) -> None:
-        """A part of a step has got to its end."""
+        """Note that a part of a step succeeded."""
         self._starved.clear()

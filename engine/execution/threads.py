@@ -1,4 +1,4 @@
-"""How many threads a CPU's products are shared among where nobody says: as many as there are cores to run them."""
+"""Picks the number of CPU threads: one for each core, within the container's limit of processor time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def threads_for(asked: int | None) -> int:
-    """`asked`, or torch's own count (the cores that the process may run on), but no more than a container's limit of
-    processor time has whole cores: threads beyond it are held up in the middle of a step, and all wait for them."""
+    """The number of threads: `asked`, or torch's own count (the cores that the process may run on).
+
+    Torch's count is limited to the whole cores of the container's limit of processor time. Threads beyond it would be
+    throttled in the middle of a step, and all others would wait for them.
+    """
     if asked is not None:
         if asked > (room := threads_of_each(1)):
             logger.warning(
@@ -24,15 +27,15 @@ def threads_for(asked: int | None) -> int:
                 room,
             )
         return asked
-    # Not at the top: who starts several workers asks for their share, and has no use for torch.
+    # Imported here because a process that starts several workers uses this module without torch.
     import torch
 
     return _within_limit(torch.get_num_threads())
 
 
 def threads_of_each(processes: int) -> int:
-    """For each of so many processes on this machine: the cores that this one may run on, shared out, within the same
-    limit."""
+    """The number of threads for each of `processes` processes: the cores that this process may run on, within the
+    container's limit, divided among them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, _within_limit(cores) // processes)
 
@@ -43,7 +46,7 @@ def _within_limit(most: int) -> int:
 
 
 def _limit(own: Path = _OWN, root: Path = _CGROUPS) -> float | None:
-    """Cores' worth of time that the process's control groups (version 2) leave it; None where they set no limit."""
+    """The processor time, in cores, that the process's control groups (version 2) allow. None if they set no limit."""
     try:
         path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), None)
     except OSError:

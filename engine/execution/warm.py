@@ -1,10 +1,10 @@
-"""Kernels of a model compiled before it is first served, also where there is no GPU.
+"""Compiles a model's kernels ahead of time, also on a machine without a GPU.
 
-    shape_of (registry) -> DeviceRunner on the device "meta" -> `rehearse` as at load, below `compiling_for`
+   shape_of (registry) -> DeviceRunner on the device "meta" -> `rehearse` as at load, below `compiling_for`
 
-What is compiled is what these steps launch: prompts, decodes of every recorded size, all ways to choose tokens. No
-weights are read, but scales and the like of a quantised checkpoint. Kernels depend on a model's shape and dtype, on the
-GPU's architecture, and on nothing of a step but what is run through there.
+It compiles the kernels that the rehearsed steps launch: prompts, decodes of every recorded size, all ways to choose
+tokens. It reads no weights, except scales and the like of a quantised checkpoint. A kernel depends on the model's shape
+and dtype, on the GPU's architecture, and on nothing else of a step than the rehearsal covers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """What a call of `warm` did."""
+    """The result of a call of `warm`."""
 
     arch: str
     cache: Path
@@ -39,11 +39,11 @@ class Warmed:
     builds: list[Build]
     seconds: float
     verified: bool
-    """A second pass, as a new process would make it, found every kernel in the cache."""
+    """Whether a second pass, as a new process would make it, found every kernel in the cache."""
 
 
 def architecture_here() -> str:
-    """Of this machine's GPU. Raises EngineError where there is none."""
+    """The architecture of this machine's GPU. Raises EngineError if there is none."""
     if not torch.cuda.is_available():
         raise EngineError("there is no GPU here whose architecture could be taken; say which, as in sm_90 (H100, H200)")
     major, minor = torch.cuda.get_device_capability()
@@ -62,9 +62,9 @@ def warm(
     max_num_seqs: int = 64,
     block_size: int = 16,
 ) -> Warmed:
-    """Compile all that serving the model in `folder` on a GPU of `arch` launches, into `cache`.
+    """Compile into `cache` all kernels for serving the model in `folder` on a GPU of `arch`.
 
-    Raises EngineError where Triton is missing, interprets kernels or has no C compiler, ModelError about the folder.
+    Raises EngineError if Triton is missing, interprets kernels or has no C compiler, and ModelError about the folder.
     """
     try:
         from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu
@@ -87,7 +87,7 @@ def warm(
         model = shape_of(folder, dtype, kernels, quantization)
         _launch_all(model, max_num_seqs, block_size)
     seconds = time.perf_counter() - began
-    # Triton knows what it compiled for this target by now, but not for another of the same kind: it asks the cache.
+    # Triton remembers what it compiled for this target object. For a new target object it asks the cache.
     with compiling_for(arch, cache) as again:
         _launch_all(model, max_num_seqs, block_size)
     verified = all(one.cached for one in again) and {one.key for one in again} == {one.key for one in builds}
@@ -109,5 +109,5 @@ def _launch_all(model: Model, slots: int, block_size: int) -> None:
 
 
 def default_cache() -> Path:
-    """Where Triton looks for what it has compiled, unless it is told otherwise."""
+    """Triton's default cache folder."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")

@@ -1,10 +1,10 @@
-"""Where the keys and values of sequences are, block by block; plain Python, no torch.
+"""Allocates KV blocks to sequences and caches prefixes. Plain Python, no torch.
 
-A sequence's full blocks get hashes, chained from the beginning of its prompt (prefix). A waiting sequence looks its
-hashes up, shares the blocks that are cached and takes free ones for the rest (tables). As tokens are computed, the
-blocks they fill are registered under their hashes (blocks). When it ends or is preempted it lets go of them; a
-registered block that nobody holds stays cached until the memory is wanted, the least recently used first. Layers that
-see equally far back form a group (groups) with blocks and tables of its own; behind a window blocks go early (table).
+prefix: hashes each full block of a sequence, chained from the beginning of its prompt
+tables: admits a sequence by sharing the cached blocks that its hashes find and taking free ones for the rest
+blocks: registers full computed blocks under their hashes; released blocks stay cached until the memory is needed,
+       the least recently used evicted first; free gives a sequence neighbouring blocks
+groups, table: layers that see equally far back share blocks and tables; blocks behind a window are released early
 """
 
 from engine.kv.blocks import BlockPool

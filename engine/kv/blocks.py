@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds which, and which stay cached when nobody does."""
+"""The pool of KV blocks: counts the references to each block and keeps released blocks as a prefix cache."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from engine.kv.free import FreeBlocks
 
 
 class BlockPool:
-    """Block numbers 0 to num_blocks - 1, each in one of three states:
+    """A pool of blocks 0 to num_blocks - 1, each in one of three states:
 
         free  --allocate-->  held (references > 0)  --release-->  free, or cached if it was registered
         cached (registered, no references)  --share-->  held;  --evicted by allocate-->  held by another
 
-    `available` counts free and cached ones: what can be allocated. `run`: so many neighbours are given to one table
-    where that can be (engine/kv/free.py).
+    `available` counts free and cached blocks, which can be allocated. `run`: the number of neighbouring blocks to give
+    to one table if possible (engine/kv/free.py).
     """
 
     def __init__(self, num_blocks: int, run: int = 1) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._free = FreeBlocks(num_blocks, run)
-        # Insertion order is the order of release: the first is the least recently used.
+        # Insertion order is the order of release: the first block is the least recently used.
         self._cached: dict[int, None] = {}
         self._by_hash: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -38,9 +38,9 @@ class BlockPool:
         return self.num_blocks - self.available
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one reference each; the caller has seen to it that so many are available.
+        """Allocate `count` blocks with one reference each, for a table that ends with the block `after`.
 
-        They are for a table that ends with the block `after`.
+        The caller has checked that so many are available.
         """
         blocks = []
         for _ in range(count):
@@ -54,9 +54,9 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> None:
-        """Let go of what was used least recently until a run has room, or for as many blocks as two have.
+        """Evict the least recently used blocks until a run has room, or until as many blocks as two runs are evicted.
 
-        With a block go those that come next and are of its run: they were one sequence's.
+        The next blocks of the same run go with a block, because they belonged to the same sequence.
         """
         run = None
         for count, block in enumerate(list(islice(self._cached, 2 * self._free.run))):
@@ -68,17 +68,17 @@ class BlockPool:
             self._free.put(block)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each; cached ones are no longer evictable."""
+        """Add a reference to each block. Cached blocks are then no longer evictable."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One reference less to each block of a sequence's table.
+        """Remove a reference from each block of a sequence's table.
 
-        From the last to the first, so that the end of a prefix is evicted before its beginning, without which
-        the end could not be found.
+        It goes from the last block to the first, so that the end of a prefix is evicted before its beginning. Without
+        its beginning, the end could not be found.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -91,13 +91,14 @@ class BlockPool:
             self._free.leave(blocks[-1])
 
     def register(self, block: int, name: bytes) -> None:
-        """Make a held, full, computed block findable. A hash that another block already has is left to it."""
+        """Enter a held, full, computed block into the prefix cache. If another block has the hash already, it keeps
+        it."""
         if name not in self._by_hash and block not in self._hash_of:
             self._by_hash[name] = block
             self._hash_of[block] = name
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """Make blocks unfindable, held or cached, because what is in them is not to be trusted."""
+        """Remove blocks, held or cached, from the prefix cache, because their K/V may be faulty."""
         for name in names:
             block = self._by_hash.pop(name, None)
             if block is not None:
@@ -107,7 +108,7 @@ class BlockPool:
                     self._free.put(block)
 
     def match(self, names: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of a chain of hashes, with no reference taken."""
+        """The blocks of the longest known prefix of a chain of hashes. Takes no references."""
         blocks = []
         for name in names:
             block = self._by_hash.get(name)
@@ -120,11 +121,11 @@ class BlockPool:
         return name in self._by_hash
 
     def held(self, blocks: Iterable[int]) -> int:
-        """How many of these somebody holds, so that sharing them takes nothing from what is available."""
+        """How many of these blocks have references, so that sharing them does not reduce `available`."""
         return sum(self._references[block] > 0 for block in blocks)
 
     def freed_by(self, tables: Iterable[list[int]], keep: Iterable[int] = ()) -> int:
-        """How many blocks, beside those to `keep`, become available if the holders of these tables let go."""
+        """How many blocks become available if these tables are released, not counting the blocks to `keep`."""
         counts = Counter(block for table in tables for block in table)
         for block in keep:
             counts.pop(block, None)

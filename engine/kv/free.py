@@ -1,14 +1,14 @@
-"""Free blocks, given out so that those of a sequence lie one after another.
+"""The free blocks, given out so that a sequence's blocks are neighbours.
 
-Where blocks are of a few KiB, a CPU reads neighbours up to twice as fast as ones that lie anywhere. So there are runs
-of neighbours, and a sequence that begins in one goes on in it, while others look elsewhere. Of a run
+If blocks are of a few KiB, a CPU reads neighbouring blocks up to twice as fast as scattered ones. So blocks form runs
+of neighbours. A sequence that begins in a run goes on in it, while other sequences begin in other runs. A run is
 
-    all is free                      whole
-    some is, behind who goes on      kept for him
-    half or more is                  open to whoever begins next
-    less is                          scraps: it waits for its neighbours, or runs would become ever shorter
+   whole    if all its blocks are free
+   kept     for the sequence that goes on in it, if that holds the block before the free ones
+   open     to any sequence, if half or more of its blocks are free
+   scraps   if fewer are free: it waits for its neighbours, because else runs would become ever shorter
 
-Nothing is promised by that: where all else is taken, anybody gets scraps, and then what is kept for another.
+This is only a preference: if all other blocks are taken, any sequence gets scraps, and then blocks kept for another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 
 class FreeBlocks:
-    """Of blocks 0 to blocks - 1, in runs of `run`: those that are free, at first all."""
+    """The free blocks among 0 to blocks - 1, in runs of `run` blocks. At first all are free."""
 
     def __init__(self, blocks: int, run: int) -> None:
         self.run = run
@@ -25,7 +25,7 @@ class FreeBlocks:
         self._size = [min(run, blocks - first) for first in range(0, blocks, run)]
         self._left = list(self._size)
         self._count = blocks
-        # Stacks of runs, with the lowest on top, so that little work touches little memory.
+        # Stacks of runs with the lowest on top, so that a small load touches little memory.
         self._whole = dict.fromkeys(range(len(self._left) - 1, -1, -1))
         self._open: dict[int, None] = {}
         self._scraps: dict[int, None] = {}
@@ -39,11 +39,12 @@ class FreeBlocks:
 
     @property
     def roomy(self) -> bool:
-        """Whether a run is whole or open."""
+        """Whether any run is whole or open."""
         return bool(self._whole or self._open)
 
     def take(self, after: int | None) -> int | None:
-        """The block after `after` if that is free, else the first of a whole or open run; None where there is none."""
+        """Take the block after `after` if it is free, else the first one of a whole or open run. None if there is
+        none."""
         if after is not None and after + 1 < len(self._is_free) and self._is_free[after + 1]:
             return self.claim(after + 1)
         for runs in (self._whole, self._open):
@@ -53,13 +54,14 @@ class FreeBlocks:
         return None
 
     def take_any(self) -> int:
-        """One of the scraps, or one that is kept for another, which comes to it last. There has to be one."""
+        """Take a block of the scraps, else the last block of a run kept for another sequence. There must be a free
+        block."""
         run = next(iter(self._scraps or self._kept))
         first = run * self.run
         return self.claim(self._is_free.rindex(1, first, first + self._size[run]))
 
     def claim(self, block: int) -> int:
-        """Take a free one; what follows it in its run is kept for the one who has it."""
+        """Take a free block. The blocks after it in its run are kept for the same sequence."""
         run = block // self.run
         self._is_free[block] = 0
         self._count -= 1
@@ -68,7 +70,7 @@ class FreeBlocks:
         return block
 
     def put(self, block: int) -> None:
-        """Make free again."""
+        """Make a block free again."""
         run = block // self.run
         self._is_free[block] = 1
         self._count += 1
@@ -76,7 +78,7 @@ class FreeBlocks:
         self._place(run, kept=run in self._kept)
 
     def leave(self, block: int) -> None:
-        """Nobody goes on after this block: what is kept behind it is for all."""
+        """No sequence goes on after this block: the blocks kept after it are for any sequence."""
         run = block // self.run
         if run in self._kept:
             self._place(run, kept=False)

@@ -1,4 +1,4 @@
-"""Layers whose keys and values live together, and how far back they have to be kept."""
+"""KV groups: layers whose keys and values share blocks, and how far back those are kept."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that see equally far back: they have blocks, tables and memory of their own."""
+    """A group of layers that see equally far back. Each group has its own blocks, tables and memory."""
 
     layers: int
     kv_heads: int
     head_dim: int
     window: int | None = None
-    """How many tokens a query sees, its own included; None for all before it."""
+    """The number of tokens that a query sees, its own included. None: all tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvSpace:
-    """The memory of one group."""
+    """The KV memory of one group."""
 
     num_blocks: int
     window: int | None = None
     run: int = 1
-    """Blocks that a sequence is given side by side where that can be."""
+    """The number of neighbouring blocks that a sequence gets if possible."""
 
     def tokens_of_one(self, block_size: int) -> int:
-        """Tokens of the longest sequence that can be computed in it."""
+        """The tokens of the longest sequence that can be computed in it."""
         if self.window is not None and self.num_blocks >= window_blocks(self.window, block_size):
             return sys.maxsize
         return self.num_blocks * block_size
 
     def tokens_of_all(self, block_size: int, length: int) -> int:
-        """Tokens of whole sequences, of up to `length` each, that it has room for at one time.
+        """The tokens of whole sequences, each of up to `length`, that fit at one time.
 
-        Behind a window a sequence takes the same room however long it is.
+        With a window, a sequence takes the same number of blocks however long it is.
         """
         tokens = self.num_blocks * block_size
         if self.window is None:
@@ -44,7 +44,7 @@ class KvSpace:
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """The most blocks over which what one query sees can extend."""
+    """The most blocks over which the tokens that one query sees can extend."""
     return -(-(window - 1) // block_size) + 1
 
 

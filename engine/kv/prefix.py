@@ -1,14 +1,14 @@
-"""The hash that names a full block of tokens together with everything before it.
+"""The hash that names a full block of tokens together with all tokens before it.
 
-The format is fixed: caches of other processes and routers that send a prompt to where it is cached rely on it.
+The format is fixed: caches of other processes rely on it, and routers that send a prompt to where it is cached.
 
     root  = SHA-256(b"penstock/block/1" || field(salt) || field(adapter) || field(model version))
     block = SHA-256(parent || u32le(token) for each token of the block)
-    long  = SHA-256(b"penstock/long/1" || root), the root of sequences beyond a model's rope switch: their keys turn by
-            other frequencies, so that what the same tokens left in a shorter sequence is of no use to them
+       long  = SHA-256(b"penstock/long/1" || root), the root of sequences beyond a model's rope switch: their keys are
+               rotated by other frequencies, so they cannot share the blocks of shorter sequences
 
 where field(s) = u32le(length of the UTF-8 of s) || the UTF-8 of s, and the parent of a first block is the root.
-Because the root takes in the tenant's salt, nobody can learn from timing or from `cached_tokens` what another
+Because the root includes the tenant's salt, a tenant cannot learn from timing or from `cached_tokens` what another
 tenant has asked.
 """
 
@@ -23,7 +23,7 @@ _LONG = b"penstock/long/1"
 
 
 def root_hash(salt: str, adapter: str, version: str) -> bytes:
-    """32 bytes: the parent of every first block of these."""
+    """The root hash, 32 bytes: the parent of every first block with this salt, adapter and model version."""
     digest = sha256(_DOMAIN)
     for text in (salt, adapter, version):
         data = text.encode("utf-8")
@@ -33,17 +33,17 @@ def root_hash(salt: str, adapter: str, version: str) -> bytes:
 
 
 def long_root(root: bytes) -> bytes:
-    """32 bytes: the parent of the first blocks of sequences beyond a model's rope switch."""
+    """The root hash, 32 bytes, of sequences beyond a model's rope switch."""
     return sha256(_LONG + root).digest()
 
 
 def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """32 bytes: the name of a full block. Token ids are from 0 to 2**32 - 1."""
+    """The hash of a full block, 32 bytes. Token ids are from 0 to 2**32 - 1."""
     return sha256(parent + _packer(len(token_ids)).pack(*token_ids)).digest()
 
 
 def extend_hashes(hashes: list[bytes], root: bytes, tokens: list[int], block_size: int, blocks: int) -> None:
-    """Append to `hashes`, the chain of the first blocks of `tokens`, until it has `blocks` entries."""
+    """Extend `hashes`, the hash chain of the first blocks of `tokens`, to `blocks` entries."""
     parent = hashes[-1] if hashes else root
     for index in range(len(hashes), blocks):
         parent = block_hash(parent, tokens[index * block_size : (index + 1) * block_size])

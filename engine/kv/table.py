@@ -1,4 +1,4 @@
-"""One KV group's blocks: what of them a sequence holds, and what it could share."""
+"""The blocks of one KV group: the block table of each sequence, and the blocks that it could share."""
 
 from __future__ import annotations
 
@@ -11,54 +11,57 @@ from engine.kv.groups import KvSpace, first_block, window_blocks
 
 @dataclass(slots=True)
 class Table:
-    """The blocks of a sequence in one group, in order. Token i is at place i % block_size of block i // block_size."""
+    """The block table of a sequence in one group. Token i is at offset i % block_size of block i // block_size."""
 
     blocks: list[int] = field(default_factory=list)
     first: int = 0
-    """Which of the sequence's blocks blocks[0] is; those before it have fallen out of the window, or never were."""
+    """The index in the sequence of blocks[0]. The blocks before it fell out of the window, or were never allocated."""
 
     def lengthen(self, pool: BlockPool, count: int) -> None:
-        """By so many blocks, which the pool has."""
+        """Append `count` blocks from the pool, which must have so many available."""
         self.blocks += pool.allocate(count, self.blocks[-1] if self.blocks else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a sequence would get in one group if it were admitted now."""
+    """The blocks that a sequence would get in one group if it were admitted now."""
 
     first: int
-    """Of the new table."""
+    """`Table.first` of the new table."""
     shared: list[int]
-    """Blocks to share at the beginning of the table."""
+    """The blocks to share at the beginning of the table."""
     copy_from: int | None
-    """Block to copy into the first one that is not shared: it holds the last of the computed tokens."""
+    """The block to copy into the first one that is not shared. It holds the last of the computed tokens."""
     fresh: int
-    """Blocks to allocate."""
+    """The number of blocks to allocate."""
     cost: int
-    """How many available blocks it takes to begin: these, those of `shared` that nobody holds, and what the first
-    token to be computed needs beside."""
+    """The number of available blocks that the sequence needs to begin: `fresh`, the blocks of `shared` without
+    references, and the block that the first token to be computed needs."""
 
 
 class GroupTables:
-    """The pool of a group whose queries see all before them."""
+    """The block pool of a group whose queries see all tokens before them."""
 
     def __init__(self, space: KvSpace, block_size: int) -> None:
         self.pool = BlockPool(space.num_blocks, space.run)
         self._size = block_size
-        #: Blocks that an admission leaves to those who run, so that it does not put one of them out at once.
+        #: The blocks that an admission leaves to the running sequences, so that it does not soon preempt one of them.
         self.headroom = max(1, space.num_blocks // 100)
 
-    def found(self, names: Names[bytes], most: int) -> int:
-        """How many leading blocks, up to `most`, could be shared if all that later queries see of them is cached."""
+    def shareable(self, names: Names[bytes], most: int) -> int:
+        """How many leading blocks, up to `most`, can be shared: the cache must have all that later queries see of
+        them."""
         return len(self.pool.match(names[:most]))
 
-    def cached(self, names: Names[bytes], blocks: int) -> tuple[int, list[int]]:
-        """(first, blocks) of a table that begins with so many cached blocks."""
+    def cached_table(self, names: Names[bytes], blocks: int) -> tuple[int, list[int]]:
+        """A table that begins with `blocks` cached blocks, as (first, blocks)."""
         return 0, self.pool.match(names[:blocks])
 
-    def given(self, donor: Table, computed: int) -> tuple[int, list[int], int | None] | None:
-        """(first, blocks, block to copy) of a table that begins with `donor`'s first `computed` tokens; None where it
-        no longer has what later queries see of them."""
+    def donated_table(self, donor: Table, computed: int) -> tuple[int, list[int], int | None] | None:
+        """A table that begins with `donor`'s first `computed` tokens, as (first, blocks, block to copy or None).
+
+        Returns None if the donor no longer has the blocks that later queries see.
+        """
         first = self._first(computed)
         if donor.first > first:
             return None
@@ -70,22 +73,23 @@ class GroupTables:
         fresh = -(-tokens // self._size) - len(shared)
         return Part(first, shared, copy_from, fresh, fresh + len(shared) - self.pool.held(shared))
 
-    def lacking(self, table: Table, computed: int, count: int, tokens: int) -> int:
-        """Blocks to allocate before `count` tokens after the `computed` ones are; `tokens` is all that there are.
+    def missing(self, table: Table, computed: int, count: int, tokens: int) -> int:
+        """The number of blocks to allocate before computing `count` tokens after the `computed` ones.
 
-        Here all of a sequence's tokens have their place from the beginning: a prompt that is let in can be computed.
+        `tokens` is the sequence's length. Without a window, all of its tokens get blocks at admission, so that an
+        admitted prompt can be computed.
         """
         return -(-tokens // self._size) - len(table.blocks)
 
-    def room(self, table: Table, computed: int, count: int, spare: int) -> int:
-        """Of `count` tokens, how many can be computed with the blocks there are, if need be less `spare` ones."""
+    def computable(self, table: Table, computed: int, count: int, spare: int) -> int:
+        """How many of `count` tokens can be computed with the available blocks, leaving `spare` ones if possible."""
         return count
 
-    def drop(self, table: Table, computed: int) -> None:
-        """Let go of what no query after `computed` tokens sees."""
+    def drop_unseen(self, table: Table, computed: int) -> None:
+        """Release the blocks that no query after `computed` tokens sees."""
 
     def whole(self, table: Table, computed: int) -> bool:
-        """Whether a table has what its sequence needs to go on after `computed` tokens."""
+        """Whether a table has the blocks that its sequence needs to go on after `computed` tokens."""
         return table.first <= self._first(computed) and computed <= (table.first + len(table.blocks)) * self._size
 
     def _first(self, computed: int) -> int:
@@ -93,10 +97,10 @@ class GroupTables:
 
 
 class WindowTables(GroupTables):
-    """The pool of a group whose queries see no further back than a window.
+    """The block pool of a group whose queries see no further back than a window.
 
-    A sequence gets its blocks as it comes to them and lets go of them as they fall out of the window, so that it never
-    holds more than what the queries of one step see, and a block that they no longer see.
+    A sequence gets each block when it reaches it, and releases the block when it falls out of the window. So it never
+    holds more than the blocks that the queries of one step see, and one block that they no longer see.
     """
 
     def __init__(self, space: KvSpace, block_size: int, window: int) -> None:
@@ -104,10 +108,10 @@ class WindowTables(GroupTables):
         self._window = window
         self._most = window_blocks(window, block_size)
 
-    def found(self, names: Names[bytes], most: int) -> int:
+    def shareable(self, names: Names[bytes], most: int) -> int:
         blocks = most
         while blocks > 0:
-            # Backwards over the window: what is before a missing block is looked at for a shorter beginning.
+            # Goes backwards over the window. If a block is missing, a shorter prefix that ends before it is tried.
             first = self._first(blocks * self._size)
             missing = next((i for i in range(blocks - 1, first - 1, -1) if not self.pool.knows(names[i])), None)
             if missing is None:
@@ -115,7 +119,7 @@ class WindowTables(GroupTables):
             blocks = missing
         return 0
 
-    def cached(self, names: Names[bytes], blocks: int) -> tuple[int, list[int]]:
+    def cached_table(self, names: Names[bytes], blocks: int) -> tuple[int, list[int]]:
         first = self._first(blocks * self._size)
         return first, self.pool.match(names[first:blocks])
 
@@ -124,18 +128,18 @@ class WindowTables(GroupTables):
         fresh = 0 if copy_from is None else 1
         return Part(first, shared, copy_from, fresh, needed - self.pool.held(shared))
 
-    def lacking(self, table: Table, computed: int, count: int, tokens: int) -> int:
+    def missing(self, table: Table, computed: int, count: int, tokens: int) -> int:
         return -(-(computed + count) // self._size) - table.first - len(table.blocks)
 
-    def room(self, table: Table, computed: int, count: int, spare: int) -> int:
+    def computable(self, table: Table, computed: int, count: int, spare: int) -> int:
         held = table.first + len(table.blocks)
         available = self.pool.available
-        # For one token always, as long as there is a block: it may be what the others wait for.
+        # One token may always use the last block: the other sequences may wait for this one.
         needed = -(-(computed + 1) // self._size) - held
         reach = held + max(min(needed, available), available - spare)
         return min(count, reach * self._size - computed)
 
-    def drop(self, table: Table, computed: int) -> None:
+    def drop_unseen(self, table: Table, computed: int) -> None:
         count = self._first(computed) - table.first
         if count > 0:
             self.pool.release(table.blocks[:count])

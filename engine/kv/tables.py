@@ -1,7 +1,7 @@
-"""The block tables of sequences: what one can share, what it needs beside, and what it gives back.
+"""The block tables of sequences over all KV groups: sharing, allocation and release.
 
-A sequence has a table in each KV group. What it shares it shares in all of them: tokens count as computed where every
-group has what later queries see of them.
+A sequence has a table in each KV group. It shares the same tokens in all groups: tokens count as computed only if every
+group has the K/V that later queries see of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """How a sequence would get its blocks if it were admitted now."""
+    """The blocks that a sequence would get if it were admitted now."""
 
     computed: int
-    """Tokens whose K/V are then there."""
+    """The number of leading tokens whose K/V it would share."""
     parts: tuple[Part, ...]
-    """One for each group."""
+    """One part for each group."""
 
 
 class BlockTables:
@@ -35,7 +35,7 @@ class BlockTables:
         ]
         self.block_size = block_size
         self._caching = caching
-        #: Tokens of the longest sequence that can be computed.
+        #: The tokens of the longest sequence that can be computed.
         self.capacity = min(space.tokens_of_one(block_size) for space in spaces)
 
     @property
@@ -49,15 +49,15 @@ class BlockTables:
     # ---- admission
 
     def claim(self, seq: Sequence, donor: Sequence | None) -> Claim:
-        """What a waiting sequence could share: cached blocks, or the prompt of `donor`, a choice of the same
-        request whose prompt is computed; whichever saves more.
+        """Find what a waiting sequence can share: cached blocks or the prompt of `donor`, whichever saves more.
 
-        At least the last token is always left to compute: its logits are wanted.
+        `donor` is a choice of the same request whose prompt is computed. At least the last token is always computed,
+        because its logits are needed.
         """
         computed, places = self._cached(seq)
         common = min(seq.prompt_len, len(seq.tokens) - 1)
         if donor is not None and common > computed:
-            given = [group.given(table, common) for group, table in zip(self.groups, donor.tables, strict=True)]
+            given = [group.donated_table(table, common) for group, table in zip(self.groups, donor.tables, strict=True)]
             whole = [place for place in given if place is not None]
             if len(whole) == len(given):
                 computed, places = common, whole
@@ -66,18 +66,18 @@ class BlockTables:
         return Claim(computed, tuple(parts))
 
     def _cached(self, seq: Sequence) -> tuple[int, list[tuple[int, list[int], int | None]]]:
-        """Tokens that the prefix cache saves, and where: (first, blocks, None) of each group's table."""
+        """The number of tokens in the prefix cache, and (first, blocks, None) of each group's table."""
         blocks = 0
         if self._caching:
             blocks = seq.reusable // self.block_size
             extend_hashes(seq.hashes, seq.root, seq.tokens, self.block_size, blocks)
             before = -1
             while blocks != before:
-                # What one group lacks makes the beginning shorter, and then another may lack something.
+                # If one group lacks a block, the prefix becomes shorter, and then another group may lack one.
                 before = blocks
                 for group in self.groups:
-                    blocks = group.found(seq.hashes, blocks)
-        return blocks * self.block_size, [(*group.cached(seq.hashes, blocks), None) for group in self.groups]
+                    blocks = group.shareable(seq.hashes, blocks)
+        return blocks * self.block_size, [(*group.cached_table(seq.hashes, blocks), None) for group in self.groups]
 
     def fits(self, claim: Claim, *, headroom: bool) -> bool:
         for group, part in zip(self.groups, claim.parts, strict=True):
@@ -86,7 +86,7 @@ class BlockTables:
         return True
 
     def fits_without(self, claim: Claim, victims: Each[Sequence], *, headroom: bool) -> bool:
-        """Whether it would fit if the `victims` let go of what they hold."""
+        """Whether the claim would fit if the `victims` released their blocks."""
         for i, (group, part) in enumerate(zip(self.groups, claim.parts, strict=True)):
             freed = group.pool.freed_by((victim.tables[i].blocks for victim in victims), keep=part.shared)
             if part.cost + (group.headroom if headroom else 0) > group.pool.available + freed:
@@ -94,10 +94,10 @@ class BlockTables:
         return True
 
     def take(self, seq: Sequence, claim: Claim) -> list[tuple[int, int, int]]:
-        """Carry out a claim made just now; the answer is (group, source, destination) of the blocks to copy."""
+        """Carry out a claim made just now. Returns (group, source, destination) of the blocks to copy."""
         copies = []
         for i, (group, part) in enumerate(zip(self.groups, claim.parts, strict=True)):
-            # Shared first, or allocating might evict the very blocks to be shared.
+            # Share first: allocating might evict the very blocks to be shared.
             group.pool.share(part.shared)
             table = Table(list(part.shared), part.first)
             table.lengthen(group.pool, part.fresh)
@@ -106,24 +106,26 @@ class BlockTables:
                 copies.append((i, part.copy_from, table.blocks[len(part.shared)]))
         seq.computed = claim.computed
         seq.registered = claim.computed // self.block_size
-        seq.room = self._room(seq)
+        seq.allocated = self._allocated(seq)
         return copies
 
     # ---- while it runs
 
     def grow(self, seq: Sequence, count: int, spare: int) -> int:
-        """Make room for the next `count` tokens of a running sequence, or for as many of them as there are blocks for
-        (at least one, if that takes the `spare` blocks too); 0 where there is none for one.
+        """Allocate blocks for the next `count` tokens of a running sequence. Returns the number of tokens that fit.
+
+        It leaves the `spare` blocks to others, except that one token may take those too. Returns 0 if not even one
+        token fits.
         """
-        if seq.computed + count <= seq.room:
-            # Nearly always, at a decode: blocks come, and go, only where one is full.
+        if seq.computed + count <= seq.allocated:
+            # The usual case of a decode: blocks are allocated and released only when one is full.
             return count
         for group, table in zip(self.groups, seq.tables, strict=True):
-            group.drop(table, seq.computed)
-            count = group.room(table, seq.computed, count, spare)
+            group.drop_unseen(table, seq.computed)
+            count = group.computable(table, seq.computed, count, spare)
         total = len(seq.tokens)
         wanted = [
-            group.lacking(table, seq.computed, count, total)
+            group.missing(table, seq.computed, count, total)
             for group, table in zip(self.groups, seq.tables, strict=True)
         ]
         if count <= 0 or any(lack > group.pool.available for group, lack in zip(self.groups, wanted, strict=True)):
@@ -131,29 +133,30 @@ class BlockTables:
         for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
             if lack > 0:
                 table.lengthen(group.pool, lack)
-        seq.room = self._room(seq)
+        seq.allocated = self._allocated(seq)
         return count
 
     def reach(self, seq: Sequence, count: int, spare: int) -> int:
-        """Make room for up to `count` tokens after all that a running sequence has; the answer is for how many of them
-        there is room. No block is taken for them of which fewer than `spare` would be left.
+        """Allocate blocks for up to `count` draft tokens after all tokens of a running sequence. Returns how many fit.
+
+        It allocates nothing if fewer than `spare` blocks would be left.
         """
         end = len(seq.tokens) + count
-        if end > seq.room:
+        if end > seq.allocated:
             wanted = [-(-end // self.block_size) - table.first - len(table.blocks) for table in seq.tables]
             if any(lack + spare > group.pool.available for group, lack in zip(self.groups, wanted, strict=True)):
-                return min(count, seq.room - len(seq.tokens))
+                return min(count, seq.allocated - len(seq.tokens))
             for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
                 if lack > 0:
                     table.lengthen(group.pool, lack)
-            seq.room = self._room(seq)
+            seq.allocated = self._allocated(seq)
         return count
 
-    def _room(self, seq: Sequence) -> int:
+    def _allocated(self, seq: Sequence) -> int:
         return min(table.first + len(table.blocks) for table in seq.tables) * self.block_size
 
     def register(self, seq: Sequence) -> None:
-        """Offer the blocks that computed tokens have filled to the prefix cache."""
+        """Enter the blocks that computed tokens have filled into the prefix cache."""
         full = seq.computed // self.block_size
         if not self._caching or full == seq.registered:
             return
@@ -166,9 +169,9 @@ class BlockTables:
     # ---- the end
 
     def forget(self, seq: Sequence, computed: int = 0) -> None:
-        """Make unfindable what a sequence left in the cache after `computed` tokens, because it is not to be trusted.
+        """Remove a sequence's blocks after `computed` tokens from the prefix cache, because their K/V may be faulty.
 
-        By the hashes of its blocks, since it may have let go of some, or of all, in the meantime.
+        It finds them by hash, because the sequence may have released some or all of its blocks in the meantime.
         """
         for group in self.groups:
             group.pool.forget(seq.hashes[computed // self.block_size :])
@@ -177,10 +180,11 @@ class BlockTables:
         for group, table in zip(self.groups, seq.tables, strict=True):
             group.pool.release(table.blocks)
         seq.tables = []
-        seq.computed = seq.registered = seq.room = 0
+        seq.computed = seq.registered = seq.allocated = 0
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise EngineError unless pools and tables agree and every sequence can go on. Takes time with their size."""
+        """Raise EngineError unless pools and tables agree and every sequence can go on. Takes time proportional to
+        their size."""
         sequences = list(running)
         for i, group in enumerate(self.groups):
             group.pool.check_integrity(seq.tables[i].blocks for seq in sequences)

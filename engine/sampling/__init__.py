@@ -1,11 +1,11 @@
-"""From logits to the next tokens, for all sequences of a step at once.
+"""Samples the next tokens from logits, for all sequences of a step at once.
 
-rows.py keeps each running sequence's parameters in a permanent row and gathers a step's rows into a SamplingBatch;
-sampler.py edits the logits (edits.py: penalties, biases, bans; edit_rows.py keeps what they take), takes the likeliest
-where the temperature is 0, and elsewhere adds noise to what filters.py (top-k, top-p, min-p, typical) leaves and takes
-the largest. noise.py makes that noise from (seed, choice, position,
-token) alone, so that a token does not depend on the batch it was sampled in, nor on what happened in between.
-logprobs.py says how likely the model itself held a token, chosen or of the prompt.
+rows: keeps each running sequence's parameters in a permanent row and gathers a step's rows into a SamplingBatch
+edits: changes the logits (penalties, biases, bans); edit_rows and counts keep the data for that
+filters: top-k, top-p, min-p, typical sampling; noise: makes Gumbel noise from (seed, choice, position, token) alone, so
+        that a token depends neither on the other sequences in the batch nor on what happened before
+sampler: takes the most likely token at temperature 0, else the largest sum of filtered logit and noise
+logprobs: log probabilities of chosen tokens and of prompts, from the model's own distribution
 """
 
 from engine.sampling.logprobs import score_prompts

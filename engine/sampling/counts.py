@@ -1,7 +1,7 @@
-"""How often running sequences have generated which tokens: a sparse list a slot, kept from step to step.
+"""Counts the tokens that running sequences have generated: a sparse list for each slot, kept from step to step.
 
-Sparse, because what a penalty costs then goes with the tokens of a sequence and not with the vocabulary: of 128k tokens
-a context has some hundred different ones.
+With sparse lists the cost of a penalty is proportional to a sequence's tokens, not to the vocabulary. Of 128k tokens a
+context has some hundred different ones.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-#: Tokens that a slot's list has room for at least.
+#: The least capacity of a slot's list, in tokens.
 _ROOM = 64
 
 
 class TokenCounts:
-    """The lists lie in one pool, each with room to grow; one that has outgrown its place moves to the pool's end. So a
-    long one costs what it holds, whatever the number of slots. Nothing is allocated before the first `start`."""
+    """Token counts by slot. The lists lie in one pool, each with room to grow. A list that outgrows its place moves to
+    the pool's end, so a long list costs only its own size, whatever the number of slots. Nothing is allocated before
+    the first `start`."""
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         self._shape = (slots, vocab_size)
-        # 0: not listed; else one more than how often it was generated. Untouched pages of it take no memory.
+        # 0: not listed; else the number of times generated plus one. Untouched pages of this array take no memory.
         self._seen: NDArray[np.int32] = np.zeros((0, 0), np.int32)
         self._pool: Ids = np.zeros(0, np.int64)
         self._end = 0
@@ -30,7 +31,7 @@ class TokenCounts:
         self._lengths = np.zeros(slots, np.int64)
 
     def start(self, slot: int, prompt: Ids, output: Ids) -> None:
-        """Count anew what stands in a slot. Tokens of `prompt` are listed too, as generated 0 times."""
+        """Count a slot's tokens from the start. Tokens of `prompt` are listed too, as generated 0 times."""
         if not len(self._seen):
             self._seen = np.zeros(self._shape, np.int32)
         own = np.array([slot])
@@ -47,7 +48,7 @@ class TokenCounts:
         self._seen[slot, ids] += counts.astype(np.int32)
 
     def grow(self, slots: Ids, tokens: Ids) -> None:
-        """Each of the slots, all different, has generated one token more."""
+        """Count one more generated token for each of the slots, which must all be different."""
         seen = self._seen[slots, tokens]
         fresh = seen == 0
         if fresh.any():
@@ -60,20 +61,21 @@ class TokenCounts:
         self._seen[slots, tokens] = np.maximum(seen, 1) + 1
 
     def pairs(self, slots: Ids) -> tuple[Ids, Ids, NDArray[np.int32]]:
-        """(how many tokens each slot lists, their ids one slot after the other, how often each was generated)."""
+        """Returns (the number of tokens that each slot lists, their ids slot after slot, the times each was
+        generated)."""
         lengths = self._lengths[slots]
         ids = self._pool[self._places(slots)]
         return lengths, ids, self._seen[slots.repeat(lengths), ids] - 1
 
     def _places(self, slots: Ids) -> Ids:
-        """Of all that these slots list, one slot after the other."""
+        """The pool indexes of all tokens that these slots list, slot after slot."""
         lengths = self._lengths[slots]
         before: Ids = lengths.cumsum() - lengths
         places: Ids = np.arange(lengths.sum()) + (self._starts[slots] - before).repeat(lengths)
         return places
 
     def _move(self, slots: Ids, rooms: Ids) -> None:
-        """Give each of these slots another place, with so much room."""
+        """Move the lists of these slots to new places of the given capacities."""
         more = int(rooms.sum())
         if self._end + more > len(self._pool):
             self._close_gaps(more)
@@ -84,7 +86,7 @@ class TokenCounts:
         self._end += more
 
     def _close_gaps(self, more: int) -> None:
-        """Leave behind the places that lists have moved from, for a pool with room for `more` and as much again."""
+        """Copy the lists without gaps into a new pool that has room for `more` and is twice as large as needed."""
         every = np.arange(len(self._rooms))
         listed = self._pool[self._places(every)]
         self._starts = self._rooms.cumsum() - self._rooms
@@ -94,6 +96,6 @@ class TokenCounts:
 
 
 def _room(lengths: Ids) -> Ids:
-    """For lists that have so many tokens now."""
+    """The capacities for lists that have so many tokens now."""
     rooms: Ids = np.maximum(_ROOM, lengths + lengths // 2)
     return rooms

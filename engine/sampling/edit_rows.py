@@ -1,4 +1,4 @@
-"""The edits that running sequences ask for, in permanent rows, put together for a step without a loop over tokens."""
+"""The edits that running sequences need, in permanent rows. A step gathers them without a loop over tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from engine.sampling.counts import Ids, TokenCounts
 from engine.sampling.edits import Allowed, Edits, Penalties
 from engine.sequence import Sequence
 
-# What a slot asks for. A step looks at nothing that none of its rows asks for.
+# Flags for the kinds of edits that a slot needs. A step skips kinds that none of its rows needs.
 _PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _WORDS = (1 << bit for bit in range(6))
 _EMPTY: Ids = np.zeros(0, np.int64)
 
-#: Of each row of a step's logits, the tokens that are taken to follow those of its sequence.
+#: For each row of a step's logits, the draft tokens assumed after its sequence's tokens.
 Drafts = list[tuple[int, ...]]
-#: (rows, ids) of pairs.
+#: Pairs of row and token id, as (rows, ids).
 Pairs = tuple[Ids, Ids]
-#: The tokens before the last of a bad word, and that last one; by the token before the last.
+#: Bad words, each as (all tokens but the last, the last token), by the last token but one.
 Words = dict[int, list[tuple[list[int], int]]]
 
 
 class EditRows:
-    """Row `slot` belongs to the running sequence with that slot."""
+    """The edits of running sequences. Row `slot` belongs to the running sequence with that slot."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -47,7 +47,7 @@ class EditRows:
         self._words: list[Words] = [{} for _ in range(slots)]
 
     def admit(self, sequence: Sequence) -> None:
-        """Take over the row of the sequence's slot."""
+        """Fill the row of the sequence's slot."""
         slot, params = sequence.slot, sequence.request.params
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty
@@ -73,8 +73,8 @@ class EditRows:
         )
 
     def gather(self, sequences: list[Sequence], slots: Ids, drafts: Drafts | None = None) -> Edits | None:
-        """Those of a step, whose logits have a row for each of the sequences. None where nobody asks for any.
-        `drafts`: see SamplingRows.gather."""
+        """The edits of a step whose logits have a row for each of the sequences. None if no row needs any. `drafts`:
+        see SamplingRows.gather."""
         flags = self._flags[slots]
         asked = int(np.bitwise_or.reduce(flags, initial=0))
         if not asked:
@@ -101,7 +101,7 @@ class EditRows:
         )
 
     def _penalised(self, sequences: list[Sequence], slots: Ids, rows: Ids, drafts: Drafts | None) -> list[NDArray[Any]]:
-        """Rows, ids, repetition and what is taken off, of all pairs."""
+        """All penalised pairs, as (rows, ids, repetition penalties, numbers to subtract)."""
         if not len(rows):
             return [_EMPTY, _EMPTY, np.zeros(0, np.float32), np.zeros(0, np.float32)]
         self._recount(
@@ -117,7 +117,7 @@ class EditRows:
         return [places, ids, self._repetition[by], minus.astype(np.float32)]
 
     def _with_drafts(self, rows: Ids, ids: Ids, counts: Ids, penalised: Ids, drafts: Drafts) -> tuple[Ids, Ids, Ids]:
-        """Those pairs, with the tokens of drafts counted too."""
+        """Add the tokens of drafts to the counts of these pairs."""
         lengths = [len(drafts[row]) for row in penalised]
         guessed = np.fromiter((token for row in penalised for token in drafts[row]), np.int64, sum(lengths))
         keys = np.concatenate((rows, penalised.repeat(lengths))) * self._vocab_size + np.concatenate((ids, guessed))
@@ -127,7 +127,7 @@ class EditRows:
         return pairs // self._vocab_size, pairs % self._vocab_size, total
 
     def _recount(self, sequences: list[Sequence], slots: Ids, rows: Ids) -> None:
-        """Count what the sequences of `rows`, all different, have generated since they were last counted."""
+        """Count the tokens generated since the last count by the sequences of `rows`, which must all be different."""
         own = slots[rows]
         lengths = np.fromiter((len(sequences[row].tokens) for row in rows), np.int64, len(rows))
         grown = lengths - self._counted[own]
@@ -139,7 +139,7 @@ class EditRows:
             self._count(sequences[rows[i]])
 
     def _count(self, sequence: Sequence) -> None:
-        """From its tokens, whatever happened since it was last counted. The prompt matters to repetition alone."""
+        """Count a sequence's tokens from the start. The prompt's tokens count only for the repetition penalty."""
         tokens = np.array(sequence.tokens, np.int64)
         prompt = tokens[: sequence.prompt_len] if self._repetition[sequence.slot] != 1 else _EMPTY
         self._counts.start(sequence.slot, prompt, tokens[sequence.prompt_len :])
@@ -168,25 +168,25 @@ class EditRows:
         )
 
     def _known(self, ids: Any) -> Ids:
-        """Those that the model can generate: a tokenizer may name others."""
+        """The ids that are in the model's vocabulary. A tokenizer may have others."""
         found = np.unique(np.array(tuple(ids), np.int64))
         return found[found < self._vocab_size]
 
 
 def _pairs(rows: Ids, ids: list[Ids]) -> Pairs:
-    """Each row with each of its ids."""
+    """All pairs of a row and one of its ids."""
     if not len(rows):
         return _EMPTY, _EMPTY
     return rows.repeat([len(own) for own in ids]), np.concatenate(ids)
 
 
 def spelled_out(words: Words, tokens: list[int]) -> list[int]:
-    """The last tokens of the words whose others stand at the end of `tokens`."""
+    """The last tokens of the bad words whose other tokens are at the end of `tokens`."""
     return [last for before, last in words.get(tokens[-1], ()) if tokens[-len(before) :] == before]
 
 
 def by_last_but_one(words: tuple[tuple[int, ...], ...]) -> Words:
-    """Those of more than one token."""
+    """Index the words of more than one token by their last token but one."""
     found: Words = defaultdict(list)
     for *before, last in words:
         if before:

@@ -1,8 +1,8 @@
-"""What is done to a step's logits before a token is chosen: penalties, biases, then what may not be chosen at all.
+"""Edits a step's logits before sampling: penalties, biases, allowed and banned tokens.
 
-The order is transformers' and vLLM's: the penalty for repetition, those for frequency and presence, logit_bias,
-allowed_token_ids, banned_token_ids (with bad words, and the ends that min_tokens forbids). Each is a list of
-(row, token) pairs, so that its cost goes with what was asked for and not with the vocabulary.
+The order is that of transformers and vLLM: repetition penalty, frequency and presence penalties, logit_bias,
+allowed_token_ids, banned_token_ids (with bad words, and with the end tokens before min_tokens). Each edit is a list of
+(row, token) pairs, so that its cost is proportional to the request's lists, not to the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NONE_LEFT = (
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """No pair comes twice."""
+    """The penalties of a step, by pairs of row and token id. No pair occurs twice."""
 
     rows: Tensor
     """int64 [pairs]."""
@@ -27,13 +27,13 @@ class Penalties:
     repetition: Tensor
     """fp32 [pairs]: divides a positive logit, multiplies a negative one (CTRL, arXiv 1909.05858)."""
     minus: Tensor
-    """fp32 [pairs]: taken off then."""
+    """fp32 [pairs]: subtracted after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
     only: Tensor
-    """int64: the rows that may choose among these tokens alone."""
+    """int64: the rows that may only choose the tokens below."""
     rows: Tensor
     """int64 [pairs]."""
     ids: Tensor
@@ -42,23 +42,23 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Of one step. None stands for: no row wants it."""
+    """The edits of one step. A field is None if no row needs it."""
 
     penalties: Penalties | None = None
     bias: tuple[Tensor, Tensor, Tensor] | None = None
-    """(rows, ids, values); no pair comes twice."""
+    """(rows, ids, values). No pair occurs twice."""
     allowed: Allowed | None = None
     banned: tuple[Tensor, Tensor] | None = None
     """(rows, ids)."""
 
     @property
     def forbids(self) -> bool:
-        """Whether a row may be left without any token."""
+        """Whether a row may have no token left to choose."""
         return self.allowed is not None or self.banned is not None
 
 
 def edit(logits: Tensor, edits: Edits) -> None:
-    """Change `logits` fp32 [rows, vocabulary] in place."""
+    """Apply the edits to `logits`, fp32 [rows, vocabulary], in place."""
     penalties = edits.penalties
     if penalties is not None:
         place = (penalties.rows, penalties.ids)

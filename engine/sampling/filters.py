@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p as one floor a row: what is at least as likely as the least likely token kept, stays.
+"""Sampling filters. Top-k, top-p and min-p become one threshold for each row: the smallest logit that is kept.
 
-A floor keeps ties together, so that what is kept depends on the row alone and never on the order in which some device
-sorts equal values. Typical sampling keeps a band instead: it takes the rest out of the logits themselves.
+A threshold keeps or drops ties together. So the kept tokens depend on the row alone, never on the order in which a
+device sorts equal values. Typical sampling keeps a band of tokens instead, and sets the logits of the others to -inf.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Candidates sorted at first on a CPU, where sorting a whole vocabulary takes milliseconds a row.
+#: The number of candidates sorted at first on a CPU, where sorting a whole vocabulary takes milliseconds a row.
 _HEAD = 256
 _NONE = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """The rows with top-k or top-p."""
+    """The parameters of the rows with top-k or top-p."""
 
     rows: Tensor | None
-    """int64 [ranked]; None where that is all rows."""
+    """int64 [ranked]; None if that is all rows."""
     top_k: Tensor
     """int64 [ranked]; 0 keeps all."""
     top_p: Tensor
-    """fp32 [ranked], of the distribution that top-k leaves; 1 keeps all."""
+    """fp32 [ranked], applied to the distribution that top-k leaves; 1 keeps all."""
     largest_k: int
     any_top_p: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Those of a step's drawn rows. None stands for: no row wants it."""
+    """The filters of the rows that a step draws. A field is None if no row needs it."""
 
     ranked: Ranked | None = None
     min_p: Tensor | None = None
-    """fp32 [rows, 1]: its logarithm; -inf keeps all."""
+    """fp32 [rows, 1]: the logarithm of min_p; -inf keeps all."""
     typical: tuple[Tensor, Tensor] | None = None
-    """(int64 rows, fp32 [rows, 1] sum of probabilities to keep)."""
+    """(rows, int64; sum of probabilities to keep, fp32 [rows, 1])."""
 
 
 def narrow(logits: Tensor, filters: Filters) -> Tensor | None:
-    """The smallest logit of each row that is kept, fp32 [rows, 1]; None where nothing limits them.
+    """The smallest logit that is kept of each row, fp32 [rows, 1]. None if no row has a limit.
 
-    `logits` fp32 [rows, vocabulary], already divided by the temperature; typical sampling changes them in place.
+    `logits`: fp32 [rows, vocabulary], already divided by the temperature. Typical sampling changes them in place.
     """
     floor = None
     if filters.ranked is not None:
@@ -55,7 +55,7 @@ def narrow(logits: Tensor, filters: Filters) -> Tensor | None:
             floor = logits.new_full((len(logits), 1), _NONE)
             floor[rows] = thresholds(logits[rows], filters.ranked)
     if filters.min_p is not None:
-        # A share of the largest probability is a distance from the largest logit, whatever else is kept.
+        # A fraction of the largest probability is a distance from the largest logit, whatever the other filters keep.
         least = logits.amax(-1, keepdim=True) + filters.min_p
         floor = least if floor is None else torch.maximum(floor, least)
     if filters.typical is not None:
@@ -68,12 +68,12 @@ def narrow(logits: Tensor, filters: Filters) -> Tensor | None:
 
 
 def thresholds(logits: Tensor, ranked: Ranked) -> Tensor:
-    """fp32 [rows, 1]: the smallest logit of each of the ranked rows that top-k and top-p keep."""
+    """The smallest logit that top-k and top-p keep of each ranked row, fp32 [rows, 1]."""
     top_k, top_p = ranked.top_k, ranked.top_p
     if not ranked.any_top_p:
         return _top_k(logits.topk(min(ranked.largest_k, logits.shape[-1])).values, top_k)
     if logits.device.type != "cpu":
-        # Asking whether fewer candidates would do makes the host wait for the device.
+        # Checking whether fewer candidates suffice would make the host wait for the device.
         return _both(logits.sort(descending=True).values, logits, top_k, top_p)[0]
     head = logits.topk(min(max(_HEAD, ranked.largest_k), logits.shape[-1])).values
     threshold, found = _both(head, logits, top_k, top_p)
@@ -85,19 +85,19 @@ def thresholds(logits: Tensor, ranked: Ranked) -> Tensor:
 
 
 def _top_k(ranked: Tensor, top_k: Tensor) -> Tensor:
-    """Threshold from `ranked` [rows, candidates], largest first; -inf where top-k is off."""
+    """The top-k threshold from `ranked`, [rows, candidates], largest first. -inf for rows without top-k."""
     place = (top_k - 1).clamp(0, ranked.shape[-1] - 1)
     return ranked.gather(1, place[:, None]).masked_fill(top_k[:, None] == 0, _NONE)
 
 
 def _both(ranked: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """(threshold [rows, 1], whether `ranked` went far enough to find it [rows])."""
+    """Returns (threshold [rows, 1], whether `ranked` had enough candidates to find it [rows])."""
     by_k = _top_k(ranked, top_k)
-    # Ties with the k-th belong to what top-k keeps, also those beyond the end of `ranked`.
+    # Top-k keeps ties with the k-th token, including those beyond the end of `ranked`.
     peak = logits.amax(-1, keepdim=True)
     total = peak + _row_sums((logits - peak).masked_fill_(logits < by_k, _NONE).exp_()).log_()
     mass = (ranked - total).exp().cumsum(-1)
-    # The first candidate with which the sum reaches p is the last one kept. fp32 sums may end just below 1.
+    # The last candidate kept is the first with which the sum reaches p. fp32 sums may end just below 1.
     short = (mass < top_p[:, None]).sum(-1, keepdim=True)
     found = (short.squeeze(-1) < ranked.shape[-1]) | (top_p >= 1)
     by_p = ranked.gather(1, short.clamp(max=ranked.shape[-1] - 1))
@@ -106,13 +106,16 @@ def _both(ranked: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple
 
 
 def typical(logits: Tensor, mass: Tensor) -> Tensor:
-    """bool, shaped like `logits` [rows, vocabulary]: the tokens whose surprise is nearest to the entropy, as few as
-    have `mass` [rows, 1] of the probability together (arXiv 2202.00666). -inf logits are of no token."""
+    """The tokens that typical sampling keeps, bool, shaped like `logits` [rows, vocabulary] (arXiv 2202.00666).
+
+    These are the tokens whose surprise is nearest to the entropy, as few as together have `mass`, [rows, 1], of the
+    probability. Tokens with -inf logits are not kept.
+    """
     said = logits.log_softmax(-1)
     chances = said.exp()
     entropy = -_row_sums(torch.where(chances > 0, chances * said, 0.0))
     strangeness = (said + entropy).abs()
-    # On a CPU finding the nearest few is faster than sorting all, and nearly always enough.
+    # On a CPU, finding the nearest few is faster than sorting all, and is nearly always enough.
     count = logits.shape[-1]
     head = min(_HEAD, count) if logits.device.type == "cpu" else count
     most, found = _most_strange(*strangeness.topk(head, largest=False), chances, mass)
@@ -123,7 +126,8 @@ def typical(logits: Tensor, mass: Tensor) -> Tensor:
 
 
 def _most_strange(nearest: Tensor, place: Tensor, chances: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """(strangeness of the last token kept [rows, 1], whether `nearest` went far enough to have the mass [rows])."""
+    """Returns (strangeness of the last token kept [rows, 1], whether `nearest` had enough tokens for the mass
+    [rows])."""
     sums = chances.gather(1, place).cumsum(-1)
     short = (sums < mass).sum(-1, keepdim=True)
     last = nearest.shape[-1]
@@ -131,6 +135,6 @@ def _most_strange(nearest: Tensor, place: Tensor, chances: Tensor, mass: Tensor)
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """Over the last dimension, which stays. Of a single long row torch makes one sum in each thread, of several rows
-    one sum each: as several, so that a row's sum does not depend on whether there are others."""
+    """Sums over the last dimension, which is kept. torch splits the sum of a single long row among threads, but sums
+    each of several rows in one thread. So a single row is doubled here, and its sum does not depend on other rows."""
     return x.sum(-1, keepdim=True) if len(x) > 1 else x.expand(2, -1).sum(-1, keepdim=True)[:1]

@@ -1,4 +1,4 @@
-"""Log probabilities as callers get them: of chosen tokens, and of a prompt's own."""
+"""Computes the log probabilities of chosen tokens and of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from engine.logprobs import ScoredPart, TokenLogprobs
 from engine.params import MAX_LOGPROBS
 from engine.plan import ScheduledSeq
 
-#: Logits of a prompt that are computed at a time, in numbers: 32 MiB in fp32, whatever the prompt's length.
+#: The most logits of a prompt computed at one time: 32 MiB in fp32, whatever the prompt's length.
 _SLICE = 1 << 23
-#: Numbers in fp32 between places that a GPU likes to read from.
+#: The alignment of rows on a GPU, in fp32 numbers.
 _ALIGNED = 8
 
 
 def token_logprobs(said: Tensor, tokens: Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of each row the token's log probability and those of the likeliest `counts[row]` tokens.
+    """For each row, the log probabilities of the chosen token and of the `counts[row]` most likely tokens.
 
-    `said` [rows, vocabulary] log probabilities; `tokens` int64 [rows], `ids` the same on the host.
+    `said`: log probabilities [rows, vocabulary]. `tokens`: int64 [rows]; `ids`: the same on the host.
     """
     values, likeliest = ranked(said, tokens, max(counts))
     return listed(values.tolist(), likeliest.tolist(), ids, counts)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Of `logits` [rows, vocabulary], in fp32. On a GPU a row is summed in another order where it begins at another
-    distance from a multiple of 16 bytes: each is made to begin at one."""
+    """The log softmax of `logits`, [rows, vocabulary], in fp32. On a GPU the order of summation depends on a row's
+    alignment to 16 bytes, so every row is aligned here."""
     wide, missing = logits.float(), -logits.shape[-1] % _ALIGNED
     if logits.device.type == "cpu" or not missing:
         return wide.log_softmax(-1)
@@ -40,9 +40,9 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def ranked(said: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(fp32 [rows, 1 + most]: the token's log probability, then those of the likeliest; int64 [rows, most]: their ids).
-    Of the device nothing is waited for."""
-    # Always as many: which of equal ones come first goes with how many are asked for, and neighbours may want more.
+    """Returns two tensors. fp32 [rows, 1 + most]: the token's log probability, then those of the most likely tokens.
+    int64 [rows, most]: the ids of the most likely tokens. It does not wait for the device."""
+    # Always the same count: it decides which of equal tokens come first, and other rows may want more.
     values, likeliest = said.topk(min(MAX_LOGPROBS, said.shape[-1]))
     values, likeliest = values[:, :most], likeliest[:, :most]
     return torch.cat((said.gather(1, tokens[:, None]), values), 1), likeliest
@@ -51,7 +51,7 @@ def ranked(said: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
 def listed(
     values: list[list[float]], likeliest: list[list[int]], ids: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """`ranked` as callers get it, of tokens `ids`."""
+    """Turn the results of `ranked` for tokens `ids` into TokenLogprobs."""
     return [
         TokenLogprobs(token, own[0], tuple(zip(top[:count], own[1 : count + 1], strict=True)))
         for token, own, top, count in zip(ids, values, likeliest, counts, strict=True)
@@ -61,9 +61,11 @@ def listed(
 def score_prompts(
     rows: list[tuple[ScheduledSeq, range]], hidden: Tensor, logits: Callable[[Tensor], Tensor], vocab: int
 ) -> None:
-    """Set `scored` of each row; its range is that of the wanted positions, of which there are some. `hidden` [wanted
-    positions, hidden size] are theirs in order, `logits` makes logits of any slice of them. A prompt whose logits are
-    not all finite gets an error, alone.
+    """Set `scored` of each row.
+
+    `rows`: the rows with their wanted positions, at least one each. `hidden`: [wanted positions, hidden size], their
+    hidden states in order. `logits`: a function from any slice of these to logits. Only a prompt whose logits are not
+    all finite gets an error.
     """
     ids: list[int] = []
     counts: list[int] = []

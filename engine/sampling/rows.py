@@ -1,4 +1,4 @@
-"""Sampling parameters of the running sequences, in permanent rows, gathered for a step without a loop."""
+"""The sampling parameters of running sequences, in permanent rows. A step gathers them without a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.sampling.filters import Filters, Ranked
 from engine.sampling.noise import row_keys
 from engine.sequence import Sequence
 
-#: Below this a temperature is taken as 0: dividing by it would only overflow.
+#: Temperatures below this count as 0, because dividing by them would overflow.
 COLDEST = 1e-5
 
 
@@ -25,7 +25,7 @@ class Draws:
     """The rows of a step that are sampled at a temperature."""
 
     rows: Tensor
-    """int64 [draws]: which rows of the logits."""
+    """int64 [draws]: the rows of the logits."""
     temperature: Tensor
     """fp32 [draws, 1]."""
     keys: Tensor
@@ -35,23 +35,23 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How the rows of a step's logits become tokens. None stands for: no row wants it."""
+    """The sampling parameters of a step's rows. A field is None if no row needs it."""
 
     draws: Draws | None
     edits: Edits | None
     logprob_rows: Tensor | None
     """int64: the rows whose log probabilities are wanted."""
     logprob_counts: dict[int, int]
-    """Row -> number of likeliest tokens wanted, for the host."""
+    """Maps a row to the number of most likely tokens wanted, on the host."""
 
     @property
     def plain(self) -> bool:
-        """Whether every row takes the likeliest token, and nothing else is asked of its logits."""
+        """Whether every row takes the most likely token of the unchanged logits, without log probabilities."""
         return self.draws is None and self.edits is None and self.logprob_rows is None
 
 
 class SamplingRows:
-    """Row `slot` belongs to the running sequence with that slot."""
+    """The sampling parameters of running sequences. Row `slot` belongs to the running sequence with that slot."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -68,10 +68,10 @@ class SamplingRows:
         self._logprobs = np.full(slots, -1, np.int64)
 
     def admit(self, sequence: Sequence) -> None:
-        """Take over the row of the sequence's slot."""
+        """Fill the row of the sequence's slot."""
         slot, params = sequence.slot, sequence.request.params
         self._temperature[slot] = params.temperature if params.temperature >= COLDEST else 0.0
-        # All tokens kept is the same as no filter.
+        # A filter that keeps all tokens is the same as none.
         self._top_k[slot] = params.top_k if params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
@@ -80,13 +80,15 @@ class SamplingRows:
         self._seed[slot] = sequence.seed
         self._choice[slot] = sequence.choice
         self._edits.admit(sequence)
-        # best_of ranks by them.
+        # best_of ranks candidates by log probabilities.
         self._logprobs[slot] = params.logprobs if params.logprobs is not None else 0 if params.selects else -1
 
     def gather(self, sequences: list[Sequence], drafts: Drafts | None = None) -> SamplingBatch:
-        """The batch of `sequences`, whose next tokens are sampled, in the order of the logits' rows. `drafts`: of each
-        row, the tokens that are taken to follow its sequence's; rows of one sequence stand together, and the first of
-        them has none."""
+        """The parameters for sampling the next tokens of `sequences`, in the order of the logits' rows.
+
+        `drafts`: for each row, the draft tokens assumed after its sequence's tokens. The rows of one sequence are
+        adjacent, and the first of them has none.
+        """
         slots = np.fromiter((s.slot for s in sequences), np.int64, len(sequences))
         wants_logprobs = (self._logprobs[slots] >= 0).nonzero()[0]
         drawn = self._temperature[slots].nonzero()[0]
@@ -111,7 +113,7 @@ class SamplingRows:
         return Draws(rows=sent[0], temperature=sent[1], keys=sent[2], filters=filters)
 
     def _filters(self, slots: NDArray[np.int64]) -> Filters:
-        """Those of the drawn rows, by their slots. Rows without one cost those that have it nothing."""
+        """The filters of the drawn rows, by their slots. Rows without a filter add no cost."""
         top_k, top_p = self._top_k[slots], self._top_p[slots]
         min_p, mass = self._min_p[slots], self._typical[slots]
         ranked = ((top_k > 0) | (top_p < 1)).nonzero()[0]

@@ -1,4 +1,4 @@
-"""Logits to tokens: masks, greedy choice, draws, log probabilities, and one copy back to the host."""
+"""Samples tokens from logits: edits, greedy choice, draws, log probabilities, and one copy back to the host."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import REACH, gumbel
 from engine.sampling.rows import Draws, SamplingBatch
 
-#: Kernels.candidates; None where there is no such way.
+#: The type of Kernels.candidates, which returns None if the kernel set has no such function.
 Candidates = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor] | None]
 
-#: On a CPU, noise is made for the candidates alone when they are at most this part of all tokens.
+#: On a CPU, noise is made for the candidates alone if they are at most this part of all tokens.
 _SPARSE = 0.25
 
 
 def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda *_: None) -> list[Sampled]:
-    """One result for each row of `logits` [rows, vocabulary], which may be changed. `candidates`: Kernels.candidates.
+    """Sample a token for each row of `logits`, [rows, vocabulary], which may be changed. `candidates`:
+    Kernels.candidates.
 
-    A row whose logits are not all finite, or that has no token left, gets an error, alone. The only wait for the device
-    is for the results.
+    Only a row whose logits are not all finite, or that has no token left, gets an error. The host waits for the device
+    only once, for the results.
     """
     logits = logits.float()
-    # Two passes: aminmax is 15 times slower on a CPU. NaN comes through both.
+    # Two passes, because aminmax is 15 times slower on a CPU. Both pass NaN on.
     finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
-    # Log probabilities are of what the model said: taken before anything is done to it.
+    # Log probabilities are those of the model's own logits, so they are taken before any edits.
     said = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
     faults = (~finite).long()
     if batch.edits is not None:
@@ -51,7 +52,8 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
 
 
 def chosen(tokens: Tensor, finite: Tensor) -> list[Sampled]:
-    """As `sample`, for rows that take the likeliest token: int64 [rows], and bool [rows] as Kernels.peaks says."""
+    """The results of rows that take the most likely token. `tokens`: int64 [rows]; `finite`: bool [rows], both from
+    Kernels.peaks."""
     return [
         Sampled(token) if sound else failed(token, 1)
         for token, sound in zip(tokens.tolist(), finite.tolist(), strict=True)
@@ -59,14 +61,14 @@ def chosen(tokens: Tensor, finite: Tensor) -> list[Sampled]:
 
 
 def failed(token: int, fault: int) -> Sampled:
-    """A row's result where `fault` is not 0: 1 for logits that are not finite, else no token was left."""
+    """The result of a row with a fault: 1 for logits that are not finite, else no token was left."""
     if fault & 1:
         return Sampled(token, error=NOT_FINITE)
     return Sampled(token, error=NONE_LEFT, refused=True)
 
 
 def draw(logits: Tensor, draws: Draws, candidates: Candidates = lambda *_: None) -> Tensor:
-    """int64 [draws]: a token for each row of `logits` fp32 [draws, vocabulary], by Gumbel-max."""
+    """Draw a token for each row of `logits`, fp32 [draws, vocabulary], by Gumbel-max. Returns int64 [draws]."""
     scaled = logits / draws.temperature
     threshold = None if draws.filters is None else narrow(scaled, draws.filters)
     near = candidates(scaled, threshold, draws.keys)
@@ -75,7 +77,7 @@ def draw(logits: Tensor, draws: Draws, candidates: Candidates = lambda *_: None)
         noisy = scaled[rows, tokens] + gumbel(draws.keys[rows, 0], tokens.to(torch.int32))
         return _largest(rows, tokens, noisy, scaled.shape)
     if scaled.device.type == "cpu":
-        # Also leave out what no noise could make the largest.
+        # Also leave out tokens that no noise could make the largest.
         reach = scaled.amax(-1, keepdim=True) - REACH
         kept = scaled >= (reach if threshold is None else torch.maximum(threshold, reach))
         rows, tokens = kept.nonzero(as_tuple=True)
@@ -90,7 +92,7 @@ def draw(logits: Tensor, draws: Draws, candidates: Candidates = lambda *_: None)
 
 
 def _largest(rows: Tensor, tokens: Tensor, noisy: Tensor, shape: torch.Size) -> Tensor:
-    """Of each row the token of which `noisy` is the largest, the first of equals; any one where it is NaN."""
+    """The token of each row with the largest `noisy` value, the first of equal ones. Any token if it is NaN."""
     best = noisy.new_full(shape[:1], float("-inf")).scatter_reduce_(0, rows, noisy, "amax")
     last = shape[-1] - 1
     return torch.full_like(best, last, dtype=torch.int64).scatter_reduce_(
@@ -99,7 +101,8 @@ def _largest(rows: Tensor, tokens: Tensor, noisy: Tensor, shape: torch.Size) -> 
 
 
 def _logprobs(said: Tensor, tokens: Tensor, ids: list[int], batch: SamplingBatch) -> dict[int, TokenLogprobs]:
-    """By row. `said` [wanting rows, vocabulary]; `tokens` int64 [rows] the chosen ones, `ids` the same on the host."""
+    """The log probabilities by row. `said`: [rows that want them, vocabulary]. `tokens`: int64 [rows], the chosen
+    tokens; `ids`: the same on the host."""
     rows, counts = list(batch.logprob_counts), list(batch.logprob_counts.values())
     found = token_logprobs(said, tokens[batch.logprob_rows], [ids[row] for row in rows], counts)
     return dict(zip(rows, found, strict=True))

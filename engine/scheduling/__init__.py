@@ -1,7 +1,8 @@
-"""Decides what each step computes. Needs no torch.
+"""Plans what each step computes. Plain Python, no torch.
 
-submit: limits refuses what can never run; group opens a request's choices as sequences; policy queues them by tier
-next plan: fairness says whose turn it is, planner fills the step's token budget and KV blocks, preempting if it must
-after the step: scheduler takes the sampled tokens, tells the callers, frees the blocks of what has ended
-stats counts it all
+submit: limits refuses requests that could never run; group makes a sequence of each choice; policy queues them
+plan: planner fills the step's token budget and allocates KV blocks, in the order of policy (tiers) and fairness
+     (tenants), and preempts running sequences if it must
+update: scheduler appends the sampled tokens, makes the events and frees the blocks of finished sequences
+best_of picks among candidates; stats holds gauges and counters
 """

@@ -1,4 +1,4 @@
-"""best_of: more choices are made than given. Nothing is said of any until all have ended; then the best, best first."""
+"""best_of: makes more choices than it returns. Once all have ended, it returns the best ones, best first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.request import Event
 class _Candidate:
     pieces: list[Event] = field(default_factory=list)
     total: float = 0.0
-    """Log probability of all its tokens together."""
+    """The sum of its tokens' log probabilities."""
 
     @property
     def tokens(self) -> int:
@@ -19,13 +19,15 @@ class _Candidate:
 
     @property
     def score(self) -> float:
-        """Mean log probability of a token; the mean, or the shortest would always win."""
+        """The mean log probability of a token. With the sum, the shortest candidate would always win."""
         return self.total / max(1, self.tokens)
 
 
 class Candidates:
-    """The choices of one request, of which the best `given` are chosen. Their events carry logprobs, whether the caller
-    asked for them (`shown`) or not."""
+    """The candidate choices of one request, of which the best `given` are returned.
+
+    Their events carry logprobs even if the caller did not ask for them (`shown`).
+    """
 
     def __init__(self, made: int, given: int, shown: bool) -> None:
         self._given = given
@@ -33,26 +35,27 @@ class Candidates:
         self._made = [_Candidate() for _ in range(made)]
 
     def take(self, event: Event) -> list[Event]:
-        """Note the news of a candidate. With the last of them all, the events to be told: one for each choice given."""
+        """Collect a candidate's event. After the last one, returns the events to deliver: one for each choice
+        returned."""
         candidate = self._made[event.choice]
         candidate.pieces.append(event)
         candidate.total += sum(one.logprob for one in event.logprobs or ())
         return self._choose() if event.done else []
 
     def failed(self, event: Event) -> list[Event]:
-        """A candidate failed, and the request with it: its event, as the end of every choice that was to be given."""
+        """A candidate failed, so the request fails. Returns its event once for every choice that was to be returned."""
         ends = [replace(event, choice=choice, index=0, done=False) for choice in range(self._given)]
         ends[-1].done = True
         return ends
 
     def _choose(self) -> list[Event]:
-        # Sorting is stable: of equals the first made comes first.
+        # Sorting is stable: of equal candidates the first made comes first.
         ranked = sorted(self._made, key=lambda candidate: -candidate.score)
         discarded = sum(candidate.tokens for candidate in ranked[self._given :])
-        told = []
+        events = []
         for choice, candidate in enumerate(ranked[: self._given]):
             pieces = candidate.pieces
-            told.append(
+            events.append(
                 replace(
                     pieces[-1],
                     choice=choice,
@@ -64,4 +67,4 @@ class Candidates:
                     discarded=discarded,
                 )
             )
-        return told
+        return events

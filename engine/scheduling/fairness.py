@@ -1,14 +1,15 @@
-"""What each tenant was served, tier by tier, in tokens by weight: of those who wait, the least served is next.
+"""Fairness between tenants: each tier counts the tokens served to a tenant, divided by its weight. The tenant served
+least goes next.
 
-Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024), with the clock of
-start-time fair queueing (Goyal, Vin, Cheng, 1996) for those who come: a tier's clock is what the tenant admitted last
-had been served by then, and who comes begins there, unless it was served more before. So a rest saves nothing up, and
-all who wait are within `[clock, clock + U]`, where U is what one tenant's sequences can add once they are admitted: at
-most max_num_seqs times the longest sequence, divided by the least weight. What two tenants who both wait are served by
-their weights, over any time, differs by 2 U at most.
+These are virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024), with the clock
+of start-time fair queueing (Goyal, Vin, Cheng, 1996) for new tenants. A tier's clock is the count of the tenant that
+was admitted last, at that time. A tenant that comes begins at the clock, unless its count is higher, so an idle tenant
+saves nothing up. All waiting tenants' counts are within `[clock, clock + U]`. U is what one tenant's sequences can add
+once they are admitted: at most max_num_seqs times the longest sequence, divided by the least weight. Over any time, the
+counts of two tenants that both wait differ by at most 2 U.
 
-Counted are the tokens of a prompt when it is admitted, without those whose K/V are cached, and each token generated.
-What is computed again, after a sequence was put out of the batch, is nobody's.
+The count includes the prompt's tokens at admission, without those whose K/V are cached, and each generated token.
+Tokens that are computed again after a preemption are not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.sequence import Account
 
 
 class Shares:
-    """The accounts. One on which nothing waits or runs is forgotten once it is not above its tier's clock."""
+    """The tenants' accounts. An account without sequences is dropped once it is not above its tier's clock."""
 
     def __init__(self, tiers: int) -> None:
         self._accounts: list[dict[str, Account]] = [{} for _ in range(tiers)]
@@ -32,7 +33,7 @@ class Shares:
         return self._clocks[tier] if account is None else account.served
 
     def open(self, tier: int, tenant: str) -> Account:
-        """For one more sequence."""
+        """The tenant's account, for one more sequence."""
         account = self._accounts[tier].get(tenant)
         if account is None:
             account = self._accounts[tier][tenant] = Account(tenant, tier, self._clocks[tier])
@@ -43,7 +44,7 @@ class Shares:
         return account
 
     def close(self, account: Account) -> None:
-        """A sequence less."""
+        """Remove one sequence from an account."""
         tier = account.tier
         account.held -= 1
         self._held[tier] -= 1
@@ -56,7 +57,8 @@ class Shares:
             self._forget(tier)
 
     def admitted(self, account: Account) -> None:
-        """It is an account's turn: before its sequence is paid for."""
+        """Advance the tier's clock to the account, whose sequence is admitted. Call it before the sequence is
+        charged."""
         self._clocks[account.tier] = max(self._clocks[account.tier], account.served)
         self._forget(account.tier)
 
@@ -69,5 +71,5 @@ class Shares:
                 del self._accounts[tier][tenant]
 
     def __len__(self) -> int:
-        """Accounts that are kept."""
+        """The number of accounts."""
         return sum(map(len, self._accounts))

@@ -1,4 +1,4 @@
-"""A request's choices: how they start, whom they share a prompt with, how their news is told."""
+"""A request's choices: how they start, share the prompt's KV blocks and report events."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from engine.sequence import Sequence, Status
 
 @dataclass(slots=True)
 class Group:
-    """The first unfinished choice leads: the others wait until its prompt is computed, then share its blocks."""
+    """The choices of one request. The first unfinished choice leads: the others wait until it has computed the prompt,
+    and then share its blocks."""
 
     request: Request
     seqs: list[Sequence] = field(default_factory=list)
-    led: list[Sequence] = field(default_factory=list)
+    followers: list[Sequence] = field(default_factory=list)
     unfinished: int = field(kw_only=True)
-    """Choices of which the end has not been told."""
+    """The number of choices whose end was not reported yet."""
     cached_tokens: int | None = None
-    """None until a choice was first admitted."""
+    """The prompt tokens found in the prefix cache. None until a choice is first admitted."""
     scores: PromptScores | None = None
-    """Where the log probabilities of the prompt are wanted."""
+    """The log probabilities of the prompt, if the request wants them."""
     candidates: Candidates | None = None
-    """Where more choices are made than given."""
+    """The candidates of best_of, if more choices are made than returned."""
 
     def enter(self, seq: Sequence) -> tuple[FinishReason | None, str | int | None]:
-        """Take in a new choice with the tokens that were published before; the answer says whether they ended it.
+        """Add a new choice with the tokens that were published before. Returns its finish reason and stop match if
+        those tokens already ended it, else (None, None).
 
-        Tokens past the end, if there are any, are dropped. A choice that is to generate nothing ends at once, but for
-        the first where the prompt has to be computed for its own sake.
+        Tokens past the end are dropped. A choice that generates nothing ends at once, except the first choice if the
+        prompt's log probabilities are wanted.
         """
         self.seqs.append(seq)
         if seq.output.limit == 0 and (self.scores is None or seq.choice > 0):
@@ -47,28 +49,29 @@ class Group:
             if reason is not None:
                 seq.status = Status.FINISHED
                 return reason, match
-        self.led.append(seq)
+        self.followers.append(seq)
         return None, None
 
-    def donor(self, root: bytes, entered: Container[int]) -> Sequence | None:
-        """A running choice whose prompt is computed, under the same root; those with a serial in `entered` have yet to
-        compute theirs."""
+    def donor(self, root: bytes, admitted: Container[int]) -> Sequence | None:
+        """A running choice with the same root hash whose prompt is computed. Choices with a serial in `admitted` have
+        yet to compute theirs."""
         for seq in self.seqs:
             computed = seq.status is Status.RUNNING and seq.computed >= seq.prompt_len
-            if computed and seq.root == root and seq.serial not in entered:
+            if computed and seq.root == root and seq.serial not in admitted:
                 return seq
         return None
 
     def score(self, row: ScheduledSeq) -> list[Event]:
-        """Enter what a step found out about the prompt; tell it, once, when all is known."""
+        """Record the prompt's log probabilities from a step. Returns one event with all of them once they are
+        complete."""
         scores = self.scores
         if scores is None:
             return []
         if row.scored is not None:
             scores.take(row.scored)
-        if scores.told or not scores.done:
+        if scores.reported or not scores.done:
             return []
-        scores.told = True
+        scores.reported = True
         event = self.event(row.seq, None)
         event.index = 0
         event.prompt_logprobs = scores.found
@@ -83,8 +86,10 @@ class Group:
         texts: Seq[str] = (),
         error: str | None = None,
     ) -> Event:
-        """The news of a choice, to be told after it was entered that it has ended. `sampled`: its last tokens, with the
-        piece of text that each adds."""
+        """Make the event of a choice. If the choice has ended, mark it finished before this call.
+
+        `sampled`: its new tokens; `texts`: the piece of text that each adds.
+        """
         token_ids = [one.token_id for one in sampled]
         logprobs = [one.logprobs for one in sampled if one.logprobs is not None]
         return Event(

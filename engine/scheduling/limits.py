@@ -1,4 +1,4 @@
-"""What a request must be for it to be able to run at all; checked before it is queued."""
+"""Refuses requests that could never run, before they are queued."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from engine.params import SamplingParams
 from engine.request import Request
 from engine.scheduling.policy import TIERS
 
-#: Log probabilities of a prompt's tokens, alternatives included, that one request may have: some megabytes as text.
+#: The most prompt log probabilities, alternatives included, that one request may ask for: some megabytes as text.
 MAX_PROMPT_LOGPROBS = 262_144
-#: A tenant's share of its tier is that of others times so much.
+#: The range of a tenant's weight, by which its share of a tier is multiplied.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 _MAX_SECONDS = 2.0**62
 
@@ -21,22 +21,22 @@ _MAX_SECONDS = 2.0**62
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """The most tokens of prompt and output together."""
     kv_capacity: int
-    """Tokens that the KV cache holds in all."""
+    """The tokens of the longest sequence that the KV cache can hold."""
     vocab_size: int | None
-    """None where it is not known."""
+    """The size of the vocabulary; None if it is not known."""
 
     def output_limit(self, request: Request) -> int:
-        """Tokens at which an output ends: max_tokens, or what context and cache have room for.
+        """The most tokens of the output: max_tokens, or what the context and the KV cache allow.
 
-        The last token of an output is never computed and needs no place in the cache.
+        The last token of an output is never computed and needs no place in the KV cache.
         """
         room = min(self.max_model_len, self.kv_capacity + 1) - len(request.prompt_ids)
         return room if request.params.max_tokens is None else min(room, request.params.max_tokens)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError naming what is wrong, with which value."""
+        """Raise RequestError naming the field at fault and its value."""
         if not isinstance(request.params, SamplingParams):
             raise _wrong_type("params", request.params, "SamplingParams")
         for name in ("id", "salt", "tenant", "adapter"):
@@ -63,7 +63,7 @@ class RequestLimits:
         self._check_length(len(request.prompt_ids), request.params.max_tokens)
 
     def _check_params(self, params: SamplingParams, prompt: int) -> None:
-        """What the parameters' own limits cannot say: it takes the model, or the prompt."""
+        """Check the parameters against limits that depend on the model or the prompt."""
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             self._check_ids(name, getattr(params, name))
         self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])

@@ -1,7 +1,7 @@
-"""Which tokens of which sequences the next step computes; who is let into the batch and who is put out of it.
+"""Plans the next step: chooses the tokens of each sequence, admits waiting sequences and preempts running ones.
 
-There are no prefill and decode phases: every sequence catches `computed` up to `len(tokens)`. Running and waiting
-sequences are gone through once, in the order of policy.py, the running before the waiting of each effective tier.
+There are no prefill and decode phases: every sequence catches `computed` up to `len(tokens)`. The planner visits the
+running and waiting sequences once, in the order of policy.py. In each effective tier, running sequences come first.
 """
 
 from __future__ import annotations
@@ -16,75 +16,86 @@ from engine.errors import EngineError
 from engine.kv import BlockTables, Claim
 from engine.plan import ScheduledSeq, StepPlan
 from engine.scheduling.group import Group
-from engine.scheduling.policy import APART, APART_AGAIN, TIERS, Hurry, WaitingQueue, hurries, running_key
+from engine.scheduling.policy import (
+    EXCLUSIVE_INTERVAL,
+    EXCLUSIVE_STEPS,
+    TIERS,
+    PrefillPriority,
+    WaitingQueue,
+    is_priority,
+    running_key,
+)
 from engine.sequence import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
 
-#: Of a step's tokens, the part that running decodes keep though prompts of better tiers could use it: one in so many.
-SHARE = 8
+#: One in so many of a step's tokens is kept for running decodes even if prompts of better tiers could use it.
+DECODE_SHARE = 8
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is being planned."""
+    """The state of a step while it is planned."""
 
     now: float
     budget: int
-    """Tokens left."""
+    """The tokens left in the step."""
     decodes: list[int]
-    """Running decodes that have yet to be come to, by effective tier."""
-    share: int
-    """So many of them keep their token whatever prompts there are."""
-    hurried: int
-    """So many of the tokens are for prompts of requests of the best tier alone."""
-    may_part: bool
-    """Whether such a prompt leaves all worse tiers out of it."""
-    rushed: bool = False
-    """There is one in the plan."""
+    """The number of running decodes not yet visited, by effective tier."""
+    decode_share: int
+    """The number of those decodes that keep their token however many prompts there are."""
+    reserved: int
+    """The number of tokens reserved for prompts of requests of the best tier."""
+    may_exclude: bool
+    """Whether a prompt of the best tier excludes all worse tiers from this step."""
+    has_priority_prompt: bool = False
+    """Whether the plan has a prompt of the best tier."""
     plan: StepPlan = field(default_factory=StepPlan)
-    entered: set[int] = field(default_factory=set)
-    """Serials of the sequences admitted in it: their blocks hold nothing yet."""
+    admitted: set[int] = field(default_factory=set)
+    """The serials of the sequences admitted in this step. Their new blocks hold no K/V yet."""
 
     @property
     def to_come(self) -> int:
-        """Decodes that have yet to be come to, each of which may want a block."""
+        """The number of decodes not yet visited, each of which may need a block."""
         return sum(self.decodes)
 
     def left(self, seq: Sequence, tier: int, *, displacing: bool = False) -> int:
-        """Tokens that a prompt may take which stands in that tier: all but those of the decodes of that tier and better
-        ones, and of a few of the others, which else would stand still for as long as there are prompts before them.
-        Where it is `displacing` those who are worse than its request's tier, or leaves them out, they want none."""
-        worst = seq.request.tier if displacing or self._parts(seq) else TIERS - 1
+        """The tokens that a prompt in effective tier `tier` may take.
+
+        Decodes of that tier and better ones keep their tokens. A few decodes of worse tiers keep theirs too, so that a
+        stream of prompts cannot stall them. Decodes worse than the request's own tier keep none if the prompt is
+        `displacing` them or excludes them from the step.
+        """
+        worst = seq.request.tier if displacing or self._excludes(seq) else TIERS - 1
         worse = sum(self.decodes[tier + 1 : worst + 1])
-        budget = self.budget if hurries(seq) else self.unhurried
-        return budget - sum(self.decodes[: tier + 1]) - min(worse, self.share)
+        budget = self.budget if is_priority(seq) else self.unreserved
+        return budget - sum(self.decodes[: tier + 1]) - min(worse, self.decode_share)
 
     @property
-    def unhurried(self) -> int:
-        """Tokens left for whatever is not a prompt of the best tier; beside one, running decodes may have more."""
-        return self.budget - self.hurried
+    def unreserved(self) -> int:
+        """The tokens left for all but prompts of the best tier. In a step with such a prompt, decodes may use more."""
+        return self.budget - self.reserved
 
-    def put(self, seq: Sequence, count: int, room: int = 0) -> None:
-        """`room`: for so many draft tokens, of which the budget is kept."""
+    def put(self, seq: Sequence, count: int, max_draft: int = 0) -> None:
+        """Add `count` tokens of a sequence to the plan, and take `max_draft` more from the budget for draft tokens."""
         end = seq.computed + count
         if end > seq.paid and seq.account is not None:  # a token that was generated
             seq.account.served += (end - seq.paid) / seq.request.weight
             seq.paid = end
-        self.budget -= count + room
+        self.budget -= count + max_draft
         self.plan.num_tokens += count
         samples = seq.computed + count == len(seq.tokens)
-        self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, samples, room=room))
+        self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, samples, max_draft=max_draft))
 
     def put_prompt(self, seq: Sequence, count: int) -> None:
         self.put(seq, count)
-        self.rushed |= count > 0 and hurries(seq)
+        self.has_priority_prompt |= count > 0 and is_priority(seq)
 
-    def _parts(self, seq: Sequence) -> bool:
-        return self.may_part and hurries(seq)
+    def _excludes(self, seq: Sequence) -> bool:
+        return self.may_exclude and is_priority(seq)
 
 
 class Planner:
-    """Holds the sequences that wait and those that run, their rows and their blocks."""
+    """Holds the waiting and running sequences with their slots and KV blocks."""
 
     def __init__(
         self,
@@ -95,12 +106,14 @@ class Planner:
         max_num_batched_tokens: int,
         ageing_s: float,
         speculation: Speculation | None,
-        hurry: Hurry,
+        prefill_priority: PrefillPriority,
     ) -> None:
-        """`groups` are the unfinished requests by id, which the scheduler keeps. Raises EngineError where a step could
-        not hold one token of each sequence."""
-        unhurried = max_num_batched_tokens if hurry.unhurried_tokens is None else hurry.unhurried_tokens
-        for name, tokens in (("max_num_batched_tokens", max_num_batched_tokens), ("unhurried_tokens", unhurried)):
+        """`groups`: the unfinished requests by id, which the scheduler keeps. Raises EngineError if a step could not
+        hold one token of each sequence."""
+        ordinary = prefill_priority.unhurried_tokens
+        if ordinary is None:
+            ordinary = max_num_batched_tokens
+        for name, tokens in (("max_num_batched_tokens", max_num_batched_tokens), ("unhurried_tokens", ordinary)):
             if tokens < max_num_seqs:
                 less = f"{name}={tokens} is less than max_num_seqs={max_num_seqs}"
                 raise EngineError(f"{less}: a step must hold one token of every sequence")
@@ -116,15 +129,15 @@ class Planner:
         self.cached_tokens = 0
         self.out_of_memory = self.shrinks = 0
         self.most_blocks = 0
-        #: Serials of the sequences of a step whose results are awaited while the next is planned.
+        #: The serials of the sequences of the step in flight, while the next step is planned.
         self.in_flight: Set[int] = frozenset()
-        self._unhurried = unhurried
-        self._most_patience = APART * APART_AGAIN if hurry.apart else 0
-        # For how many steps worse tiers may still be left out; in parts of which APART_AGAIN make one.
-        self._patience = self._most_patience
+        self._ordinary_tokens = ordinary
+        self._max_exclusive_credit = EXCLUSIVE_STEPS * EXCLUSIVE_INTERVAL if prefill_priority.exclusive else 0
+        # The number of steps that may still exclude worse tiers, in units of 1 / EXCLUSIVE_INTERVAL step.
+        self._exclusive_credit = self._max_exclusive_credit
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """Plan the next step. Returns None if there is nothing to compute."""
         running = self.running
         decoding = [seq for seq in running if len(seq.tokens) - seq.computed == 1]
         decodes = [0] * TIERS
@@ -136,9 +149,9 @@ class Planner:
             now,
             self.max_num_batched_tokens,
             decodes,
-            share=max(1, self.max_num_batched_tokens // SHARE),
-            hurried=max(0, self.max_num_batched_tokens - self._unhurried),
-            may_part=self._patience >= APART_AGAIN,
+            decode_share=max(1, self.max_num_batched_tokens // DECODE_SHARE),
+            reserved=max(0, self.max_num_batched_tokens - self._ordinary_tokens),
+            may_exclude=self._exclusive_credit >= EXCLUSIVE_INTERVAL,
         )
         place = 0
         below = TIERS  # only requests of a tier better than this are still admitted
@@ -150,8 +163,8 @@ class Planner:
                 tier, seq = head
             else:
                 tier, seq = running[place].effective_tier, running[place]
-            if tier > 0 and step.rushed and step.may_part:
-                self._patience -= APART_AGAIN
+            if tier > 0 and step.has_priority_prompt and step.may_exclude:
+                self._exclusive_credit -= EXCLUSIVE_INTERVAL
                 break
             if not waits:
                 place += self._advance(seq, step)
@@ -161,29 +174,29 @@ class Planner:
             elif self._admit(seq, tier, step, freely):
                 place += 1
             else:
-                # Whoever comes later may not take what this one waits for; but a request of a better tier,
-                # which this one has reached by ageing alone, may still displace those whom it could not.
+                # No later request may take what this one waits for. But a request of a better tier, which this
+                # one has reached by ageing alone, may still displace sequences that this one could not.
                 below, freely = seq.request.tier, False
             head = self.waiting.first(now, below)
         else:
-            self._patience = min(self._patience + 1, self._most_patience)
+            self._exclusive_credit = min(self._exclusive_credit + 1, self._max_exclusive_credit)
         self.most_blocks = max(self.most_blocks, self._tables.used)
         return step.plan if step.plan.rows else None
 
     def _advance(self, seq: Sequence, step: _Step) -> bool:
-        """Plan a running sequence; False if one was put out for want of blocks, after which it is to be tried again.
+        """Plan a running sequence. Returns False if blocks ran out and a sequence was preempted; then call it again.
 
-        The last in order goes, which may be the sequence itself, but never one that is already in the plan.
+        The last sequence in order is preempted. It may be this sequence, but never one that is already in the plan.
         """
         pending, tier = len(seq.tokens) - seq.computed, seq.effective_tier
         decodes = pending == 1
         step.decodes[tier] -= decodes
         if decodes:
-            count = 1 if (step.budget if step.rushed else step.unhurried) > 0 else 0
+            count = 1 if (step.budget if step.has_priority_prompt else step.unreserved) > 0 else 0
         else:
             count = min(pending, step.left(seq, tier))
         if count > 0:
-            # A decode that is still to come may want a block, too.
+            # Decodes not yet visited may need a block, too.
             to_come = step.to_come
             count = self._tables.grow(seq, count, spare=to_come)
             if count == 0:
@@ -191,24 +204,29 @@ class Planner:
                 self._preempt_last(step)
                 return False
             if decodes:
-                step.put(seq, count, self._guesses(seq, step.unhurried - to_come - 1, to_come))
+                step.put(seq, count, self._guesses(seq, step.unreserved - to_come - 1, to_come))
             else:
                 step.put_prompt(seq, count)
         return True
 
     def _guesses(self, seq: Sequence, left: int, spare: int) -> int:
-        """For how many draft tokens a sequence that decodes gets places: of the budget that is `left` it takes half,
-        for there may be prompts, and of the blocks none that the `spare` decodes to come may want."""
+        """The number of draft tokens for which a decoding sequence gets KV slots.
+
+        It takes at most half of the budget that is `left`, because prompts may follow. It takes none of the blocks that
+        the `spare` decodes not yet visited may need.
+        """
         if self._speculation is None:
             return 0
         wanted = min(self._speculation.wanted(seq), left // 2)
         return self._tables.reach(seq, wanted, spare) if wanted > 0 else 0
 
     def _admit(self, seq: Sequence, tier: int, step: _Step, freely: bool) -> bool:
-        """Let a waiting sequence in, if need be in the place of running ones, of which none is in the plan yet:
-        only those whose effective tier is worse than its request's tier, and only if that makes room enough.
+        """Admit a waiting sequence, if necessary by preempting running ones. Returns whether it was admitted.
+
+        Only sequences whose effective tier is worse than the request's tier are preempted, and only if that makes
+        enough room. None of them is in the plan yet.
         """
-        if seq.serial in self.in_flight:  # put out just now: what it goes on with is not known yet
+        if seq.serial in self.in_flight:  # preempted just now: its next token is not known yet
             return False
         group = self._groups[seq.request.id]
         claim = self._claim(group, seq, step)
@@ -233,13 +251,13 @@ class Planner:
         if group.cached_tokens is None:
             group.cached_tokens = min(claim.computed, seq.prompt_len)
             self.cached_tokens += group.cached_tokens
-        step.entered.add(seq.serial)
+        step.admitted.add(seq.serial)
         pending = len(seq.tokens) - seq.computed
         step.put_prompt(seq, self._tables.grow(seq, min(pending, step.left(seq, tier)), spare=step.to_come))
         return True
 
     def _charge(self, seq: Sequence, cached: int) -> None:
-        """It has been admitted, with so many tokens of which the K/V are there: the rest is paid for once."""
+        """Charge an admitted sequence's tenant for its tokens without `cached` K/V, each token once."""
         shares, account, request = self.waiting.shares, seq.account, seq.request
         if account is None or account.tier != seq.effective_tier:
             if account is not None:
@@ -253,16 +271,16 @@ class Planner:
         seq.paid = max(seq.paid, len(seq.tokens))
 
     def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
-        return self._tables.claim(seq, group.donor(seq.root, step.entered))
+        return self._tables.claim(seq, group.donor(seq.root, step.admitted))
 
     def _fits(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
-        """Whether there is a row, a token of the budget, and blocks enough."""
+        """Whether there are a free slot, a token of the budget and enough blocks."""
         if not self._slots or step.left(seq, tier) <= 0:
             return False
         return self._tables.fits(claim, headroom=self._leaves_headroom(tier))
 
     def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
-        """Whether there would be, with all those put out whom the sequence may displace."""
+        """Whether it would fit if all sequences that it may displace were preempted."""
         victims = [other for other in self.running if other.effective_tier > seq.request.tier]
         if not victims or step.left(seq, tier, displacing=True) <= 0:
             return False
@@ -272,19 +290,19 @@ class Planner:
         return bool(self.running) and self.running[-1].effective_tier > seq.request.tier
 
     def _leaves_headroom(self, tier: int) -> bool:
-        """Not where only worse tiers run: alone, a sequence may have the whole pool."""
+        """Whether an admission leaves headroom. If only worse tiers run, a sequence may take the whole pool."""
         return bool(self.running) and self.running[0].effective_tier <= tier
 
     def _preempt_last(self, step: _Step) -> None:
-        """Put the last in order out of the batch. It keeps its tokens and computes them again, where the cache has
-        not kept them."""
+        """Preempt the last sequence in order. It keeps its tokens and later computes again those whose K/V are no
+        longer cached."""
         seq = self.running[-1]
         if len(seq.tokens) - seq.computed == 1:
             step.decodes[seq.effective_tier] -= 1
         self.preempt(seq, step.now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
-        """Put a running sequence, between steps any of them, out of the batch, to compute all of its tokens again."""
+        """Preempt a running sequence: it waits, and computes its tokens again. Between steps it may be any sequence."""
         self.running.remove(seq)
         self._leave(seq)
         seq.status = Status.WAITING
@@ -294,10 +312,11 @@ class Planner:
         self.preemptions += 1
 
     def shrink(self, now: float, *, tried: bool) -> bool:
-        """The device had no memory for a step: make those to come half as large, down to one token for each sequence
-        there may be, and put the last sequence out of the batch unless it is the only one.
+        """React to a step for which the device had no memory. Halves max_num_batched_tokens, down to max_num_seqs, and
+        preempts the last sequence unless it is the only one.
 
-        False, and nothing done, where they are as small already and that was `tried`, or where nothing can be done.
+        Returns False, and changes nothing, if steps cannot be smaller and this was `tried` before or only one sequence
+        runs.
         """
         self.out_of_memory += 1
         smaller = max(self.max_num_seqs, self.max_num_batched_tokens // 2)
@@ -311,7 +330,7 @@ class Planner:
         return True
 
     def remove(self, seq: Sequence) -> None:
-        """Take a running or waiting sequence out and free what it holds."""
+        """Remove a running or waiting sequence and free its slot and blocks."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self._leave(seq)
@@ -322,7 +341,7 @@ class Planner:
             seq.account = None
 
     def _leave(self, seq: Sequence) -> None:
-        if seq.pending:  # the token itself is appended when it is known, wherever the sequence is then
+        if seq.pending:  # update() appends the token itself once it is known
             seq.tokens.pop()
             seq.pending = False
         self._tables.free(seq)
@@ -334,7 +353,7 @@ class Planner:
         return self.max_num_seqs - len(self._slots)
 
     def preempted(self, now: float) -> list[tuple[str, float]]:
-        """(request id, seconds) of requests that were put out of the batch and have no choice running."""
+        """(request id, seconds since) of preempted requests of which no choice runs."""
         since: dict[str, float] = {}
         for seq in self.waiting.preempted():
             since[seq.request.id] = max(seq.queued_at, since.get(seq.request.id, seq.queued_at))
@@ -343,7 +362,8 @@ class Planner:
         return [(request_id, now - queued_at) for request_id, queued_at in since.items()]
 
     def check_integrity(self) -> None:
-        """Raise EngineError if blocks, slots and queues do not agree. Takes time with the size of the pool."""
+        """Raise EngineError if blocks, slots and queues are inconsistent. Takes time proportional to the pool's
+        size."""
         running = self.running
         self._tables.check_integrity(running)
         if running != sorted(running, key=running_key):

@@ -1,14 +1,15 @@
-"""Who goes first: tiers, ageing, shares, and the queue of those who wait.
+"""Scheduling order: tiers, ageing, tenants' shares, and the queue of waiting sequences.
 
-A sequence's effective tier is its request's tier less one for each `ageing_s` seconds that it has waited in all,
-down to 0. It only ever falls, and is kept while the sequence runs. Of equals, the one whose tenant was served least in
-that tier goes first (`shares.py`); then the request that arrived first. Ageing moves a sequence forward in the queue
-and shields it once it runs; to put others out of the batch it has only the tier it came with, and no share. So whoever
-ages to 0 is in time the first in the queue, a fresh request of a high tier still displaces lower ones at once, and no
-two sequences can go on displacing each other.
+A sequence's effective tier is its request's tier less one for each `ageing_s` seconds that it has waited in all, down
+to 0. It only ever falls, and is kept while the sequence runs. Within a tier, the sequence whose tenant was served least
+goes first (fairness.py), then the request that arrived first.
 
-In the batch, the order is that of what a sequence's tenant had been served when it was first admitted: who is put out
-for want of memory is of those whose tenants had most, and the last to come.
+Ageing moves a sequence forward in the queue and shields it once it runs. To preempt others, a sequence has only its
+request's tier, and no share. So a sequence aged to tier 0 will in time be the first in the queue, a fresh request of a
+high tier still displaces lower ones at once, and no two sequences can go on displacing each other.
+
+In the batch, sequences are ordered by what their tenants had been served at their first admission. If memory runs out,
+the last in that order is preempted: of the tenants served most, the sequence that arrived last.
 """
 
 from __future__ import annotations
@@ -23,47 +24,48 @@ from engine.sequence import Sequence
 
 TIERS = 4
 
-#: Steps in a row that prompts of the best tier may have for it alone, and how many steps of all there are for one more.
-APART, APART_AGAIN = 3, 3
+#: The most steps in a row that exclude worse tiers for prompts of the best tier, and the number of ordinary steps that
+#: earn one more.
+EXCLUSIVE_STEPS, EXCLUSIVE_INTERVAL = 3, 3
 
 Key = tuple[int, float, float, int]
 
 
 def effective_tier(tier: int, waited: float, ageing_s: float) -> int:
-    """Whole tiers, 0 at the least."""
+    """The tier less one for each whole `ageing_s` seconds of waiting, at least 0."""
     return max(0, tier - max(0, int(waited / ageing_s)))
 
 
 def running_key(seq: Sequence) -> Key:
-    """The order of the batch: its last is the first to be put out."""
+    """The sort key of the batch. The last sequence is the first to be preempted."""
     return (seq.effective_tier, seq.tag, seq.request.arrival, seq.serial)
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
-    """What is done so that prompts of the best tier wait for few tokens of worse ones."""
+class PrefillPriority:
+    """Settings that let prompts of the best tier wait for few tokens of worse tiers."""
 
     unhurried_tokens: int | None = None
-    """Tokens of a step that no such prompt has a part in, at most; None: as many as there may be in any."""
-    apart: bool = False
-    """Whether such a prompt has steps without worse tiers: APART in a row at most, and in the long run one of
-    1 + APART_AGAIN."""
+    """The most tokens of a step without such a prompt. None: as many as in any step."""
+    exclusive: bool = False
+    """Whether steps with such a prompt exclude worse tiers: at most EXCLUSIVE_STEPS in a row, and in the long run one
+    step of 1 + EXCLUSIVE_INTERVAL."""
 
 
-NO_HURRY = Hurry()
+NO_PREFILL_PRIORITY = PrefillPriority()
 
 
-def hurries(seq: Sequence) -> bool:
-    """By what it asked for: whoever reached the best tier by ageing has waited for longer than a step."""
+def is_priority(seq: Sequence) -> bool:
+    """Whether the request's own tier is the best one. Ageing does not count: it takes far longer than a step."""
     return seq.request.tier == 0
 
 
 class WaitingQueue:
-    """Sequences that wait, in the order of their effective tier, what their tenant was served, and arrival.
+    """The waiting sequences, ordered by effective tier, then the tokens served to their tenants, then arrival.
 
-    Those that never ran have waited since they arrived, so within a tier the order of arrival is their tenant's for
-    ever: one sorted list for each tenant in each tier, of which only the heads are compared. Those that were put out of
-    the batch have waited less than that; they are few, and each is looked at.
+    A sequence that never ran has waited since its arrival, so a tenant's order within a tier never changes: each tenant
+    has one sorted list in each tier, and only the heads are compared. Preempted sequences have waited less than that.
+    They are few, and each is compared.
     """
 
     def __init__(self, ageing_s: float) -> None:
@@ -100,7 +102,7 @@ class WaitingQueue:
         return list(self._preempted.values())
 
     def first(self, now: float, below: int = TIERS) -> tuple[int, Sequence] | None:
-        """(effective tier, sequence) of the first in order among requests of a tier better than `below`."""
+        """The first sequence in order among requests of a tier better than `below`, as (effective tier, sequence)."""
         heads = [fresh[0] for tier in self._fresh[:below] for fresh in tier.values()]
         heads += [seq for seq in self._preempted.values() if seq.request.tier < below]
         if not heads:
@@ -114,7 +116,7 @@ class WaitingQueue:
         return effective_tier(seq.request.tier, seq.waited + now - seq.queued_at, self._ageing_s)
 
     def _key(self, seq: Sequence, now: float) -> Key:
-        """An aged sequence is its tenant's in the tier that it has reached."""
+        """The sort key. An aged sequence counts on its tenant's account in the tier that it has reached."""
         tier, account = self._tier(seq, now), seq.account
         if account is not None and account.tier == tier:
             served = account.served

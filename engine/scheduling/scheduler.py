@@ -1,6 +1,6 @@
-"""Requests in, step plans and events out: the part of the engine that decides and never computes.
+"""The scheduler: takes requests, makes step plans (planner.py) and turns sampled tokens into events.
 
-The planner says what the next step computes; here is what becomes of a request before, between and after its steps.
+It decides and never computes. This file handles requests before, between and after their steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.scheduling.best_of import Candidates
 from engine.scheduling.group import Group
 from engine.scheduling.limits import RequestLimits
 from engine.scheduling.planner import Planner
-from engine.scheduling.policy import NO_HURRY, Hurry
+from engine.scheduling.policy import NO_PREFILL_PRIORITY, PrefillPriority
 from engine.scheduling.stats import SchedulerStats
 from engine.sequence import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
@@ -30,7 +30,7 @@ from engine.text.detokenizer import Detokenizer
 
 
 class Scheduler:
-    """Not thread-safe, except for `check`. One thread calls schedule and update in turn."""
+    """Schedules requests. Not thread-safe, except for `check`: one thread calls schedule and update in turn."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Scheduler:
         rope_switch: int | None = None,
         seed: int | None = None,
         speculation: Speculation | None = None,
-        hurry: Hurry = NO_HURRY,
+        prefill_priority: PrefillPriority = NO_PREFILL_PRIORITY,
     ) -> None:
-        """`spaces` is the memory of each KV group. `version` is the model's, which keeps the cached blocks of different
-        models apart. A sequence of more than `rope_switch` tokens has other keys than a shorter one: past that it is
-        computed anew. `seed` is the source of seeds for requests that bring none. `speculation` is what guesses tokens.
-        Raises EngineError where a step could not hold one token of each sequence.
+        """`spaces`: the memory of each KV group. `version`: the model's version, which separates the cached blocks of
+        different models. `rope_switch`: a sequence of more tokens has other keys than a shorter one, so it is computed
+        anew when it grows past that. `seed`: the source of seeds for requests that have none. `speculation`: the source
+        of draft tokens. Raises EngineError if a step could not hold one token of each sequence.
         """
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
@@ -72,7 +72,7 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             ageing_s=ageing_s,
             speculation=speculation,
-            hurry=hurry,
+            prefill_priority=prefill_priority,
         )
         self._speculation = speculation
         self._seeds = random.Random(seed)  # noqa: S311 - for sampling, not secrets
@@ -82,15 +82,15 @@ class Scheduler:
     # ---- requests come and go
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the request could never run. Reads only settings: any thread may call it."""
+        """Raise RequestError if the request could never run. Reads only settings, so any thread may call it."""
         self._limits.check(request)
         self._spelled(request.params.bad_words)
 
     def add(self, request: Request) -> list[Event]:
         """Queue a request. Raises RequestError as `check` does, and for an id that is in use.
 
-        Returns the events (token_ids=[]) of choices whose `resume` shows that they had already finished; they
-        must be delivered like those of `update`. Usually empty.
+        Returns events (token_ids=[]) for choices that had already finished according to `resume`; usually none. The
+        caller must deliver them like those of `update`.
         """
         self._limits.check(request)
         if request.id in self._groups:
@@ -103,7 +103,7 @@ class Scheduler:
         scores = None
         if params.prompt_logprobs is not None:
             scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
-        # Where nothing is generated there is nothing to choose from.
+        # If nothing is generated, there are no candidates to choose from.
         selects = params.selects and limit > 0
         group = Group(request, unfinished=params.width if selects else params.n, scores=scores)
         if selects:
@@ -131,13 +131,13 @@ class Scheduler:
                 group.unfinished -= 1
                 events.append(group.event(seq, reason, match))
         self._prompt_tokens += len(request.prompt_ids)
-        if group.led:
+        if group.followers:
             self._groups[request.id] = group
-            self._planner.waiting.push(group.led.pop(0))
+            self._planner.waiting.push(group.followers.pop(0))
         return events
 
     def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All ways to write these words, in tokens."""
+        """All token sequences that write these words. Raises RequestError if there are none."""
         if words and self._spellings is None:
             raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
         found: dict[tuple[int, ...], None] = {}
@@ -149,7 +149,7 @@ class Scheduler:
         return tuple(found)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks; False if there is none. No event follows."""
+        """Drop a request and free its blocks. Returns False if the id is unknown. No event follows."""
         group = self._groups.get(request_id)
         if group is None:
             return False
@@ -161,14 +161,14 @@ class Scheduler:
     def fail(self, target: Sequence | str, message: str, *, refused: bool = False) -> list[Event]:
         """End one sequence, or all choices of a request id, with finish_reason "error". `refused`: see Event.
 
-        What the cache learnt from them is forgotten: a fault may have been in what they wrote.
+        Their blocks leave the prefix cache, because the K/V they wrote may be faulty.
         """
         request_id = target if isinstance(target, str) else target.request.id
         group = self._groups.get(request_id)
         if group is None:
             return []
         events = []
-        # Without one of its candidates a request cannot know which are the best.
+        # If one candidate fails, best_of cannot tell which are the best: the whole request fails.
         for seq in [target] if isinstance(target, Sequence) and group.candidates is None else group.seqs:
             if seq.status is not Status.FINISHED:
                 self._tables.forget(seq)
@@ -179,17 +179,17 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """Plan the next step. Returns None if there is nothing to compute."""
         return self._planner.plan(now)
 
     def foresee(self, plan: StepPlan, needs_token: Callable[[Sequence], bool]) -> None:
-        """Count a plan in flight as computed, so that the next can be planned before its results are known.
+        """Count a plan in flight as computed, so that the next step can be planned before its results are known.
 
-        A sequence that samples in it ends in a token that is UNKNOWN from then on, and may compute that. Where the
-        token will end it for certain, or takes it across the rope switch, or where the executor `needs_token` itself,
-        or where it has a draft or is to have one next, the sequence has nothing to compute before `update`. All tokens
-        but those of drafts are known: the blocks they fill are offered to the prefix cache. To be followed by
-        `schedule` and then by `update` or `take_back` of this plan, with nothing else between.
+        A sequence that samples in it then ends in an UNKNOWN token, which the next step may compute. A sequence has
+        nothing to compute before `update` if: that token will end it for certain; the token takes it across the rope
+        switch; the executor `needs_token` itself; it has a draft; or it is to have a draft next. All tokens but draft
+        tokens are known, so the blocks they fill are offered to the prefix cache. The caller then calls `schedule`, and
+        after it `update` or `take_back` of this plan, with nothing else between.
         """
         self._planner.in_flight = {row.seq.serial for row in plan.rows}
         for row in plan.rows:
@@ -207,9 +207,8 @@ class Scheduler:
                 seq.pending = True
 
     def take_back(self, plans: Iterable[StepPlan], now: float) -> None:
-        """Give up plans whose results will never be known: what they were to compute will be computed again.
-
-        Their sequences wait, with the tokens that are known.
+        """Give up plans whose results will never be known. Their sequences wait, with the tokens that are known, and
+        compute the lost part again.
         """
         self._planner.in_flight = frozenset()
         for row in chain.from_iterable(plan.rows for plan in plans):
@@ -218,21 +217,21 @@ class Scheduler:
                 self._planner.preempt(row.seq, now)
 
     def shrink(self, now: float, *, tried: bool) -> bool:
-        """See Planner.shrink. Not while a plan is in flight."""
+        """See Planner.shrink. Not allowed while a plan is in flight."""
         return self._planner.shrink(now, tried=tried)
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens of a step."""
+        """The most tokens of one step."""
         return self._planner.max_num_batched_tokens
 
     def update(self, plan: StepPlan, sampled: list[Sampled], now: float) -> list[Event]:
-        """Enter a step's results: `sampled` has one entry for each row with samples=True, in order.
+        """Apply a step's results and return their events. `sampled` has one entry for each row with samples=True, in
+        order.
 
-        Rows whose sequence has ended since `schedule` are passed over (their entry is still there): it was aborted, it
-        failed, or the step before this one, which was in flight then, has ended it. A sequence that was put out of the
-        batch since gets its token where it waits. Raises EngineError if the number of entries is not that of the
-        sampling rows.
+        Rows whose sequence has ended since `schedule` are skipped, although their entry is there. Such a sequence was
+        aborted, has failed, or was ended by the step before, which was in flight then. A sequence preempted since then
+        gets its token while it waits. Raises EngineError if the number of entries is not that of the sampling rows.
         """
         expected = sum(row.samples for row in plan.rows)
         if len(sampled) != expected:
@@ -257,20 +256,22 @@ class Scheduler:
             if seq.status is Status.RUNNING:
                 seq.computed = row.known
                 self._tables.register(seq)
-                if group.led and seq.computed >= seq.prompt_len:
-                    self._release_led(group, seq)
+                if group.followers and seq.computed >= seq.prompt_len:
+                    self._release_followers(group, seq)
             events += group.score(row)
             if result is not None:
                 events += self._extend(group, row, result, now)
         return events
 
     def _extend(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
-        """Enter what a row sampled: one token, and one more for each of its draft that was accepted, each as if it had
-        come alone; so the first that ends the sequence is its last."""
+        """Append the tokens that a row sampled: one, and one more for each accepted draft token.
+
+        Each is appended as if it came alone, so the first token that ends the sequence is its last.
+        """
         seq = row.seq
-        if self._speculation is not None and row.room:
+        if self._speculation is not None and row.max_draft:
             self._speculation.entered(row, len(result.then))
-        if seq.output.limit == 0:  # it was computed for its prompt alone
+        if seq.output.limit == 0:  # it ran for its prompt's log probabilities alone
             self._end(group, seq)
             event = group.event(seq, "length")
             return [event] if group.candidates is None else group.candidates.take(event)
@@ -283,7 +284,7 @@ class Scheduler:
             if one.error is not None:
                 break
             if entered and seq.status is Status.RUNNING:
-                # The token before was guessed: its K/V are there.
+                # The token before it was an accepted draft token: its K/V are in the cache.
                 seq.computed += 1
                 self._tables.register(seq)
             text, reason, match = self._append(group, seq, one.token_id, now)
@@ -298,7 +299,7 @@ class Scheduler:
     def _append(
         self, group: Group, seq: Sequence, token_id: int, now: float
     ) -> tuple[str, FinishReason | None, str | int | None]:
-        """See OutputState.push."""
+        """Append one token to a sequence. Returns what OutputState.push returns."""
         if seq.pending:
             seq.tokens[-1] = token_id
             seq.pending = False
@@ -316,8 +317,11 @@ class Scheduler:
         return text, reason, match
 
     def _spoilt(self, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
-        """A sequence has no next token. Where it had a draft, that may be to blame (attention weighs what is masked
-        with 0, and 0 x NaN is NaN): it is computed again, and from now on without."""
+        """Handle a row whose sampling failed.
+
+        If the row had a draft, the draft may be to blame: attention weighs masked values with 0, and 0 x NaN is NaN.
+        Then the sequence is computed again, from now on without drafts. Else the sequence fails.
+        """
         seq = row.seq
         if row.draft and not result.refused and self._speculation is not None:
             self._speculation.bar(seq)
@@ -328,40 +332,40 @@ class Scheduler:
         self._not_finite += not result.refused
         return self.fail(seq, result.error or "", refused=result.refused)
 
-    def _release_led(self, group: Group, leader: Sequence) -> None:
-        """Let the choices that waited for the prompt to be computed queue up."""
-        for seq in group.led:
+    def _release_followers(self, group: Group, leader: Sequence) -> None:
+        """Queue the choices that waited for their leader to compute the prompt."""
+        for seq in group.followers:
             if seq.root == leader.root:
                 seq.hashes = leader.hashes[: leader.prompt_len // self._tables.block_size]
             self._planner.waiting.push(seq)
-        group.led.clear()
+        group.followers.clear()
 
     def _end(self, group: Group, seq: Sequence) -> None:
-        """Take a sequence out of everything; nothing if it has ended before."""
+        """Remove a sequence from all queues and tables. Does nothing if it has ended before."""
         if seq.status is Status.FINISHED:
             return
-        if seq in group.led:
-            group.led.remove(seq)
+        if seq in group.followers:
+            group.followers.remove(seq)
         else:
             self._planner.remove(seq)
         seq.status = Status.FINISHED
         group.unfinished -= 1
         if group.unfinished == 0:
             del self._groups[seq.request.id]
-        elif len(group.led) == group.unfinished:
-            self._release_led(group, seq)
+        elif len(group.followers) == group.unfinished:
+            self._release_followers(group, seq)
 
-    # ---- looking in
+    # ---- observation
 
     @property
     def has_work(self) -> bool:
-        """True while any sequence is running or waiting."""
+        """Whether any sequence is running or waiting."""
         return bool(self._groups)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             running=len(self._planner.running),
-            waiting=len(self._planner.waiting) + sum(len(group.led) for group in self._groups.values()),
+            waiting=len(self._planner.waiting) + sum(len(group.followers) for group in self._groups.values()),
             kv_blocks_total=self._tables.num_blocks,
             kv_blocks_used=self._tables.used,
             kv_blocks_most=self._planner.most_blocks,
@@ -379,22 +383,23 @@ class Scheduler:
         )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:
-        """See Planner."""
+        """See Planner.preempted."""
         return self._planner.preempted(now)
 
     def check_idle(self) -> None:
-        """Raise EngineError if there is no work and yet a block or a slot is held. Constant time."""
+        """Raise EngineError if a block or a slot is held although there is no work. Takes constant time."""
         held = self._tables.used, self._planner.slots_used
         if not self._groups and held != (0, 0):
             raise EngineError(f"with no work, {held[0]} KV blocks and {held[1]} slots are held")
 
     def check_integrity(self) -> None:
-        """Raise EngineError if blocks, slots, queues and tables do not agree. Takes time with the size of the pool."""
+        """Raise EngineError if blocks, slots, queues and tables are inconsistent. Takes time proportional to the
+        pool."""
         self.check_idle()
         self._planner.check_integrity()
         groups = self._groups.values()
         alive = [seq for group in groups for seq in group.seqs if seq.status is not Status.FINISHED]
-        placed = [*self._planner.running, *self._planner.waiting, *(seq for group in groups for seq in group.led)]
+        placed = [*self._planner.running, *self._planner.waiting, *(seq for group in groups for seq in group.followers)]
         if sorted(seq.serial for seq in alive) != sorted(seq.serial for seq in placed):
             raise EngineError("the unfinished sequences are not each in one queue")
         for group in groups:

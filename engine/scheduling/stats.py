@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""The scheduler's statistics."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges of this moment and counters since the start."""
+    """Gauges at this moment and counters since the start."""
 
     running: int
     waiting: int
     kv_blocks_total: int
     kv_blocks_used: int
-    """Blocks that a sequence holds; cached blocks that nobody holds count as free."""
+    """The blocks that sequences hold. Cached blocks that no sequence holds count as free."""
     kv_blocks_most: int
-    """The most that were held in any step."""
+    """The most blocks held in any step."""
     steps: int
     prompt_tokens: int
     cached_tokens: int
@@ -23,12 +23,12 @@ class SchedulerStats:
     preemptions: int
     aborted: int
     out_of_memory: int
-    """Steps for which the device had no memory."""
+    """The number of steps for which the device had no memory."""
     shrinks: int
-    """Times that steps were made smaller for it."""
+    """The number of times that steps were made smaller for lack of memory."""
     not_finite: int
-    """Sequences that ended because the model's logits were NaN or infinite."""
+    """The number of sequences that ended because the model's logits were NaN or infinite."""
     drafted: int
-    """Tokens that were guessed, and computed with the target."""
+    """The number of draft tokens that the target model computed."""
     draft_accepted: int
-    """Of these, how many were what the target chose."""
+    """The number of those draft tokens that were accepted."""

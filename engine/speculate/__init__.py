@@ -1,10 +1,11 @@
-"""Several tokens of a sequence in one step: guessed cheaply, computed together, kept as far as they are right.
+"""Speculative decoding: proposes draft tokens cheaply, computes them in one step, and keeps them as far as they are
+right.
 
-plan: how long a draft each decoding sequence may have (pace.py, within what balance.py allows), and blocks -> `room`
-propose: lookup.py finds what followed the same words before; draft.py asks a smaller model; rows get a `draft`
-execute: the target computes last token and draft in one go, and its own sampler chooses after each of them
-accept: a draft token is kept if and only if it is what was chosen in its place (plan.accepted), so that the output
-is that of one token a step, whatever was guessed; the sequence's Guessed counts right ones, times.py times steps
+plan: pace picks the draft length of each decoding sequence, within the limits of balance; rows get a `max_draft`
+propose: lookup finds what followed the same words before; draft runs a smaller model; rows get a `draft`
+execute: the target model computes last token and draft in one go, and its own sampler samples after each of them
+accept: a draft token is kept if and only if it equals the token sampled in its place (plan.accepted), so the output is
+       the same as with one token a step; the sequence's Guessed counts accepted tokens, times measures steps
 """
 
 from engine.speculate.lookup import Lookup

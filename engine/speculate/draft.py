@@ -1,12 +1,12 @@
-"""A smaller model guesses: it computes the same tokens, in blocks of its own that lie as the target's do.
+"""Draft tokens from a smaller model, which computes the same tokens in its own KV blocks.
 
-Its K/V of a token are at the same place of the same block as the target's: one table says where both are, and what the
-scheduler plans for a sequence holds for its draft. Whether they are there is another matter, for the draft model only
-computes sequences that are to have a draft. What it lacks of one it catches up with, some tokens a step. Where it is
-wrong about that (or about anything), its guesses are poor, and no output is another.
+Its blocks have the same numbers as the target model's: one block table locates the K/V of both, and the scheduler's
+plans hold for both. But the draft model only computes sequences that are to have a draft. If it lacks tokens of such a
+sequence, it catches up, some tokens a step. If its record of the K/V it has is wrong, its drafts are poor, but no
+output changes.
 
-It chooses by the target's own rules and noise (penalties, temperature, filters, seed, position), so that it agrees not
-only with the target's likeliest token but with the one that the target will draw.
+It samples with the target's own parameters and noise (penalties, temperature, filters, seed, position). So it agrees
+not only with the target's most likely token but also with the one that the target will draw.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from engine.sequence import Sequence
 
 
 class Executor(Protocol):
-    """What runs the draft model: a runner over blocks of its own."""
+    """The interface of the draft model's runner, which has its own blocks."""
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """One result for each row that samples."""
+        """Execute a plan. Returns one result for each sampling row."""
 
     def forget(self) -> None:
-        """Nothing that was kept of sequences is to be trusted."""
+        """Discard all cached state of sequences."""
 
 
 @dataclass(slots=True, eq=False)
 class _Shadow:
-    """A sequence of the target as the draft model has it."""
+    """The draft model's copy of a target sequence."""
 
     owner: Sequence
     seq: Sequence
-    """Its tokens end in those that were guessed last."""
+    """The copy. Its tokens end in the latest draft."""
     known: int
-    """How many of them the owner had."""
+    """The number of leading tokens that are the owner's."""
     computed: int
-    """Leading tokens whose K/V are there."""
+    """The number of leading tokens whose K/V the draft model has."""
     room: int = 0
-    """Tokens that may be guessed now."""
+    """The most draft tokens in this step."""
     guessed: list[int] = field(default_factory=list)
 
 
 class DraftModel:
-    """A Proposer. Slot by slot, the sequence that runs there."""
+    """A Proposer that runs a draft model. It keeps one copy of a sequence for each slot."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class DraftModel:
         step_tokens: int,
         context_length: int,
     ) -> None:
-        """`groups`: the draft model's KV groups, whose blocks all lie as those of the target's group `table`, which has
-        no window. `step_tokens`: the most to be computed at a time, a block at least. Sequences beyond `context_length`
-        get no draft."""
+        """`groups`: the number of the draft model's KV groups. They all use the block tables of the target's group
+        `table`, which has no window. `step_tokens`: the most tokens computed at one time, at least a block. Sequences
+        longer than `context_length` get no draft."""
         self._executor = executor
         self._shadows: list[_Shadow | None] = [None] * slots
         self._groups = groups
@@ -69,19 +69,20 @@ class DraftModel:
         self._size = block_size
         self._step_tokens = step_tokens
         self._context = context_length
-        # Of each full block, the hash of the tokens whose K/V the draft model has written there.
+        # For each full block, the hash of the tokens whose K/V the draft model has written there.
         self._written: dict[int, bytes] = {}
 
     def propose(self, rows: Each[ScheduledSeq]) -> list[tuple[int, ...]]:
-        """As many tokens as there is room for; none for a sequence that is not caught up with yet."""
+        """Draft tokens for each row, up to its limit. None for a sequence that the draft model has yet to catch up
+        with."""
         shadows = [self._shadow(row) for row in rows]
         left = self._step_tokens
         parts = []
-        # Whoever lacks least gets its draft; the others catch up with what is left of the step.
+        # The sequences that lack least get their drafts. The others catch up with the rest of the step.
         for one in sorted((one for one in shadows if one.room > 0), key=_lacking):
             count = min(_lacking(one), left)
             if count < _lacking(one):
-                # Up to the end of a block: others may have the same one, and the runner clears what it only begins.
+                # Stop at the end of a block: other sequences may share it, and the runner clears blocks it only begins.
                 count = max(0, (one.computed + count) // self._size * self._size - one.computed)
             left -= count
             if count:
@@ -98,13 +99,13 @@ class DraftModel:
         self._executor.forget()
 
     def _shadow(self, row: ScheduledSeq) -> _Shadow:
-        """That of a row's sequence, with the tokens that this has now: of those that were guessed, the wrong ones are
-        gone, and the others' K/V are kept."""
+        """The copy of a row's sequence, updated to its tokens. Rejected draft tokens are removed, and the K/V of
+        accepted ones are kept."""
         owner = row.seq
         table = owner.tables[self._table]
         found = self._shadows[owner.slot]
         if found is None or found.owner is not owner or found.seq.tables[0] is not table:
-            # A sequence that was put out and let in again has other blocks.
+            # A sequence that was preempted and admitted again has other blocks.
             found = self._shadows[owner.slot] = self._begun(owner)
         tokens, right = found.seq.tokens, found.known
         while right < min(len(tokens), len(owner.tokens)) and tokens[right] == owner.tokens[right]:
@@ -113,15 +114,15 @@ class DraftModel:
         tokens += owner.tokens[right:]
         found.known = len(tokens)
         found.computed = min(found.computed, right, len(tokens) - 1)
-        found.room = min(row.room, self._context - len(tokens))
+        found.room = min(row.max_draft, self._context - len(tokens))
         found.guessed = []
         if _penalised(owner):
-            # The sampler counts a sequence's tokens one by one as they come: those that went are not taken off.
+            # The sampler counts tokens as they come and never removes any, so it must see a new sequence.
             found.seq = replace(found.seq)
         return found
 
     def _begun(self, owner: Sequence) -> _Shadow:
-        """With the K/V of the leading blocks that the draft model has computed, for whomever."""
+        """A new copy. It shares the leading blocks whose K/V the draft model has computed for any sequence."""
         table = owner.tables[self._table]
         shared = 0
         for block, name in zip(table.blocks, owner.hashes, strict=False):
@@ -140,7 +141,7 @@ class DraftModel:
         return _Shadow(owner, seq, len(seq.tokens), shared * self._size)
 
     def _run(self, parts: list[tuple[_Shadow, int]]) -> list[_Shadow]:
-        """Compute so many tokens of each; those that have got to their last one have one more then."""
+        """Compute `count` tokens of each copy. Copies that reach their last token sample one more and are returned."""
         plan = StepPlan(num_tokens=sum(count for _, count in parts))
         for one, count in parts:
             samples = count == _lacking(one)
@@ -158,7 +159,7 @@ class DraftModel:
         return going
 
     def _note(self, one: _Shadow, start: int, count: int) -> None:
-        """The K/V of these tokens have been written."""
+        """Record that the K/V of these tokens have been written."""
         blocks, names = one.seq.tables[0].blocks, one.owner.hashes
         end = start + count
         for index in range(start // self._size, -(-end // self._size)):

@@ -1,7 +1,7 @@
-"""Prompt lookup: what comes next is what came after the same words before, in the prompt or in the output.
+"""Prompt lookup: proposes the tokens that followed the same words earlier in the sequence's prompt or output.
 
-Costs nothing but a search of the text, and is right where output repeats its input: code that is edited, quotations,
-summaries, loops. (Saxena 2023, "Prompt Lookup Decoding"; Yang et al., arXiv 2304.04487.)
+It costs only a search of the text, and is right if the output repeats its input: edited code, quotations, summaries,
+loops. (Saxena 2023, "Prompt Lookup Decoding"; Yang et al., arXiv 2304.04487.)
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from engine.errors import EngineError
 from engine.plan import ScheduledSeq
 from engine.sequence import Sequence
 
-#: Tokens at the end that must have stood together before: the most are looked for first.
+#: The most and the fewest last tokens to search for. The search begins with the most.
 _LONGEST, _SHORTEST = 4, 2
-#: A sequence's tokens are kept as the characters of a text, which Python searches fast: as many as there are.
+#: The largest vocabulary: tokens are kept as the characters of a text, which Python searches fast.
 _MOST_TOKENS = 0x110000
 
 
 class Lookup:
-    """A Proposer. Slot by slot, the tokens of the sequence that runs there, as characters."""
+    """A Proposer that searches the sequence's own tokens, kept for each slot as characters of a text."""
 
     def __init__(self, slots: int, vocab_size: int) -> None:
-        """Raises EngineError for a vocabulary of more tokens than there are characters."""
+        """Raises EngineError if the vocabulary has more tokens than Unicode has characters."""
         if vocab_size > _MOST_TOKENS:
             raise EngineError(
                 f"speculate='lookup' is for vocabularies of up to {_MOST_TOKENS} tokens, and the model's has "
@@ -32,17 +32,17 @@ class Lookup:
         self._texts = [""] * slots
 
     def propose(self, rows: Each[ScheduledSeq]) -> list[tuple[int, ...]]:
-        """What followed the latest place where the longest end stood before; nothing where none did."""
-        return [self._after(self._text(row.seq), row.room) for row in rows]
+        """The tokens after the latest earlier occurrence of the longest matching end. Empty if there is none."""
+        return [self._after(self._text(row.seq), row.max_draft) for row in rows]
 
     def forget(self) -> None:
-        """Nothing is kept that the sequences do not say."""
+        """Does nothing: all kept state follows from the sequences' tokens."""
 
     def _text(self, seq: Sequence) -> str:
         slot = seq.slot
         if self._owners[slot] is not seq:
             self._owners[slot], self._texts[slot] = seq, ""
-        # A sequence's tokens only ever become more.
+        # A sequence's tokens are only ever appended to.
         self._texts[slot] += "".join(map(chr, seq.tokens[len(self._texts[slot]) :]))
         return self._texts[slot]
 
@@ -51,7 +51,7 @@ class Lookup:
         for size in range(min(_LONGEST, len(text) - 1), _SHORTEST - 1, -1):
             place = text.rfind(text[-size:], 0, len(text) - 1)
             if place >= 0:
-                # Where the end stood so lately that less than `most` follows, it has begun to repeat itself.
+                # If fewer than `most` tokens follow the occurrence, the text has begun to repeat itself.
                 following = text[place + size :]
                 return tuple(map(ord, (following * -(-most // len(following)))[:most]))
         return ()

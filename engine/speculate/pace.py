@@ -1,12 +1,12 @@
-"""How long drafts should be: by how often tokens are right, and by what steps of each size were seen to take.
+"""Chooses draft lengths from the acceptance rates and the measured times of steps of each size.
 
-With chance a that a draft token is accepted if those before it are, the k-th token of a draft brings a^k tokens
-(Leviathan et al., arXiv 2211.17192). So of all tokens that could be guessed for all sequences, the likeliest come
-first; after each it is asked how many tokens a second come of it, by the measured times of the target's steps and of
-the proposer's passes; the best place to stop is taken, which is before the first where drafts do not pay.
+If a draft token is accepted with probability a, given that the tokens before it are, the k-th token of a draft gains
+a^k tokens (Leviathan et al., arXiv 2211.17192). So of all tokens that could be drafted for all sequences, the most
+likely come first. After each, the expected tokens per second follow from the measured times of the target's steps and
+of the proposer's passes. The best point to stop is chosen; if drafts do not pay, that is before the first token.
 
-Times of steps are those of the whole engine, and stay from request to request. Steps become larger than any that was
-seen little by little, while a larger one is to be hoped to give more: what that costs is known before it is much.
+Step times are those of the whole engine, and outlive requests. Steps grow beyond the largest one measured little by
+little, while a larger one is expected to gain more. So the cost of larger steps is known before it is high.
 """
 
 from __future__ import annotations
@@ -16,44 +16,45 @@ from dataclasses import dataclass
 
 from engine.speculate.times import Curve, Times
 
-#: Drafts must promise so much more than none: what is measured is not exact.
+#: The factor by which drafts must be expected to gain over none, because measurements are not exact.
 _MARGIN = 1.03
-#: The largest step that was seen is gone beyond by one in so many of its tokens, or by one.
+#: A step may exceed the largest measured one by this fraction (one in so many) of its tokens, or by one token.
 _GROWTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long drafts may be in a step."""
+    """The draft lengths of a step."""
 
     each: tuple[int, ...]
-    """Tokens of each sequence, in the order in which they were given."""
+    """The most draft tokens of each sequence, in the order in which the sequences were given."""
     hopeless: bool = False
-    """True where no draft would pay even if all of it were right."""
+    """Whether no draft would pay even if all its tokens were accepted."""
 
 
 class Pace:
-    """Used by one thread."""
+    """Chooses draft lengths. Used by one thread."""
 
     def __init__(self, most: int) -> None:
-        """`most`: tokens of a draft."""
+        """`most`: the most tokens of a draft."""
         self._most = most
         self.steps = Times()
-        """Of the target, by tokens computed in steps in which all decode."""
+        """The target's times of pure decode steps, by the tokens computed."""
         self.passes = Times()
-        """Of the proposer, for one token of so many sequences that it is not behind with."""
+        """The proposer's times of one token each, by the number of sequences. The proposer is up to date with them."""
 
     def choose(self, shares: Sequence[float]) -> Lengths:
-        """For a step in which sequences decode of which draft tokens are accepted with the chances `shares`."""
+        """The draft lengths of a step. `shares`: the acceptance probability of each decoding sequence's draft
+        tokens."""
         count = len(shares)
         none = (0,) * count
         if not count or not self.steps.known(count):
-            return Lengths(none)  # to be compared with, it is measured first
+            return Lengths(none)  # measure plain steps of this size first, to compare with
         steps = self.steps.curve(count, count * (1 + self._most))
         passes = self.passes.curve(1, count)
         if self._hopeless(count, steps, passes):
             return Lengths(none, hopeless=True)
-        # A sequence's tokens stay in order: none is likelier than the one before it.
+        # A sequence's draft tokens stay in order, because none is more likely than the one before it.
         guesses = sorted(
             (-(share**place), place, i) for i, share in enumerate(shares) for place in range(1, self._most + 1)
         )
@@ -61,7 +62,7 @@ class Pace:
         guesses = guesses[: largest + max(1, largest // _GROWTH) - count]
         tokens, guessing = float(count), 0.0
         best, rate = 0, _MARGIN * count / steps.of(count)
-        # Of each pass, for how many sequences it is.
+        # The number of sequences in each of the proposer's passes.
         width = [0] * (1 + self._most)
         for guessed, (chance, place, _) in enumerate(guesses, 1):
             tokens -= chance
@@ -76,7 +77,7 @@ class Pace:
         return Lengths(tuple(each))
 
     def longer(self, decoding: int, drafted: int) -> float | None:
-        """By how many plain steps drafts of so many tokens make a step longer; None where that was not seen yet."""
+        """The time that `drafted` draft tokens add to a step, in plain steps. None if that was not measured yet."""
         plain, longer = self.steps.mean(decoding), self.steps.mean(decoding + drafted)
         return longer / plain - 1 if plain and longer else None
 

@@ -1,4 +1,5 @@
-"""Who gets a draft, who makes it, and what became of it: what planner, pipeline and scheduler ask."""
+"""Decides which sequences get drafts, has them made, and records their acceptance, for planner, pipeline and
+scheduler."""
 
 from __future__ import annotations
 
@@ -15,33 +16,33 @@ from engine.speculate.pace import Pace
 
 logger = logging.getLogger("penstock.engine")
 
-#: Sequences for which chosen lengths stay one step more: choosing takes time with each of them. Where drafts do not pay
-#: this stays for so many steps at least.
+#: Chosen draft lengths stay one more step for each so many sequences, because choosing takes time for each sequence. If
+#: drafts do not pay, the choice stays for at least so many steps.
 _CHOOSE = 8
-#: Turns between two drafts of a sequence within which the proposer is not behind with it.
+#: The most turns between two drafts of a sequence after which the proposer is still up to date with it.
 _FOLLOWS = 2
-#: Steps between tries with sequences whose tokens were last guessed badly: twice as many after each that fails, up to
-#: the second. One sequence in so many then gets a draft of so many.
+#: The steps between tries with sequences whose drafts were rejected lately. They double after each failed try, from the
+#: first number up to the second. One in _TRY_ONE_IN sequences then gets a draft of _TRY_TOKENS tokens.
 _TRY_EVERY, _TRY_SELDOM, _TRY_ONE_IN, _TRY_TOKENS = 32, 512, 8, 2
-#: What is thought of a sequence before its first draft: as of all others, with the weight of so many trials; of all,
-#: before their first.
+#: Priors of the acceptance rate. A sequence begins with the rate of all sequences, weighed as _WEIGHT trials. All
+#: sequences begin with _FIRST, weighed as _WEIGHT_OF_FIRST trials.
 _WEIGHT, _WEIGHT_OF_FIRST, _FIRST = 4.0, 2.0, 0.7
-#: Failures of the proposer in a row after which it is not asked any more.
+#: The proposer's failures in a row after which it is no longer used.
 _PATIENCE = 3
 
 
 class Proposer(Protocol):
-    """Guesses tokens: any, in any number up to a row's `room`. Nothing it does changes an output."""
+    """The interface that makes drafts: any tokens, up to a row's `max_draft`. No draft ever changes an output."""
 
     def propose(self, rows: Each[ScheduledSeq]) -> list[tuple[int, ...]]:
-        """For each row, whose sequence has all of its tokens, what may follow them."""
+        """Draft tokens for each row. No row's sequence has an UNKNOWN token."""
 
     def forget(self) -> None:
-        """After a failure: what is kept from step to step may be anything."""
+        """Discard all cached state after a failure."""
 
 
 class Speculation:
-    """Used by the thread that steps, but for the two counters."""
+    """Manages drafts. Used by the thread that runs steps; other threads may read the two counters."""
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class Speculation:
         barred: Callable[[Sequence], bool] = lambda seq: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`most`: tokens of a draft. Where it is not `adaptive`, every draft may have as many. A draft does not go
-        across the `rope_switch`, after which other keys are wanted. Sequences that are `barred` get none. The proposer
-        is timed by the `clock`, in seconds."""
+        """`most`: the most tokens of a draft; if not `adaptive`, every draft may have so many. `rope_switch`: no draft
+        goes past this length, after which keys differ. `barred`: whether a sequence gets no drafts. `clock`: seconds,
+        to time the proposer."""
         self._proposer = proposer
         self._most = most
         self._adaptive = adaptive
@@ -65,26 +66,26 @@ class Speculation:
         self._pace = Pace(most)
         self._all = Guessed(fade=FADE_OF_ALL)
         self._balance = Balance()
-        # The lengths that were chosen, by serial.
+        # The chosen draft lengths, by serial.
         self._lengths: dict[int, int] = {}
         self._idle = self._hopeless = False
         self._turn = self._chosen = self._tried = 0
         self._trying: frozenset[int] = frozenset()
         self._try_every = _TRY_EVERY
-        # Of the step that is entered: tokens that drafts have brought, sequences that the proposer began with, and the
-        # seconds in which it caught up with them.
+        # For the current step: the accepted draft tokens, the sequences that the proposer began with, and the seconds
+        # that it took to catch up with them.
         self._brought = self._begun = 0
         self._behind = 0.0
-        # What a plain step took on average when it was last seen.
+        # The last known mean duration of a plain step, in seconds.
         self._plain = 0.0
         self._failures = 0
-        #: Tokens that were guessed and computed, and those of them that were accepted.
+        #: The number of draft tokens computed, and of those accepted.
         self.drafted = self.accepted = 0
 
     # ---- planning
 
     def begin(self, decoding: Each[Sequence]) -> None:
-        """A step is about to be planned in which these sequences decode."""
+        """Choose draft lengths for a step that is about to be planned, in which these sequences decode."""
         self._turn += 1
         self._trying = frozenset()
         if not self._adaptive or self._failures >= _PATIENCE:
@@ -96,7 +97,7 @@ class Speculation:
         if self._turn - self._chosen > stays or any(seq.serial not in self._lengths for seq in decoding):
             self._choose(decoding)
         due = self._turn - self._tried >= self._try_every
-        # Of whom nothing is known, that others were guessed badly says less.
+        # The rejected drafts of other sequences say little about unknown ones.
         if (due or (self._turn % _TRY_EVERY == 0 and self._balance.rich)) and not self._hopeless:
             self._try(decoding, due)
 
@@ -115,7 +116,7 @@ class Speculation:
         self._lengths = {seq.serial: length for seq, length in zip(decoding, lengths.each, strict=True)}
 
     def _try(self, decoding: Each[Sequence], due: bool) -> None:
-        """Choose some that had no draft for long; unless that is `due`, those that never had one."""
+        """Choose some sequences without a recent draft to try. Unless a try is `due`, only those that never had one."""
         idle = [
             seq
             for seq in decoding
@@ -128,18 +129,18 @@ class Speculation:
             return
         if due:
             self._tried = self._turn
-            # Until one is seen to be right.
+            # Reset once a draft token is accepted.
             self._try_every = min(2 * self._try_every, _TRY_SELDOM)
         idle.sort(key=lambda seq: self._of(seq).latest)
         self._trying = frozenset(seq.serial for seq in idle[:most])
 
     def wanted(self, seq: Sequence) -> int:
-        """Tokens of the draft that a decoding sequence should have in this step."""
+        """The number of draft tokens that a decoding sequence should have in this step."""
         return 0 if seq.pending else self._wanted(seq, 1)
 
     def waits(self, seq: Sequence) -> bool:
-        """Whether a sequence whose next token is being sampled should not be planned before that is known, because it
-        is to have a draft then."""
+        """Whether a sequence whose next token is being sampled should wait for that token, because it is to have a
+        draft then."""
         guessed = self._of(seq)
         if guessed.rest > 0:
             guessed.rest -= 1
@@ -147,11 +148,11 @@ class Speculation:
         return self._wanted(seq, 2) > 0
 
     def bar(self, seq: Sequence) -> None:
-        """No draft for this sequence any more: one may have spoilt its numbers."""
+        """Make no more drafts for this sequence: one may have caused its NaNs."""
         self._of(seq).barred = True
 
     def _wanted(self, seq: Sequence, ahead: int) -> int:
-        """`ahead`: tokens that come without a draft until its last one does."""
+        """The draft length for a sequence. `ahead`: the number of tokens that the step samples before the draft."""
         left = seq.output.limit - seq.output.count - ahead
         if self._rope_switch is not None and len(seq.tokens) <= self._rope_switch:
             left = min(left, self._rope_switch + 1 - ahead - len(seq.tokens))
@@ -165,7 +166,7 @@ class Speculation:
         return min(left, length)
 
     def _follows(self, seq: Sequence) -> bool:
-        """Whether it had a draft so lately that the proposer is not behind with it."""
+        """Whether the sequence's last draft is so recent that the proposer is up to date with it."""
         return self._turn - self._of(seq).latest <= _FOLLOWS and self._of(seq).tried > 0
 
     def _of(self, seq: Sequence) -> Guessed:
@@ -179,9 +180,11 @@ class Speculation:
     # ---- a step
 
     def propose(self, plan: StepPlan) -> float:
-        """Give the rows of a plan their drafts. Returns the seconds that it took. A proposer that fails costs the
-        drafts and nothing else; one that fails again and again is not asked any more."""
-        rows = [row for row in plan.rows if row.room]
+        """Add drafts to the rows of a plan. Returns the seconds that this took.
+
+        If the proposer fails, the step only lacks its drafts. After repeated failures the proposer is no longer used.
+        """
+        rows = [row for row in plan.rows if row.max_draft]
         if not rows:
             return 0.0
         began = self._clock()
@@ -211,7 +214,7 @@ class Speculation:
         return took
 
     def took(self, plan: StepPlan, seconds: float, guessing: float) -> None:
-        """A step has been entered that took so many seconds, and `guessing` more to have its drafts made."""
+        """Record the times of a step: `seconds` to run it, and `guessing` seconds to make its drafts."""
         brought, self._brought = self._brought, 0
         behind, self._behind = self._behind, 0.0
         begun, self._begun = self._begun, 0
@@ -230,12 +233,12 @@ class Speculation:
         if decoding and (drafted or guessing):
             more = self._pace.longer(decoding, drafted)
             if more is None:
-                # What drafts cost a step in which there are prompts too is not to be told apart.
+                # In a step with prompts, the cost of drafts cannot be separated, and counts as 0.
                 more = seconds / plain - 1 if whole else 0.0
             self._balance.entered((guessing - behind) / plain + more, brought / decoding)
 
     def entered(self, row: ScheduledSeq, accepted: int) -> None:
-        """Of a row with room for a draft, how many tokens of it were accepted."""
+        """Record how many draft tokens of a row were accepted. The row may have had an empty draft."""
         guessed = self._of(row.seq)
         if not row.draft:
             guessed.miss()

@@ -1,4 +1,4 @@
-"""What something takes by its size, as it was seen lately; nothing is assumed of the machine."""
+"""Recent durations by size, as measured. Nothing is assumed about the machine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
-#: Times of one size that are kept. Believed is the one that a third of them are below: what holds steps up only makes
-#: them longer, and of a size that was seen a few times the best is to be hoped.
+#: The number of durations kept for one size. The estimate is their lower third, because delays only make steps longer.
+#: For a size measured a few times, it is the best one.
 _KEPT = 15
-#: Times of one size before they are believed: the first has what is only done once.
+#: The number of durations of one size before the estimate is used. The first includes one-time work.
 _TRUSTED = 2
-#: Times taken after which a size that was not seen again is forgotten, and tried again.
+#: The number of later measurements after which a size not measured again is forgotten.
 _STALE = 1000
-#: How many times the believed one a time counts at most in their mean: more was no step's fault.
+#: The most that a duration counts in the mean, as a multiple of the estimate. The rest was not the step's fault.
 _LONGEST = 10.0
-#: Up to so many tokens each size is told apart; beyond, by an eighth of a doubling.
+#: Sizes up to so many tokens are separate. Larger sizes are grouped by an eighth of a doubling.
 _EXACT = 16
-#: Known sizes as near as this to each other, by their ratio, say what is between them.
+#: The ratio of two known sizes up to which sizes between them are interpolated linearly.
 _NEAR = 1.2
 
 
@@ -37,14 +37,17 @@ class _Recent:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by size: what is known and, between and beyond, what is to be hoped."""
+    """Seconds by size: measured at known sizes, an optimistic estimate between and beyond them."""
 
     sizes: list[int]
     seconds: list[float]
 
     def of(self, size: int) -> float:
-        """A size that was not seen is hoped to take what lies between the one below and the line to the one above;
-        beyond the last, each token half of what it took up to there. 0.0 where nothing is known."""
+        """The seconds of a size; 0.0 if nothing is known.
+
+        Between known sizes that are far apart, only half of the rise is assumed. Beyond the last, each token is assumed
+        to take half of the last slope.
+        """
         sizes, seconds = self.sizes, self.seconds
         if not sizes:
             return 0.0
@@ -60,7 +63,7 @@ class Curve:
         return seconds[at - 1] + (more if above <= _NEAR * below else more / 2)
 
     def _rise(self) -> float:
-        """Seconds for one more at the end: along a stretch long enough that what is measured is no chance."""
+        """The slope at the end, in seconds per token, over a stretch long enough to be reliable."""
         end = self.sizes[-1]
         start = max(0, min(bisect_left(self.sizes, 0.8 * end), len(self.sizes) - 2))
         if self.sizes[start] == end:
@@ -69,7 +72,7 @@ class Curve:
 
 
 class Times:
-    """Used by one thread."""
+    """Durations by size. Used by one thread."""
 
     def __init__(self) -> None:
         self._recent: dict[int, _Recent] = {}
@@ -87,23 +90,25 @@ class Times:
         return found is not None and self._known(found)
 
     def mean(self, size: int) -> float:
-        """Seconds, with what held things up: what they cost in the end. 0.0 where it is not known."""
+        """The mean seconds of a size, delays included. 0.0 if it is not known."""
         found = self._recent.get(_key(size))
         if found is None or not self._known(found):
             return 0.0
         return sum(min(one, _LONGEST * found.believed) for one in found.seconds) / len(found.seconds)
 
     def curve(self, least: int, most: int) -> Curve:
-        """For sizes from `least` to `most`, from those that are known and the nearest on both sides. One that was
-        measured as less than a smaller one is taken together with it: more is never done in less."""
+        """The curve from `least` to `most`, from the known sizes there and the nearest ones on both sides.
+
+        It never falls: a size measured as faster than a smaller one is averaged with it.
+        """
         first, last = _key(least), _key(most)
         known = sorted(key for key, one in self._recent.items() if self._known(one))
         known = known[max(0, bisect_left(known, first) - 1) : bisect_left(known, last) + 1]
-        # Of each level: (seconds, weight, sizes).
+        # Each level is (seconds, weight, sizes).
         levels: list[tuple[float, int, list[int]]] = []
         for key in known:
             one = self._recent[key]
-            # The size that is asked for is known as exactly as any of its kind.
+            # The size asked for stands for its group.
             level = (one.believed, len(one.seconds), [least if key == first else one.size])
             while levels and levels[-1][0] > level[0]:
                 seconds, weight, sizes = levels.pop()

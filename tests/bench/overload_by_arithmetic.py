@@ -21,7 +21,7 @@ from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled
 from engine.request import Request
-from engine.scheduling.policy import NO_HURRY, Hurry
+from engine.scheduling.policy import NO_PREFILL_PRIORITY, PrefillPriority
 from engine.scheduling.scheduler import Scheduler
 
 #: Name, share of the requests, and the deadline in times of what a task takes at the capacity, as in `overload`.
@@ -42,7 +42,7 @@ class World:
     prompt: int
     """Tokens on average, from half of that to half more; so is `output`."""
     output: int
-    hurry: Hurry = NO_HURRY
+    prefill_priority: PrefillPriority = NO_PREFILL_PRIORITY
     max_queued: int = 100
 
     def took(self, tokens: int) -> float:
@@ -85,7 +85,7 @@ class Run:
             max_num_batched_tokens=world.batched_tokens,
             max_model_len=2 * (world.prompt + world.output),
             ageing_s=min(1e9, 37.5 * self.task_s),
-            hurry=world.hurry,
+            prefill_priority=world.prefill_priority,
             seed=1,
         )
 
@@ -235,7 +235,7 @@ def main() -> None:
         args.batched_tokens,
         args.prompt,
         args.output,
-        Hurry(args.unhurried_tokens, apart=not args.together),
+        PrefillPriority(args.unhurried_tokens, exclusive=not args.together),
     )
     measure(world, args.loads, args.tasks, lambda said: print(json.dumps(said), flush=True))
 

@@ -28,7 +28,7 @@ class Guesser:
 
     def _guess(self, row: ScheduledSeq) -> tuple[int, ...]:
         tokens = list(row.seq.tokens)
-        for _ in range(row.room if self._whole else self._random.randint(0, row.room)):
+        for _ in range(row.max_draft if self._whole else self._random.randint(0, row.max_draft)):
             token = self._right(row.seq, tokens)
             if self._random.random() >= self._agreement:
                 token = (token + 1) % self._vocab_size

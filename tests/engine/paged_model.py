@@ -115,7 +115,7 @@ class PagedModel:
         seq = row.seq
         assert row.count > 0
         assert row.samples == (row.known == len(seq.tokens))
-        assert len(row.draft) <= row.room
+        assert len(row.draft) <= row.max_draft
         tokens = [*seq.tokens, *row.draft]
         for i in range(row.start, row.start + row.count):
             seen = [

@@ -23,7 +23,7 @@ from engine.kv import KvSpace, window_blocks
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request
-from engine.scheduling.policy import NO_HURRY, Hurry
+from engine.scheduling.policy import NO_PREFILL_PRIORITY, PrefillPriority
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.speculate import Speculation
@@ -44,7 +44,7 @@ class Seen:
 
 class Histories(RuleBasedStateMachine):
     caching = True
-    hurry = NO_HURRY
+    prefill_priority = NO_PREFILL_PRIORITY
     spaces: ClassVar = [KvSpace(12)]
     block_size = 4
     switch = MAX_MODEL_LEN
@@ -82,7 +82,7 @@ class Histories(RuleBasedStateMachine):
             vocab_size=VOCAB,
             rope_switch=self.switch,
             speculation=self.speculation,
-            hurry=self.hurry,
+            prefill_priority=self.prefill_priority,
         )
         self.model = self.make_model()
 
@@ -318,11 +318,11 @@ class HistoriesWithWindowsWithoutCaching(HistoriesWithAWindow):
 class HistoriesInAHurry(Histories):
     """For the priority tier alone there are steps, and more than half of the tokens of others."""
 
-    hurry = Hurry(4, apart=True)
+    prefill_priority = PrefillPriority(4, exclusive=True)
 
 
 class HistoriesInAHurryInATightPool(HistoriesInATightPool):
-    hurry = Hurry(5, apart=True)
+    prefill_priority = PrefillPriority(5, exclusive=True)
 
 
 class HistoriesBeyondASwitch(Histories):

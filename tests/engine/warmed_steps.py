@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.execution.device import DeviceRunner
-from engine.execution.device.footprint import nobodys
+from engine.execution.device.footprint import dummy_sequence
 from engine.kernels.gpu import Gpu
 from engine.kernels.triton.ahead import compiling_for
 from engine.kv import KvSpace
@@ -54,7 +54,7 @@ def main() -> None:
             for slot in draw.sample(range(slots), draw.randint(1, slots)):
                 tokens = draw.randint(1, 1000)
                 count = 1 if decodes else draw.randint(1, min(tokens, 150))
-                sequence = nobodys(slot, tokens, draw.choice(WAYS), len(model.kv_groups), 16)
+                sequence = dummy_sequence(slot, tokens, draw.choice(WAYS), len(model.kv_groups), 16)
                 rows.append(ScheduledSeq(sequence, tokens - count, count, samples=draw.random() < 0.8))
             runner.launch(StepPlan(rows, num_tokens=sum(row.count for row in rows)))
             launches += 1

@@ -1,4 +1,4 @@
-"""Penalties, biases and masks of the running sequences on the device, from the first that asks for any."""
+"""The penalties, biases and masks of running sequences on the device. Allocated when the first sequence needs any."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ Masks = NDArray[np.int32]
 
 
 def needs_host_token(sequence: Sequence) -> bool:
-    """Whether its next token can only be chosen once the host knows its last one: a bad word of several tokens is
-    banned where its beginning stands, and the device does not keep the tokens before the last."""
+    """Whether the host must know the sequence's last token before the next can be chosen.
+
+    That is so for bad words of several tokens. The last token of such a word is banned after its other tokens, and the
+    device keeps only the last token of a sequence.
+    """
     return any(len(word) > 1 for word in sequence.bad_words)
 
 
 class EditWriter:
-    """Row `slot` belongs to the running sequence with that slot."""
+    """Writes the edit state. Row `slot` belongs to the running sequence with that slot."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.state: EditState | None = None
         self._slots = slots
         self._vocab_size = vocab_size
         self._device = device
-        #: Of the slots with bad words of several tokens: their beginnings, their masks, and what is banned beside them.
+        #: For slots with bad words of several tokens: the words, the mask, and the tokens banned now in addition.
         self._words: dict[int, tuple[Words, Masks, list[int]]] = {}
 
     def admit(self, fresh: Each[Sequence]) -> NDArray[np.int32]:
-        """Take over their rows. Returns their flags, 0 for who edits nothing."""
+        """Fill the rows of new sequences. Returns their flags, 0 for a sequence without edits."""
         flags = np.fromiter((self._flags_of(one) for one in fresh), np.int32, len(fresh))
         for one in fresh:
             self._words.pop(one.slot, None)
@@ -50,7 +53,7 @@ class EditWriter:
         return flags
 
     def spell(self, sequences: Each[Sequence]) -> None:
-        """Ban what would spell a bad word of several tokens after the tokens that are there; allow it elsewhere."""
+        """Ban the tokens that would complete a bad word of several tokens, and lift the bans of the step before."""
         if not self._words:
             return
         slots, masks = [], []
@@ -85,13 +88,13 @@ class EditWriter:
         return PENALISED * penalised | BIASED * bool(params.logit_bias) | MASKED * bool(masked)
 
     def _count(self, counts: Tensor, sequences: list[Sequence]) -> None:
-        """Anew, from their tokens."""
+        """Count the tokens of these sequences again from the start."""
         if not sequences:
             return
         places, values = [], []
         for one in sequences:
             tokens = np.array(one.tokens, np.int64)
-            # Work that goes with the tokens, not with the vocabulary.
+            # The work is proportional to the number of tokens, not to the vocabulary.
             listed, place = np.unique(tokens, return_inverse=True)
             found = 2 * np.bincount(place[one.prompt_len :], minlength=len(listed))
             found[place[: one.prompt_len]] |= 1
@@ -128,7 +131,7 @@ class EditWriter:
         _send(masks, [one.slot for one in sequences], found, self._device)
 
     def _mask_of(self, one: Sequence) -> Masks:
-        """int32 [2, words]."""
+        """The sequence's allowed tokens as bits, int32 [2, words]: normally, and before min_tokens is reached."""
         params = one.request.params
         free = np.full(self._vocab_size, not params.allowed_token_ids)
         free[list(params.allowed_token_ids)] = True
@@ -142,12 +145,12 @@ class EditWriter:
         return bits.view("<i4").astype(np.int32, copy=False)
 
     def _known(self, ids: Each[int] | frozenset[int]) -> list[int]:
-        """Those that the model can generate: a tokenizer may name others."""
+        """The ids that are in the model's vocabulary. A tokenizer may have others."""
         return [token_id for token_id in ids if token_id < self._vocab_size]
 
 
 def _without(mask: Masks, ids: NDArray[np.int64]) -> Masks:
-    """The mask with these tokens forbidden too."""
+    """The mask with these tokens banned too."""
     bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
     bits[:, ids] = 0
     return np.packbits(bits, axis=1, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""What the largest steps take beside weights and KV cache, found out by running them."""
+"""Measures the memory of the largest steps, beside weights and KV cache, by running them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from engine.sequence import Sequence
 
 logger = logging.getLogger("penstock.engine")
 
-#: All that takes memory: counts of tokens, sorted logits, log probabilities.
+#: Parameters that use all kinds of sampling memory: token counts, sorted logits, log probabilities.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-#: Tokens before those that decode: enough that attention divides them among as many programs as it ever does.
+#: The context of decode steps: long enough that attention divides it among as many programs as it ever does.
 _CONTEXT = 4096
 
 
 def largest_steps(
     slots: int, step_tokens: int, length: int, groups: int, block_size: int
 ) -> Iterator[tuple[int, StepPlan]]:
-    """(KV blocks that it takes in each group, plan): a step of `step_tokens` of prompts, and one in which all decode.
+    """Yield (KV blocks needed in each group, plan) of two steps: `step_tokens` of prompts, and a decode of all slots.
 
-    `length`: tokens of the longest sequence. All sequences of a step have the same blocks: what they say is nobody's.
+    `length`: the tokens of the longest sequence. All sequences of a step share the same blocks, as their output is
+    not used.
     """
     rows = min(slots, step_tokens)
     share, more = divmod(min(step_tokens, rows * length), rows)
@@ -39,17 +40,16 @@ def largest_steps(
         blocks = -(-parts[0][0] // block_size)
         plan = StepPlan(num_tokens=sum(count for _, count in parts))
         for slot, (tokens, count) in enumerate(parts):
-            sequence = nobodys(slot, tokens, _PARAMS, groups, block_size)
+            sequence = dummy_sequence(slot, tokens, _PARAMS, groups, block_size)
             plan.rows.append(ScheduledSeq(sequence, tokens - count, count, samples=True))
         yield blocks, plan
 
 
-def nobodys(slot: int, tokens: int, params: SamplingParams, groups: int, block_size: int) -> Sequence:
-    """A sequence of so many tokens, for steps that are run for their own sake. Its blocks in each of the KV groups are
-    the first ones there are."""
+def dummy_sequence(slot: int, tokens: int, params: SamplingParams, groups: int, block_size: int) -> Sequence:
+    """A dummy sequence of `tokens` tokens, for measuring and rehearsal. In each KV group it has the first blocks."""
     blocks = -(-tokens // block_size)
     return Sequence(
-        request=Request(f"nobodys-{slot}", [0] * tokens, params),
+        request=Request(f"dummy-{slot}", [0] * tokens, params),
         choice=0,
         tokens=[0] * tokens,
         prompt_len=tokens,
@@ -63,10 +63,10 @@ def nobodys(slot: int, tokens: int, params: SamplingParams, groups: int, block_s
 
 
 def step_bytes(model: Model, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, length: int) -> int:
-    """Bytes on the model's CUDA device that a step takes at most, beside the weights and the KV cache.
+    """The most bytes that a step takes on the model's CUDA device, beside the weights and the KV cache.
 
-    What decodes take counts twice: their recordings keep memory of their own. Raises EngineError where there is not
-    even enough for a single step.
+    The memory of decode steps counts twice, because their recordings keep memory of their own. Raises EngineError if
+    there is not enough memory for a single step.
     """
     groups = len(model.kv_groups)
     plans = list(largest_steps(max_num_seqs, max_num_batched_tokens, length, groups, block_size))

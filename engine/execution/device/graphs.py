@@ -1,4 +1,4 @@
-"""Steps in which every sequence decodes: recorded ahead or at their first use, replayed from then on."""
+"""CUDA graphs of pure decode steps: recorded ahead or at first use, then replayed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from engine.execution.device.inputs import Shape
 
 logger = logging.getLogger("penstock.engine")
 
-#: Contexts share a recording up to so many places, then up to four times as many, and so on: a bound on lengths is a
-#: bound on the work that a recorded kernel may split off, and not on what it reads.
+#: Contexts of up to so many tokens share a recording, then those up to four times as many, and so on. The bound limits
+#: into how many parts a recorded kernel splits its work, not what it reads.
 FEWEST_PLACES = 1024
 
 
 class Recording(Protocol):
     def replay(self) -> None:
-        """Do again what was recorded, in the same memory."""
+        """Repeat the recorded work in the same memory."""
 
 
-#: Records what a call does on the device, by doing it once or more: only to be given what may be done again.
+#: Records the device work of a call by making the call once or more, so the call must be repeatable.
 Record = Callable[[Callable[[], None]], Recording]
 
 
 class Recorded:
-    """Where there are no graphs: replaying calls again what was recorded."""
+    """A stand-in for devices without graphs: replaying makes the recorded call again."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         run()
@@ -41,7 +41,7 @@ class Recorded:
 
 
 class CudaRecorder:
-    """Records CUDA graphs, all in one memory pool: their steps follow each other, so that each may use it all."""
+    """Records CUDA graphs, all in one memory pool: steps run one after another, so that each may use the whole pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,10 +53,10 @@ class CudaRecorder:
         self._stream.wait_stream(here)
         try:
             with torch.cuda.stream(self._stream):
-                # What is only done at first use (kernels compiled, workspaces taken) cannot be recorded.
+                # First-use work (compiling kernels, allocating workspaces) cannot be recorded, so do it before.
                 run()
         finally:
-            # Also of one that broke off: who runs without works in the same memory.
+            # Also after a failed call, because the step then runs without a recording in the same memory.
             here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -64,10 +64,10 @@ class CudaRecorder:
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 run()
         except BaseException:
-            # Where ending the capture fails torch stays on its stream, which waits for no other; and before 2.12 its
-            # allocator goes on as if recording, and refuses to give memory back (pytorch/pytorch#180395).
+            # If ending the capture fails, torch stays on the capture stream, which waits for no other. Before 2.12 its
+            # allocator also behaves as if still recording and refuses to free memory (pytorch/pytorch#180395).
             torch.cuda.set_stream(here)
-            with suppress(RuntimeError):  # it has ended that
+            with suppress(RuntimeError):  # raised if the allocator has already ended it
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             raise
         return graph
@@ -78,17 +78,18 @@ def recorder(device: torch.device) -> Record:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sequences of the steps that are recorded, up to `most`: the farther apart the less a row more costs."""
+    """The batch sizes that are recorded, up to `most`. Large sizes are farther apart, because padding costs them
+    less."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
     return [size for size in sizes if size < most] + [most]
 
 
 class DecodeGraphs:
-    """Of one runner. Where recording fails once, nothing more is recorded: steps without a recording then run as they
-    are, which is slower and as good."""
+    """The recorded decode steps of one runner. If recording fails once, nothing more is recorded: other steps then run
+    without a recording, more slowly but with the same results."""
 
     def __init__(self, record: Record, *, slots: int, most_places: int, device: torch.device) -> None:
-        """`most_places`: tokens of the longest sequence."""
+        """`most_places`: the tokens of the longest sequence."""
         self._record = record
         self._sizes = batch_sizes(slots)
         self._most_places = most_places
@@ -96,16 +97,17 @@ class DecodeGraphs:
         self._version = -1
         self._recordings: dict[Shape, Recording] = {}
         self._fails = False
-        # For which there was no memory.
+        # Shapes for whose recording there was no memory.
         self._too_large: set[Shape] = set()
-        #: Memory that the device has taken for them.
+        #: The device memory of all recordings, in bytes.
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._recordings)
 
     def padded(self, shape: Shape) -> Shape | None:
-        """The shape whose recording serves a step of this shape; None where there is none and will be none."""
+        """The shape whose recording serves a step of this shape. None if there is no such recording and never will
+        be."""
         if not shape.decodes:
             return None
         rows = self._sizes[bisect.bisect_left(self._sizes, shape.rows)]
@@ -120,10 +122,10 @@ class DecodeGraphs:
         return min(bound, max(self._most_places, most))
 
     def unrecorded(self, windows: Sequence[int | None], block_size: int, longest: int, version: int) -> Shape | None:
-        """The first of all steps with contexts of up to `longest` tokens that has no recording and may have one.
+        """The next shape to record, for contexts of up to `longest` tokens. None if all are recorded.
 
-        Short contexts come first, and of each the most sequences, since later recordings fit into the memory that
-        earlier ones have taken. `windows` are those of the KV groups.
+        Short contexts come first, and within each the most sequences, because later recordings then fit into the memory
+        of earlier ones. `windows` are the windows of the KV groups.
         """
         if self._fails:
             return None
@@ -143,8 +145,8 @@ class DecodeGraphs:
             bound *= 4
 
     def run(self, shape: Shape, version: int, step: Callable[[Shape], None]) -> None:
-        """Do `step(shape)`, from a recording if there is one. It must do all its work on the device, and in memory of
-        which `version` says whether it is still the same."""
+        """Run `step(shape)`, from a recording if there is one. All its work must be on the device. A change of
+        `version` means that it uses other memory, which makes all recordings invalid."""
         if version != self._version:
             self._recordings.clear()
             self._version = version
@@ -159,7 +161,7 @@ class DecodeGraphs:
     def _recorded(self, shape: Shape, step: Callable[[Shape], None]) -> Recording | None:
         before = _reserved(self._device)
         try:
-            with _collector_held():
+            with _garbage_collection_paused():
                 recording = self._record(lambda: step(shape))
         except torch.OutOfMemoryError:
             self._too_large.add(shape)
@@ -186,9 +188,9 @@ class DecodeGraphs:
 
 
 @contextmanager
-def _collector_held() -> Iterator[None]:
-    """Python's garbage collector neither frees what is the device's while it records, nor walks all that is loaded
-    when torch calls it before."""
+def _garbage_collection_paused() -> Iterator[None]:
+    """Stop Python's garbage collector during a recording: it must not free device memory then. The existing objects are
+    frozen, so that torch's own collection before a recording does not walk them."""
     enabled, freezes = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
     if freezes:

@@ -1,4 +1,4 @@
-"""A step's inputs, made on the device from four numbers a row, the prompts' tokens and what the rows keep there."""
+"""Makes a step's inputs on the device, from four numbers a row, the prompts' tokens and the permanent rows there."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from engine.kernels.ragged import RaggedBatch
 from engine.kernels.upload import upload
 from engine.plan import ScheduledSeq, StepPlan
 
-#: What a row's flags say: its last token is the one that its slot sampled last; its sequence is beyond the rope's
-#: switch; it is nobody's.
+#: A row's flags. PENDING: its last token is the one that its slot sampled last. LONG: its sequence is beyond the rope
+#: switch. PADDING: the row belongs to no sequence.
 PENDING, LONG, PADDING = 1, 2, 4
-#: Parts of what is sent begin at multiples of so many numbers, so that kernels may count on it.
+#: The parts of the sent buffer begin at multiples of so many numbers, which kernels rely on.
 _ALIGN = 4
-#: Differences of the rows that travel with a step; where there are more, they travel by themselves.
+#: The most changes of permanent rows that are sent with a step. More changes are sent in a copy of their own.
 _MOST_CHANGES = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a step's inputs lie in memory: what follows from it alone can be recorded and replayed."""
+    """The layout of a step's inputs in memory. Work that depends on it alone can be recorded and replayed."""
 
     rows: int
-    """Sequences, padding included."""
+    """The number of sequences, padding included."""
     tokens: int
     most_queries: int
-    """Bound on the tokens of one sequence."""
+    """An upper bound of the tokens of one sequence in this step."""
     most_places: tuple[int, ...]
-    """For each KV group, bound on what is in one table once this step's tokens are."""
+    """For each KV group, an upper bound of the tokens in one table, this step's included."""
 
     @property
     def decodes(self) -> bool:
-        """Every row computes one token: row i is token i."""
+        """Whether every row computes one token, so that row i is token i."""
         return self.tokens == self.rows
 
     def parts(self) -> list[int]:
-        """Where slots, starts, flags, query starts and tokens begin in what is sent, and where these end."""
+        """The offsets in the sent buffer of slots, starts, flags, query starts and tokens, and the end of the
+        tokens."""
         row, more = _aligned(self.rows), _aligned(self.rows + 1)
         return [0, row, 2 * row, 3 * row, 3 * row + more, 3 * row + more + _aligned(self.tokens)]
 
@@ -54,19 +55,20 @@ class StepInputs:
     tokens: Tensor
     """int64 [tokens]."""
     positions: Tensor
-    """int64 [tokens], from each prompt's first token."""
+    """int64 [tokens], counted from each prompt's first token."""
     long: Tensor | None
-    """bool [tokens], whose sequence is longer than the model's rope_switch; None where it has none."""
+    """bool [tokens]: whether the token's sequence is longer than the model's rope_switch. None if the model has
+    none."""
     attention: tuple[RaggedBatch, ...]
-    """One for each KV group."""
+    """One batch for each KV group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Where the inputs of every step are made: always the same memory."""
+    """The memory in which the inputs of every step are made. It never changes."""
 
     sent: Tensor
-    """int32: what comes from the host; see Shape.parts."""
+    """int32: the numbers sent from the host; see Shape.parts."""
     tokens: Tensor
     """int64 [tokens]."""
     positions: Tensor
@@ -74,17 +76,18 @@ class Targets:
     long: Tensor
     """bool [tokens]."""
     places: Tensor
-    """int64 [groups, tokens]: where K and V go, -1 for nowhere."""
+    """int64 [groups, tokens]: the KV slots of K and V, -1 for none."""
     kv_lens: Tensor
     """int32 [groups, rows]."""
 
 
-#: Makes the inputs of a step of the given shape: `make_inputs`, or a kernel that does the same.
+#: A function that makes the inputs of a step of the given shape: `make_inputs`, or a kernel that does the same.
 MakeInputs = Callable[[Shape, Targets, DeviceRows], None]
 
 
 class InputMaker:
-    """Used by one thread. `send` a step, then `make` and `view` its inputs; nothing waits for the device."""
+    """Makes steps' inputs: `send` a step, then `make` and `view` its inputs. No call waits for the device. Used by one
+    thread."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class InputMaker:
         make: MakeInputs | None = None,
         ring: PinnedRing | None = None,
     ) -> None:
-        """`most_tokens`: of one step, at least one for each row."""
+        """`most_tokens`: the most tokens of one step, at least one for each row."""
         self._rows = rows
         self._device = device
         self._rope_switch = rope_switch
@@ -114,16 +117,16 @@ class InputMaker:
             tokens=empty(most_tokens, dtype=torch.int64),
             positions=empty(most_tokens, dtype=torch.int64),
             long=empty(most_tokens, dtype=torch.bool),
-            # Each group's begin where kernels can load several at once.
+            # Each group begins at an aligned place, so that kernels can load several numbers at once.
             places=empty(groups, _aligned(most_tokens), dtype=torch.int64),
             kv_lens=empty(groups, _aligned(rows.slots), dtype=torch.int32),
         )
 
     def send(self, plan: Each[ScheduledSeq], shape: Shape, more: Each[int] = ()) -> Tensor:
-        """Send what a step of these rows needs, and the differences of the permanent rows.
+        """Send the numbers of a step with these rows, and the changes of the permanent rows.
 
-        `more` numbers travel along, at most two for each token, and come back as a tensor, int64. After an exception,
-        `DeviceRows.forget`.
+        `more` numbers, at most two for each token, are sent along and returned as a device tensor, int64. After an
+        exception call `DeviceRows.forget`.
         """
         indexes, values = self._rows.differences(plan)
         by_themselves = len(indexes) > _MOST_CHANGES
@@ -149,7 +152,7 @@ class InputMaker:
     def _write(self, host: Ints, plan: Each[ScheduledSeq], shape: Shape) -> None:
         slots, starts, flags, queries, tokens, _ = shape.parts()
         count = len(plan)
-        # Padding is as the first row's first token, and goes nowhere. It has a token too: each of them is somebody's.
+        # Padding repeats slot 0 at position 0 and is stored nowhere. Every row has a token, padding included.
         for part in (slots, starts, tokens):
             host[part + count : part + shape.rows] = 0
         host[flags + count : flags + shape.rows] = PADDING
@@ -172,11 +175,11 @@ class InputMaker:
         return PENDING * row.pending + LONG * long
 
     def make(self, shape: Shape) -> None:
-        """Make the inputs of the step that was sent, on the device."""
+        """Make the inputs of the sent step on the device."""
         self._make(shape, self.targets, self._rows)
 
     def view(self, shape: Shape) -> StepInputs:
-        """The inputs of a step of this shape: views of memory that the next step's are made in."""
+        """The inputs of a step of this shape, as views of memory that the next step overwrites."""
         t = self.targets
         slots, _, _, queries, _, _ = shape.parts()
         return StepInputs(
@@ -201,7 +204,7 @@ class InputMaker:
 
 
 def shape_of(plan: StepPlan, windows: Each[int | None], block_size: int) -> Shape:
-    """Of a plan as it is, without padding."""
+    """The shape of a plan without padding."""
     longest = max(row.start + row.count for row in plan.rows)
     return Shape(
         rows=len(plan.rows),
@@ -217,10 +220,10 @@ def shape_of(plan: StepPlan, windows: Each[int | None], block_size: int) -> Shap
 
 
 def make_inputs(shape: Shape, targets: Targets, rows: DeviceRows) -> None:
-    """Fill `targets` for the step that was sent, in plain torch, on any device. Nothing is waited for.
+    """Fill `targets` for the sent step, in plain torch, on any device. It does not wait for the device.
 
-    Token j of row i, whose first token is token row query_starts[i], stands at position start + j; the last token of a
-    pending row is the one that its slot sampled last. Positions and lengths of a group count from its tables' firsts.
+    Token j of row i is in token row query_starts[i] + j, at position start + j. The last token of a pending row is the
+    one that its slot sampled last. A group's KV slots and lengths count from its tables' first blocks.
     """
     slots, starts, flags, queries, sent_tokens, _ = shape.parts()
     sent, device = targets.sent, targets.sent.device
@@ -243,7 +246,7 @@ def make_inputs(shape: Shape, targets: Targets, rows: DeviceRows) -> None:
         table, firsts = rows.tables(i), rows.firsts(i)
         skipped = torch.zeros_like(own) if firsts is None else firsts[own].long() * size
         place = position - skipped[row]
-        # A row of padding has the table of another, and a place before it.
+        # A padding row uses another row's table, and may have a place before its beginning.
         block = table[own[row], place.clamp(min=0) // size].long()
         targets.places[i, : shape.tokens] = torch.where(real[row], block * size + place % size, -1)
         lengths = start + (ends - begins[:-1]) - skipped
@@ -252,7 +255,7 @@ def make_inputs(shape: Shape, targets: Targets, rows: DeviceRows) -> None:
 
 def make_inputs_by_kernel(shape: Shape, targets: Targets, rows: DeviceRows) -> None:
     """The same as `make_inputs` in one kernel."""
-    # Only here: triton is there where there is a GPU.
+    # Imported here because triton is only installed on machines with a GPU.
     from engine.kernels.triton.step_inputs import step_inputs
 
     _, starts, _, _, tokens, _ = shape.parts()
@@ -276,7 +279,7 @@ def make_inputs_by_kernel(shape: Shape, targets: Targets, rows: DeviceRows) -> N
 
 
 def maker(device: torch.device) -> MakeInputs:
-    """What makes the inputs on `device`."""
+    """The function that makes the inputs on `device`."""
     return make_inputs_by_kernel if device.type != "cpu" and find_spec("triton") is not None else make_inputs
 
 

@@ -1,6 +1,7 @@
-"""The sampler on permanent rows in plain torch: the oracle of the kernel that does the same, and what runs without it.
+"""The sampler on permanent rows in plain torch: the test oracle of the Triton sampler, and its replacement without
+Triton.
 
-Filters and noise are those of engine/sampling. On a GPU nothing is waited for, but whole rows are sorted.
+Filters and noise are those of engine/sampling. On a GPU it does not wait for the device, but it sorts whole rows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NONE = float("-inf")
 
 
 def choose_plainly(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: Features) -> None:
-    """See engine.execution.device.sampler.Choose."""
+    """Choose a token for each row; see engine.execution.device.sampler.Choose."""
     live = slots >= 0
     own = slots.long().clamp(min=0)
     table = state.table[own]
@@ -59,7 +60,7 @@ def choose_plainly(logits: Tensor, slots: Tensor, positions: Tensor, state: Samp
 
 
 def _write(tokens: Tensor, faults: Tensor, live: Tensor, own: Tensor, table: Tensor, state: SamplingState) -> None:
-    """Rows of padding stand for slot 0 in `own`, and must not write there."""
+    """Write tokens and faults to the state. Padding rows have slot 0 in `own` and must not write there."""
     rows = len(tokens)
     state.chosen[0, :rows] = tokens
     state.chosen[1, :rows] = torch.where(live, faults, 0)
@@ -72,7 +73,7 @@ def _write(tokens: Tensor, faults: Tensor, live: Tensor, own: Tensor, table: Ten
 
 
 def _edited(x: Tensor, own: Tensor, lengths: Tensor, table: Tensor, edits: EditState) -> Tensor:
-    """As engine.sampling.edits.edit; `x` fp32 [rows, vocabulary], `lengths` int64 [rows]."""
+    """Apply edits as engine.sampling.edits.edit does. `x`: fp32 [rows, vocabulary]; `lengths`: int64 [rows]."""
     real = table.view(torch.float32)
 
     def asking(flag: int) -> Tensor:
@@ -94,14 +95,14 @@ def _edited(x: Tensor, own: Tensor, lengths: Tensor, table: Tensor, edits: EditS
 
 
 def _filtered(x: Tensor, table: Tensor) -> Tensor:
-    """-inf where a filter takes a token out. As engine.sampling.filters.narrow."""
+    """Set the logits of tokens that a filter removes to -inf, as engine.sampling.filters.narrow does."""
     real = table.view(torch.float32)
     top_k = table[:, TOP_K].long()
-    # Only a CPU is asked for the largest: on a GPU all are sorted.
+    # Reading the maximum would wait for a GPU, where all tokens are sorted instead.
     largest = int(top_k.max()) if x.device.type == "cpu" else 0
     floor = thresholds(x, Ranked(None, top_k, real[:, TOP_P], largest, any_top_p=True))
     floor = torch.maximum(floor, x.amax(-1, keepdim=True) + real[:, MIN_P, None])
     x = x.masked_fill(x < floor, _NONE)
     mass = real[:, TYPICAL, None]
-    # Rows without it are asked for nothing, and keep all.
+    # Rows without typical_p get a mass of 0, and keep all tokens.
     return x.masked_fill(~(typical(x, torch.where(mass < 1, mass, 0.0)) | (mass >= 1)), _NONE)

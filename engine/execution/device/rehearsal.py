@@ -1,8 +1,8 @@
-"""Steps run for their own sake before a model is served, so that none that is served compiles a kernel.
+"""Runs dummy steps before a model is served, so that no served step has to compile a kernel.
 
-`rehearse` launches prompts, decodes and all ways to choose tokens on the runner that will serve, and has it record its
-decode steps; `penstock warm` (execution/warm.py) does the same on a runner of the device "meta". Nobody reads what they
-write into the KV cache and the rows.
+`rehearse` launches prompts, decodes and all ways to choose tokens on the runner that will serve, and lets it record its
+decode steps. `penstock warm` (execution/warm.py) does the same on a runner of the device "meta". Nothing reads what
+these steps write into the KV cache and the rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from engine.execution.device.footprint import nobodys
+from engine.execution.device.footprint import dummy_sequence
 from engine.execution.device.graphs import FEWEST_PLACES, batch_sizes
 from engine.execution.device.runner import DeviceRunner
 from engine.kv import KvSpace, Table, first_block
@@ -21,7 +21,7 @@ from engine.plan import ScheduledSeq, StepPlan
 
 logger = logging.getLogger("penstock.engine")
 
-#: Of each combination of what sampling asks of a step: nothing, filters, edits, both; then edits by biases.
+#: Parameters for each combination of sampling features: none, filters, edits, both; then edits by biases.
 _WAYS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, top_p=0.9),
@@ -29,19 +29,19 @@ _WAYS = (
     SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
     SamplingParams(temperature=1.0, logit_bias=((1, 1.0),)),
 )
-#: Tokens of a step of prompts.
+#: The sizes of the prompt steps, in tokens.
 PROMPTS = (7, 100, 512)
-#: Contexts that are as long as any that matters: decodes are recorded for each fourfold, from 1024 on.
+#: The context lengths to rehearse. Decodes are recorded for each factor of four, from 1024 on.
 CONTEXTS = (64, 1024, 4096, 16384, 65536)
 
-#: Of one sequence of a step: its tokens, how many of them are computed, and how the next is chosen.
+#: One sequence of a step: its tokens, how many of them are computed, and its sampling parameters.
 _Row = tuple[int, int, SamplingParams]
 
 
 def rehearse(runner: DeviceRunner, longest: int = FEWEST_PLACES) -> None:
     """Record decode steps of contexts of up to `longest` tokens, most sequences first, then launch every other kind.
 
-    Nothing else may be under way. Raises whatever a step raises, but for want of memory, which is logged.
+    No other step may be in flight. Raises what a step raises, except a lack of memory, which is only logged.
     """
     began = time.perf_counter()
     while runner.record_next(longest):
@@ -58,7 +58,7 @@ def rehearse(runner: DeviceRunner, longest: int = FEWEST_PLACES) -> None:
 
 
 def _launched(runner: DeviceRunner, plan: StepPlan) -> bool:
-    """False where there is no memory for it; as it is served, it is made smaller (engine/execution/shrink.py)."""
+    """Launch a plan. Returns False if there is no memory for it; in service such a step is made smaller (shrink.py)."""
     try:
         runner.launch(plan)
     except Exception as error:
@@ -70,10 +70,10 @@ def _launched(runner: DeviceRunner, plan: StepPlan) -> bool:
 
 
 def _plan(rows: list[_Row], spaces: tuple[KvSpace, ...], block_size: int) -> StepPlan | None:
-    """None where a group has fewer blocks than one of the sequences takes."""
+    """The plan of these rows. None if a group has fewer blocks than one of the sequences needs."""
     plan = StepPlan(num_tokens=sum(count for _, count, _ in rows))
     for slot, (tokens, count, params) in enumerate(rows):
-        sequence = nobodys(slot, tokens, params, 0, block_size)
+        sequence = dummy_sequence(slot, tokens, params, 0, block_size)
         sequence.tables = [_table(space, tokens, tokens - count, block_size) for space in spaces]
         if any(len(table.blocks) > space.num_blocks for table, space in zip(sequence.tables, spaces, strict=True)):
             return None
@@ -82,22 +82,22 @@ def _plan(rows: list[_Row], spaces: tuple[KvSpace, ...], block_size: int) -> Ste
 
 
 def _table(space: KvSpace, tokens: int, computed: int, block_size: int) -> Table:
-    """The group's first blocks, as many as a sequence holds of which so many tokens are computed."""
+    """A table of the group's first blocks, as many as a sequence holds with `computed` of its `tokens` computed."""
     first = first_block(space.window, computed, block_size)
     return Table(list(range(-(-tokens // block_size) - first)), first)
 
 
 def _steps(slots: int, step_tokens: int, longest: int) -> Iterator[list[_Row]]:
-    """The sequences of each step, none longer than `longest`."""
+    """Yield the rows of each step, with no sequence longer than `longest`."""
     greedy = _WAYS[0]
     prompts = sorted({min(tokens, step_tokens, longest) for tokens in PROMPTS})
     for tokens in prompts:
         yield [(tokens, tokens, greedy)]
-    # Beside decodes.
+    # A prompt beside a decode.
     beside = min(20, longest, step_tokens - 1)
     if slots > 1 and beside:
         yield [(min(40, longest), 1, greedy), (min(40, longest), beside, greedy)]
-    # Behind what is cached, of which attention divides a long walk.
+    # Prompts and decodes after a cached context; attention splits a long one into parts.
     for context in (min(context, longest) for context in CONTEXTS):
         for tokens in prompts:
             yield [(context, min(tokens, context), greedy)]

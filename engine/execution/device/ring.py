@@ -1,4 +1,4 @@
-"""Pinned host buffers through which each step's numbers go to the device, none used again before its copy has ended."""
+"""A ring of pinned host buffers for copies to the device. No buffer is reused before its copy has ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Begins a copy of a host tensor (second) into a device tensor (first); the answer waits until it has ended.
+#: Begins a copy of a host tensor (second) into a device tensor (first). Returns a function that waits for its end.
 Copy = Callable[[Tensor, Tensor], Callable[[], None]]
 
-#: Steps on their way at one time are two at most; the third buffer is the one that is being filled.
+#: At most two steps are in flight at one time. The third buffer is the one that is being filled.
 _DEPTH = 3
 
 
 def copy_to(device: torch.device) -> Copy:
-    """How copies to `device` are begun."""
+    """The function that begins copies to `device`."""
     return _begin_copy if device.type == "cuda" else _copy_at_once
 
 
@@ -34,10 +34,10 @@ def _copy_at_once(target: Tensor, source: Tensor) -> Callable[[], None]:
 
 
 class PinnedRing:
-    """Used by one thread: `lend`, fill what was lent, `send`."""
+    """A ring of host buffers, used by one thread: `lend` a buffer, fill it, `send` it."""
 
     def __init__(self, device: torch.device, copy: Copy | None = None, depth: int = _DEPTH) -> None:
-        """`copy` is `copy_to(device)`, unless a test has its own."""
+        """`copy`: `copy_to(device)`, unless a test passes its own."""
         self._copy = copy_to(device) if copy is None else copy
         self._pinned = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(depth)]
@@ -45,18 +45,18 @@ class PinnedRing:
         self._place = 0
 
     def lend(self, size: int) -> NDArray[np.int32]:
-        """int32 [size] to be filled. Waits where the buffer's last copy is still on its way."""
+        """A buffer to fill, int32 [size]. Waits if the buffer's last copy has not ended."""
         self._place = (self._place + 1) % len(self._buffers)
         wait = self._waits[self._place]
         if wait is not None:
             wait()
             self._waits[self._place] = None
         if len(self._buffers[self._place]) < size:
-            # Larger than asked: sizes differ from step to step, and pinning takes milliseconds.
+            # Larger than asked, because sizes differ from step to step and pinning takes milliseconds.
             self._buffers[self._place] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._pinned)
         lent: NDArray[np.int32] = self._buffers[self._place][:size].numpy()
         return lent
 
     def send(self, size: int, target: Tensor) -> None:
-        """Begin to copy the first `size` numbers that were lent last to the beginning of `target`, int32."""
+        """Begin to copy the first `size` numbers of the buffer lent last to the beginning of `target`, int32."""
         self._waits[self._place] = self._copy(target[:size], self._buffers[self._place][:size])

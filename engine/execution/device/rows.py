@@ -1,4 +1,4 @@
-"""What the device keeps of the running sequences from step to step: block tables, and the tokens sampled last."""
+"""The state of running sequences that stays on the device between steps: block tables and last sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.plan import ScheduledSeq
 
 Ints = NDArray[np.int32]
 
-#: Up to so many numbers tables have their final width from the beginning, 256 MiB. Beyond, they grow as sequences do.
+#: Tables of up to so many numbers (256 MiB) have their final width from the beginning. Larger ones grow on demand.
 _MOST_AT_ONCE = 1 << 26
 _NARROWEST = 64
-#: They are counted in int32.
+#: The most table entries, because kernels count them in int32.
 _MOST = (1 << 31) - 1
 _NONE = np.zeros(0, np.int32)
 
@@ -28,35 +28,35 @@ _NONE = np.zeros(0, np.int32)
 class _Group:
     window: int | None
     most: int
-    """Blocks of the longest table there can be."""
+    """The number of blocks of the longest possible table."""
     width: int
     start: int = 0
-    """Where its tables begin in the state, row after row; behind a window the rows' firsts come after them."""
+    """The offset of the group's tables in the state, row after row. With a window the rows' firsts follow them."""
     tables: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    """What the device has, as far as it was told; -1 for what is not known."""
+    """The host's copy of the device's tables; -1 for unknown entries."""
     firsts: Ints = field(default_factory=lambda: _NONE)
 
 
 class DeviceRows:
-    """Row `slot` belongs to the running sequence with that slot.
+    """The block tables of running sequences on the device. Row `slot` belongs to the running sequence with that slot.
 
-    All tables are one tensor, `state`, so that a step's differences are one list of (index, value), whatever they are
-    of. What a step tells of each of its rows anyway (how much is computed, whether it is long) is not kept.
+    All tables are one tensor, `state`, so that all changes of a step are one list of (index, value). Data that a step
+    sends anyway for each of its rows (computed tokens, whether it is long) is not kept here.
     """
 
     def __init__(
         self, spaces: Each[KvSpace], *, slots: int, block_size: int, length: int, device: torch.device
     ) -> None:
-        """`length`: tokens of the longest sequence. Raises EngineError where the tables have more entries than an int32
-        counts."""
+        """`length`: the tokens of the longest sequence. Raises EngineError if the tables have more entries than an
+        int32 can count."""
         self.slots = slots
         self.block_size = block_size
         self.version = 0
-        """Another one where `state` is another tensor: what was recorded with the old one is of no use."""
+        """Changes when `state` becomes another tensor, which makes recorded graphs invalid."""
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        """The token that each row sampled last."""
+        """The token that each row sampled last, int64 [slots]."""
         self._device = device
-        # No block is in a table twice, so that none is longer than its pool.
+        # No block is in a table twice, so no table is longer than its pool.
         most = [max(1, min(-(-length // block_size), space.num_blocks)) for space in spaces]
         entries = slots * (sum(most) + len(most))
         if entries > _MOST:
@@ -86,7 +86,8 @@ class DeviceRows:
             (group.start, group.width, group.start + group.tables.size if group.firsts.size else -1)
             for group in self._groups
         ]
-        #: int64 [groups, 3]: where in the state its tables begin, how wide they are, where its firsts begin or -1.
+        #: int64 [groups, 3]: the offset of the group's tables in the state, their width, the offset of its firsts or
+        #: -1.
         self.layout = torch.tensor(places, dtype=torch.int64, device=self._device)
         self.forget()
 
@@ -95,12 +96,12 @@ class DeviceRows:
         return tuple(group.window for group in self._groups)
 
     def tables(self, group: int) -> Tensor:
-        """int32 [slots, width]: of one KV group, from the first block that each sequence still holds."""
+        """The tables of one KV group, int32 [slots, width], from the first block that each sequence still holds."""
         one = self._groups[group]
         return self.state[one.start : one.start + one.tables.size].view(self.slots, one.width)
 
     def firsts(self, group: int) -> Tensor | None:
-        """int32 [slots]: which of its sequence's blocks each table begins with; None where all begin with the first."""
+        """The index of each table's first block in its sequence, int32 [slots]. None for a group without a window."""
         one = self._groups[group]
         if one.window is None:
             return None
@@ -108,10 +109,10 @@ class DeviceRows:
         return self.state[start : start + self.slots]
 
     def differences(self, rows: Each[ScheduledSeq]) -> tuple[Ints, Ints]:
-        """(indexes, values) that make `state` what these rows are, if all differences so far have got there.
+        """The changes, as (indexes, values), that bring `state` up to date for these rows, given all earlier changes.
 
-        Where they have not, `forget` comes first. A table only ever grows at its end, or loses blocks at its beginning
-        with a new `first`; another table is another object (engine.kv.Table).
+        If earlier changes did not arrive, call `forget` first. A table only ever grows at its end, or loses blocks at
+        its beginning with a new `first`. A new table is a new object (engine.kv.Table).
         """
         if self._grows:
             self._grow(rows)
@@ -144,14 +145,14 @@ class DeviceRows:
         return np.concatenate(indexes), np.concatenate(values)
 
     def forget(self) -> None:
-        """Nothing is known of what the device has: what a row is will be told again, whole, with its next step."""
+        """Assume nothing about the device's contents: each row is sent whole again with its next step."""
         for i, group in enumerate(self._groups):
             group.tables.fill(-1)
             group.firsts.fill(-1)
             self._held[i] = [None] * self.slots
 
     def _grow(self, rows: Each[ScheduledSeq]) -> None:
-        """Make tables wider, at least twofold, where one of `rows` has outgrown them."""
+        """Widen tables that one of `rows` has outgrown, at least by a factor of two."""
         outgrown = False
         for i, group in enumerate(self._groups):
             needed = max((len(row.seq.tables[i].blocks) for row in rows), default=0)

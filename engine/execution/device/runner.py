@@ -1,4 +1,4 @@
-"""Executes step plans on an accelerator: launches them without waiting for it, collects what they sampled."""
+"""Executes step plans on an accelerator: launches them without waiting, and collects the sampled tokens later."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
 from engine.sampling import score_prompts
 from engine.sequence import Sequence
 
-#: Bytes of blocks that are copied at a time.
+#: The bytes of blocks copied at one time.
 _COPIED = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way."""
+    """A step in flight."""
 
     drawn: list[Drawn]
-    """Of the last tokens of the rows that sample; then of those with a draft of one token or more, those with two..."""
+    """One pass for the last tokens of the sampling rows; then one for rows with one or more draft tokens, with
+    two..."""
     sampling: list[ScheduledSeq]
     scored: list[tuple[ScheduledSeq, range]]
-    """Prompts to be scored, and at which positions."""
+    """The rows whose prompts are scored, with the positions."""
     hidden: Tensor | None
-    """[positions scored, width]: their last hidden states."""
+    """The last hidden states of the scored positions, [positions scored, width]."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
-    """What a step's forward pass gave, on the device."""
+class _Forward:
+    """The results of a step's forward pass, on the device."""
 
     hidden: Tensor
-    """Last hidden states [rows, width] of the sequences that sample, then of the tokens of their drafts, sequence after
-    sequence, then of the positions that are scored. Where the step was replayed it is memory that the next one's are
-    written to."""
+    """Last hidden states [rows, width]: of the sampling sequences, then of their draft tokens, sequence after sequence,
+    then of the scored positions. After a replay, the next step overwrites this memory."""
     slots: Tensor
-    """Integers [sequences that sample]."""
+    """Integers [sampling sequences]."""
     positions: Tensor
-    """int64 [sequences that sample], of their last tokens."""
+    """The positions of their last tokens, int64 [sampling sequences]."""
 
 
 class DeviceRunner:
-    """Used by one thread. Each of `spaces` is the scheduler's.
+    """Executes step plans on a device. Used by one thread. `spaces` are the scheduler's.
 
-    The model's kernels must read ragged batches (engine.kernels.ragged), whose sequences end where kv_lens say: what an
-    earlier owner left behind that in a block is never looked at.
+    The model's kernels must read ragged batches (engine.kernels.ragged). Sequences in them end at kv_lens, so the
+    leftovers of an earlier sequence in the rest of a block are never read.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class DeviceRunner:
         ring: PinnedRing | None = None,
         graphs: bool = True,
     ) -> None:
-        """`graphs`: whether decode steps are recorded and replayed. `record` and `ring` are the device's own, unless a
-        test has others."""
+        """`graphs`: whether decode steps are recorded and replayed. `record`, `ring`: the device's own, unless a test
+        passes others."""
         self._model = model
         self.spaces = tuple(spaces)
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.longest = min(max_model_len, *(space.tokens_of_one(block_size) for space in spaces))
-        """Tokens of the longest sequence."""
+        """The tokens of the longest sequence."""
         self.device = device = model.device
         self._caches = [
             model.kernels.kv_cache(group, space.num_blocks, block_size, device)
@@ -94,7 +94,7 @@ class DeviceRunner:
         self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device, last_tokens=self._rows.last_tokens)
         self._every = torch.arange(max_num_seqs, device=device)
         self._hidden: Tensor | None = None
-        # A CUDA graph in which something was waited for is not only none: it leaves torch's allocator recording.
+        # Waiting during a CUDA graph's recording makes it fail and leaves torch's allocator in recording mode.
         recordable = record is not None or device.type != "cuda" or model.kernels.recordable
         self.graphs = (
             DecodeGraphs(record or recorder(device), slots=max_num_seqs, most_places=max_model_len, device=device)
@@ -103,36 +103,36 @@ class DeviceRunner:
         )
 
     def execute(self, plan: StepPlan) -> list[Sampled]:
-        """Launch and collect."""
+        """Launch a plan and collect its results."""
         return self.collect(self.launch(plan))
 
     @property
     def kv_bytes(self) -> int:
-        """Memory of the KV cache."""
+        """The memory of the KV cache, in bytes."""
         return sum(cache.nbytes for cache in self._caches)
 
     @staticmethod
     def needs_token(sequence: Sequence) -> bool:
-        """Whether a step cannot be launched for `sequence` before its last token is known."""
+        """Whether the host must know the last token of `sequence` before a step with it is launched."""
         return needs_host_token(sequence)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Put all work of a plan on the device's queue: its tokens into the cache, and what follows them.
+        """Queue all work of a plan on the device: computing its tokens into the KV cache, and sampling.
 
-        A row may be pending: its last token is then what the step launched before samples in that slot. After an
-        exception the plan's rows may be launched again, also one by one (then after `copy_blocks` and without the
-        plan's copies), with all their tokens: whatever was written is written again.
+        A row may be pending: its last token is then the one that the step launched before samples in that slot. After
+        an exception the plan's rows may be launched again, also one by one (then after `copy_blocks` and without the
+        plan's copies), with all their tokens: all writes are then repeated.
         """
         try:
             return self._launch(plan)
         except BaseException:
-            # How much of what the rows are has got there is not known.
+            # It is unknown how much of the rows' state has reached the device.
             self.forget()
             raise
 
     def forget(self) -> None:
-        """Send all that is kept of the sequences again, from the tokens that they then have."""
+        """Send all state of the sequences again with their next step, from the tokens that they then have."""
         self._rows.forget()
         self._sampler.forget()
 
@@ -149,10 +149,12 @@ class DeviceRunner:
         drawn = [] if features is None else self._draw(ended, sampling, features)
         return Launched(drawn, sampling, scored, rest)
 
-    def _draw(self, ended: _Ended, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
-        """Choose what follows the last token of each row; then, of those whose draft begins with that, what follows the
-        draft's first token, and so on: one pass for each token of the longest draft, of which none waits for the host.
-        A row that has fallen out chooses nothing more, so that its slot counts, and ends in, what was chosen for it.
+    def _draw(self, ended: _Forward, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
+        """Sample the token after each row's last token. Then sample after the first draft token for rows whose draft
+        was right, and so on.
+
+        There is one pass for each token of the longest draft, and none waits for the host. After a rejected draft token
+        a row samples nothing more, so its slot's counts and last token are those of the accepted tokens.
         """
         logits = self._model.logits(ended.hidden[: len(sampling)])
         chosen = self._sampler.launch(logits, ended.slots, ended.positions, features)
@@ -180,7 +182,7 @@ class DeviceRunner:
             drawn.append(self._sampler.fetch(logits, [row.seq for row in rows]))
         return drawn
 
-    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> _Ended:
+    def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> _Forward:
         wanted: list[int] = []
         begins: dict[int, int] = {}
         end = 0
@@ -201,9 +203,9 @@ class DeviceRunner:
         hidden = self._model.forward(
             inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places
         )
-        return _Ended(hidden, sent[len(wanted) :], inputs.positions[places[:sampling]])
+        return _Forward(hidden, sent[len(wanted) :], inputs.positions[places[:sampling]])
 
-    def _replay(self, plan: StepPlan, shape: Shape) -> _Ended:
+    def _replay(self, plan: StepPlan, shape: Shape) -> _Forward:
         chosen = [i for i, row in enumerate(plan.rows) if row.samples]
         count = len(plan.rows)
         sent = self._inputs.send(plan.rows, shape, chosen if len(chosen) < count else ())
@@ -211,17 +213,18 @@ class DeviceRunner:
             self.graphs.run(shape, self._rows.version, self._decode)
         inputs, hidden = self._inputs.view(shape), self._hidden
         assert hidden is not None
-        found = _Ended(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count])
+        found = _Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count])
         if len(chosen) == count:
             return found
-        # A chunk of a prompt may be of one token, too.
-        return _Ended(found.hidden[sent], found.slots[sent], found.positions[sent])
+        # Not all rows sample: a prefill chunk may be of one token, too.
+        return _Forward(found.hidden[sent], found.slots[sent], found.positions[sent])
 
     @torch.inference_mode()
     def record_next(self, longest: int | None = None) -> bool:
-        """Record one more decode step, while no other is under way; False where there is none left.
+        """Record one more decode step, while no step is in flight. Returns False if none is left to record.
 
-        `longest`: tokens of contexts; None is any there can be. Nobody is in the step: it writes into no block.
+        `longest`: the most tokens of the contexts to record; None is any possible one. The step has no sequences and
+        writes into no block.
         """
         if self.graphs is None:
             return False
@@ -234,7 +237,7 @@ class DeviceRunner:
         return True
 
     def _decode(self, shape: Shape) -> None:
-        """A decode step from what was sent to its hidden states, in memory that is always the same."""
+        """A decode step from the sent numbers to the hidden states, always in the same memory."""
         self._inputs.make(shape)
         inputs = self._inputs.view(shape)
         every = self._every[: shape.rows]
@@ -245,7 +248,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> list[Sampled]:
-        """Wait for a launched step: one result for each row that samples, in the plan's order."""
+        """Wait for a launched step. Returns one result for each sampling row, in the plan's order."""
         if launched.hidden is not None:
             score_prompts(launched.scored, launched.hidden, self._model.logits, self._model.vocab_size)
         if not launched.drawn:
@@ -256,7 +259,7 @@ class DeviceRunner:
         return self._put_together(launched.sampling, passes)
 
     def _put_together(self, sampling: list[ScheduledSeq], passes: list[list[Sampled]]) -> list[Sampled]:
-        """One result for each row, of what each pass chose for those that were in it."""
+        """One result for each row, from the tokens that each pass sampled for the rows in it."""
         each: list[list[Sampled]] = [[] for _ in sampling]
         for depth, found in enumerate(passes):
             into = [one for one, row in zip(each, sampling, strict=True) if len(row.draft) >= depth]
@@ -275,7 +278,7 @@ class DeviceRunner:
             columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
             sources, destinations = upload(columns, self._model.device)
             cache = self._caches[group]
-            # A few at a time: on their way they take memory beside the cache.
+            # Copy a few at a time, because a copy needs memory beside the cache.
             size = max(1, _COPIED * len(cache[0, 0]) // cache.nbytes)
             for some in range(0, len(pairs), size):
                 cache[:, :, destinations[some : some + size]] = cache[:, :, sources[some : some + size]]

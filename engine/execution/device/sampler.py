@@ -6,11 +6,11 @@
     drawn = sampler.fetch(logits, sequences)                  # begins the copy of the results to the host
     sampled = sampler.collect(drawn)                          # waits for that copy, whenever
 
-Row i of the logits is of `sequences[i]`; rows past these are padding, of slot -1. `admit` and `fetch` stand outside a
-recorded graph, which is of use for steps with the same `features` (and rows) alone; a step is admitted, launched and
-fetched in the device's one queue before the next is. That one may begin before `collect`: each slot's latest token is
-in `state.last_tokens`, and penalties have counted it; so what is launched twice is counted twice, and a graph is warmed
-up with slots of -1. `needs_host_token` says whose next step must wait for `collect`.
+Row i of the logits belongs to `sequences[i]`; the rows after these are padding, with slot -1. `admit` and `fetch` are
+not part of a recorded graph. A graph serves only steps with the same `features` (and rows). A step is admitted,
+launched and fetched in the device's one queue before the next step is. The next step may begin before `collect`: each
+slot's latest token is in `state.last_tokens`, and penalties have counted it. A step launched twice is counted twice, so
+a graph is warmed up with slots of -1. `needs_host_token` tells which sequences' next steps must wait for `collect`.
 """
 
 from __future__ import annotations
@@ -40,32 +40,34 @@ __all__ = ["Choose", "DeviceSampler", "Drawn", "needs_host_token"]
 
 
 class Choose(Protocol):
-    """Chooses a token for each row: `choose_plainly`, or kernels that do the same."""
+    """A function that chooses a token for each row: `choose_plainly`, or kernels that do the same."""
 
     def __call__(
         self, logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: Features
     ) -> None:
-        """Write `state.chosen`, `state.last_tokens` and the counts of penalised slots. `logits` [rows, vocabulary] of
-        any floating dtype, which stay as they are; `slots` int32 or int64 [rows], all different but for -1, whose rows
-        choose nothing; `positions` int64 [rows] of each sequence's last token. `features` names all that rows ask for.
+        """Write `state.chosen`, `state.last_tokens` and the counts of penalised slots.
+
+        `logits`: [rows, vocabulary] of any floating dtype, not changed. `slots`: int32 or int64 [rows], all different
+        except -1, whose rows choose nothing. `positions`: int64 [rows], of each sequence's last token. `features`: all
+        features that any row needs.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Results on their way to the host."""
+    """Results that are being copied to the host."""
 
     chosen: Tensor
     """int64 [2, rows], on the host: tokens and faults."""
     scored: tuple[Tensor, Tensor] | None
-    """On the host, of the rows whose log probabilities are wanted: logprobs.ranked."""
+    """The results of logprobs.ranked, on the host, for the rows whose log probabilities are wanted."""
     counts: dict[int, int]
-    """Row -> number of likeliest tokens wanted."""
+    """Maps each such row to the number of most likely tokens wanted."""
     wait: Callable[[], None]
 
 
 class DeviceSampler:
-    """Used by one thread."""
+    """Samples tokens on the device. Used by one thread."""
 
     def __init__(
         self,
@@ -75,8 +77,8 @@ class DeviceSampler:
         choose: Choose | None = None,
         last_tokens: Tensor | None = None,
     ) -> None:
-        """`choose` is the device's own, unless a test has another. `last_tokens`: int64 [slots] of the device, where
-        that is somebody else's."""
+        """`choose`: the device's own, unless a test passes another. `last_tokens`: int64 [slots] on the device, if the
+        caller owns it."""
         self._rows = DeviceSamplingRows(slots, vocab_size, device, last_tokens)
         self._device = device
         self._choose = chooser(slots, vocab_size, device) if choose is None else choose
@@ -86,20 +88,20 @@ class DeviceSampler:
         return self._rows.state
 
     def admit(self, sequences: Each[Sequence]) -> Features:
-        """Send what is new of the rows of the sequences whose next tokens this step chooses. Returns what they ask for.
+        """Send the changes of the rows of the sequences that this step samples. Returns the features that they need.
 
-        A sequence that is new to its slot, or whose step was thrown away, must have all its tokens, no placeholder.
+        A sequence that is new to its slot, or whose step was given up, must have all its tokens, no UNKNOWN one.
         """
         return self._rows.admit(sequences)
 
     def launch(self, logits: Tensor, slots: Tensor, positions: Tensor, features: Features) -> Tensor:
-        """See Choose; at most as many rows as slots. Returns int64 [2, rows], tokens and faults, on the device: memory
-        that the next step reuses."""
+        """Choose tokens (see Choose) for at most as many rows as slots. Returns tokens and faults, int64 [2, rows], on
+        the device. The next step overwrites this memory."""
         self._choose(logits, slots, positions, self.state, features)
         return self.state.chosen[:, : len(slots)]
 
     def fetch(self, logits: Tensor, sequences: Each[Sequence]) -> Drawn:
-        """Begin to copy what the launch chose, with the log probabilities that are wanted."""
+        """Begin to copy the chosen tokens, with the wanted log probabilities, to the host."""
         slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
         wanted = self._rows.logprobs[slots]
         rows = (wanted >= 0).nonzero()[0]
@@ -107,7 +109,7 @@ class DeviceSampler:
         results = [chosen]
         if len(rows):
             (index,) = upload([rows], self._device)
-            # Of what the model said, whatever was done to it since.
+            # Log probabilities are those of the model's own logits, before any edits.
             said = log_softmax(logits[index])
             results += ranked(said, chosen[0, index], int(wanted.max()))
         hosts, wait = _to_host(results)
@@ -115,7 +117,8 @@ class DeviceSampler:
         return Drawn(hosts[0], (hosts[1], hosts[2]) if counts else None, counts, wait)
 
     def collect(self, drawn: Drawn) -> list[Sampled]:
-        """One result for each of the step's sequences. A row with a fault gets an error, alone."""
+        """Wait for the copies. Returns one result for each of the step's sequences. Only a row with a fault has an
+        error."""
         drawn.wait()
         tokens, faults = drawn.chosen.tolist()
         scores: dict[int, TokenLogprobs] = {}
@@ -130,29 +133,30 @@ class DeviceSampler:
         ]
 
     def counted(self, sequence: Sequence, more: int) -> None:
-        """A step has launched, for a sequence that it admitted, so many more choices that hold."""
+        """Note that a step has accepted `more` draft tokens for a sequence that it admitted."""
         self._rows.counted(sequence, more)
 
     def forget(self) -> None:
-        """After a step that failed: what the device has of the rows may be anything, and will be sent again."""
+        """Send all rows again, because after a failed step the device's copies may be wrong."""
         self._rows.forget()
 
 
 def chooser(slots: int, vocab_size: int, device: torch.device) -> Choose:
-    """How tokens are chosen on a device, for up to `slots` rows a step."""
+    """The Choose function of a device, for up to `slots` rows a step."""
     if device.type == "cpu" or find_spec("triton") is None:
         return choose_plainly
-    # Only here: triton is there where there is a GPU.
+    # Imported here because triton is only installed on machines with a GPU.
     from engine.kernels.triton.sampling.sampler import TritonChoose
 
     return TritonChoose(slots, vocab_size, device)
 
 
 def _to_host(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Their copies, and what waits for them. The originals may be written again by what is queued after this."""
+    """Begin to copy tensors to the host. Returns the copies and a function that waits for them. Work queued later may
+    overwrite the originals."""
     if tensors[0].device.type != "cuda":
         return [tensor.clone() for tensor in tensors], lambda: None
-    # torch's allocator of pinned memory hands it out again only when the copies into it have ended.
+    # torch's allocator reuses pinned memory only after the copies into it have ended.
     hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     for host, tensor in zip(hosts, tensors, strict=True):
         host.copy_(tensor, non_blocking=True)

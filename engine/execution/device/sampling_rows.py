@@ -1,4 +1,4 @@
-"""How the running sequences want their tokens chosen, kept on the device: only what is new of a row is sent."""
+"""The sampling parameters of running sequences, kept on the device. Only new rows are sent."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _NOT_COUNTED = -1
 
 
 class DeviceSamplingRows:
-    """Row `slot` belongs to the running sequence with that slot."""
+    """Sampling parameters on the device. Row `slot` belongs to the running sequence with that slot."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device, last_tokens: Tensor | None = None) -> None:
-        """`last_tokens`: int64 [slots] of the device, where that is somebody else's."""
+        """`last_tokens`: int64 [slots] on the device, if the caller owns it."""
         self._vocab_size = vocab_size
         self._device = device
         self._edits = EditWriter(slots, vocab_size, device)
         self._owners: list[Sequence | None] = [None] * slots
-        # Tokens of the sequence that the device's counts will have with those of the latest step; _NOT_COUNTED for
-        # who has none.
+        # The number of the sequence's tokens in the device's counts, the latest step's included. _NOT_COUNTED for a
+        # sequence without counts.
         self._counted = [_NOT_COUNTED] * slots
         self._features = np.zeros(slots, np.uint8)
-        #: Likeliest tokens wanted beside each chosen one; -1 where no log probabilities are wanted.
+        #: The number of most likely tokens wanted beside each chosen one; -1 if no log probabilities are wanted.
         self.logprobs = np.full(slots, -1, np.int64)
 
         def zeros(*size: int, dtype: torch.dtype) -> Tensor:
@@ -64,10 +64,10 @@ class DeviceSamplingRows:
         )
 
     def admit(self, sequences: Each[Sequence]) -> Features:
-        """Take over the rows of those that are new to theirs, or whose tokens are not those that their rows have
-        counted. Returns what all of them together ask for.
+        """Fill the rows of sequences that are new to their slots, or whose rows have counted other tokens. Returns the
+        features that the sequences need together.
 
-        Once for each step, of the sequences whose next tokens it chooses: their counts then have these.
+        Call it once for each step, with the sequences that the step samples. Their counts then include the new tokens.
         """
         fresh = []
         for one in sequences:
@@ -85,12 +85,12 @@ class DeviceSamplingRows:
         return Features(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
 
     def counted(self, sequence: Sequence, more: int) -> None:
-        """The device has counted so many tokens of the sequence's latest step beside the first."""
+        """Note that the device has counted `more` tokens of the sequence's latest step after the first."""
         if self._owners[sequence.slot] is sequence and self._counted[sequence.slot] >= 0:
             self._counted[sequence.slot] += more
 
     def forget(self) -> None:
-        """What the device has may be anything, after a step that failed: each row will be sent again."""
+        """Send all rows again, because after a failed step the device's copies may be wrong."""
         self._owners = [None] * len(self._owners)
 
     def _send(self, fresh: list[Sequence]) -> None:
@@ -110,21 +110,21 @@ class DeviceSamplingRows:
         filtered = table[:, FLAGS] & FILTERED
         self._features[slots] = np.where(flags > 0, Features.EDITS, 0) | np.where(filtered > 0, Features.FILTERS, 0)
         table[:, FLAGS] |= flags
-        # best_of ranks by them.
+        # best_of ranks candidates by log probabilities.
         self.logprobs[slots] = [p.logprobs if p.logprobs is not None else 0 if p.selects else -1 for p in params]
         sent = upload([slots, table, last], self._device)
         self.state.table.index_copy_(0, sent[0], sent[1])
         self.state.last_tokens.index_copy_(0, sent[0], sent[2])
 
     def _fill(self, table: NDArray[np.int32], fresh: list[Sequence]) -> None:
-        """Everything but the edits."""
+        """Fill the table rows of new sequences, except edits."""
         params = [one.request.params for one in fresh]
         real = table.view(np.float32)
         real[:, TEMPERATURE] = [p.temperature if p.temperature >= COLDEST else 0.0 for p in params]
         real[:, REPETITION] = [p.repetition_penalty for p in params]
         real[:, PRESENCE] = [p.presence_penalty for p in params]
         real[:, FREQUENCY] = [p.frequency_penalty for p in params]
-        # Where nothing is drawn nothing is filtered. All tokens kept is the same as no filter.
+        # Greedy rows need no filter. A filter that keeps all tokens is the same as none.
         drawn = real[:, TEMPERATURE] > 0
         table[:, TOP_K] = np.array([p.top_k if p.top_k < self._vocab_size else 0 for p in params], np.int32) * drawn
         real[:, TOP_P] = np.where(drawn, np.array([p.top_p for p in params], np.float32), 1)

@@ -104,7 +104,10 @@ def test_a_step_is_of_the_kind_of_what_it_computes() -> None:
     scheduled = scheduler()
     scheduled.add(request("a", [1, 2, 3]))
     sequence = step(scheduled)[0].rows[0].seq
-    plain, guessing = ScheduledSeq(sequence, 3, 1, samples=True), ScheduledSeq(sequence, 3, 1, samples=True, room=2)
+    plain, guessing = (
+        ScheduledSeq(sequence, 3, 1, samples=True),
+        ScheduledSeq(sequence, 3, 1, samples=True, max_draft=2),
+    )
     drafts = StepPlan([plain, guessing])
     drafts.guess(guessing, (8, 9))
     chunk = ScheduledSeq(sequence, 0, 2, samples=False)

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import EngineError
 from engine.plan import Sampled
 from engine.request import Tier
-from engine.scheduling.policy import Hurry
+from engine.scheduling.policy import PrefillPriority
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.stepping import request, rows, scheduler, step
 
@@ -82,9 +82,15 @@ def test_a_prompt_of_a_better_tier_leaves_worse_decodes_an_eighth_of_the_step_an
     assert sum(row.count for row in plan.rows) == len(plan.rows) == 10
 
 
-def beside_decodes(hurry: Hurry, budget: int = 16, tier: int = Tier.DEFAULT) -> Scheduler:
+def beside_decodes(prefill_priority: PrefillPriority, budget: int = 16, tier: int = Tier.DEFAULT) -> Scheduler:
     """Four sequences of a worse tier that decode."""
-    s = scheduler(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=200, hurry=hurry)
+    s = scheduler(
+        num_blocks=200,
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        max_model_len=200,
+        prefill_priority=prefill_priority,
+    )
     for place in range(4):
         s.add(request(f"d{place}", 2, tier, arrival=float(place), max_tokens=90))
     while len(plan := step(s)[0].rows) < 4 or not all(row.start >= 2 for row in plan):
@@ -93,7 +99,7 @@ def beside_decodes(hurry: Hurry, budget: int = 16, tier: int = Tier.DEFAULT) -> 
 
 
 def test_a_prompt_of_the_best_tier_has_steps_for_itself_but_not_more_than_three_in_a_row():
-    s = beside_decodes(Hurry(apart=True))
+    s = beside_decodes(PrefillPriority(exclusive=True))
     s.add(request("p", 100, Tier.PRIORITY, arrival=9.0, max_tokens=3))
     seen = [rows(step(s)[0]) for _ in range(9)]
     assert [found.pop("p", (0, 0))[1] for found in seen] == [16, 16, 16, 14, 14, 14, 10, 1, 1]
@@ -102,7 +108,7 @@ def test_a_prompt_of_the_best_tier_has_steps_for_itself_but_not_more_than_three_
 
 
 def test_in_the_long_run_one_step_in_four_is_the_best_tiers_alone():
-    s = beside_decodes(Hurry(apart=True))
+    s = beside_decodes(PrefillPriority(exclusive=True))
     alone = 0
     for place in range(40):
         s.add(request(f"p{place}", 4, Tier.PRIORITY, arrival=9.0 + place, max_tokens=1))
@@ -110,18 +116,18 @@ def test_in_the_long_run_one_step_in_four_is_the_best_tiers_alone():
     assert alone == 3 + (40 - 3 + 2) // 4
 
 
-@pytest.mark.parametrize("hurry", [Hurry(apart=True), Hurry()], ids=["apart", "not"])
-def test_a_step_for_the_best_tier_alone_holds_back_those_who_wait_too(hurry):
-    s = beside_decodes(hurry, budget=32)
+@pytest.mark.parametrize("prefill_priority", [PrefillPriority(exclusive=True), PrefillPriority()], ids=["apart", "not"])
+def test_a_step_for_the_best_tier_alone_holds_back_those_who_wait_too(prefill_priority):
+    s = beside_decodes(prefill_priority, budget=32)
     s.add(request("late", 8, Tier.DEFAULT, arrival=8.0, max_tokens=1))
     s.add(request("p", 8, Tier.PRIORITY, arrival=9.0, max_tokens=1))
-    assert set(rows(step(s)[0])) == ({"p"} if hurry.apart else {"p", "late", "d0", "d1", "d2", "d3"})
-    assert ("late" in rows(step(s)[0])) == hurry.apart
+    assert set(rows(step(s)[0])) == ({"p"} if prefill_priority.exclusive else {"p", "late", "d0", "d1", "d2", "d3"})
+    assert ("late" in rows(step(s)[0])) == prefill_priority.exclusive
 
 
 @pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
 def test_nobody_else_has_steps_for_itself_though_it_has_aged(tier):
-    s = beside_decodes(Hurry(8, apart=True), tier=Tier.BATCH)
+    s = beside_decodes(PrefillPriority(8, exclusive=True), tier=Tier.BATCH)
     s.add(request("p", 20, tier, arrival=-1000.0, max_tokens=3))
     found = rows(step(s, now=100.0)[0])
     assert found.pop("p") == (0, 6)
@@ -129,7 +135,7 @@ def test_nobody_else_has_steps_for_itself_though_it_has_aged(tier):
 
 
 def test_a_step_without_a_prompt_of_the_best_tier_is_short_and_with_one_may_be_full():
-    s = scheduler(num_blocks=200, max_num_batched_tokens=32, max_model_len=200, hurry=Hurry(8))
+    s = scheduler(num_blocks=200, max_num_batched_tokens=32, max_model_len=200, prefill_priority=PrefillPriority(8))
     s.add(request("long", 40, Tier.DEFAULT, max_tokens=3))
     assert rows(step(s)[0]) == {"long": (0, 8)}
     s.add(request("p", 28, Tier.PRIORITY, arrival=1.0, max_tokens=3))
@@ -140,7 +146,7 @@ def test_a_step_without_a_prompt_of_the_best_tier_is_short_and_with_one_may_be_f
 
 
 def test_where_memory_made_steps_small_they_are_small_for_all():
-    s = scheduler(max_num_seqs=2, max_num_batched_tokens=16, hurry=Hurry(8))
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=16, prefill_priority=PrefillPriority(8))
     s.add(request("a", 20, Tier.DEFAULT, max_tokens=1))
     step(s)
     for _ in range(3):
@@ -151,7 +157,7 @@ def test_where_memory_made_steps_small_they_are_small_for_all():
 
 def test_a_short_step_must_hold_a_token_of_each_sequence():
     with pytest.raises(EngineError, match="unhurried_tokens=3 is less than max_num_seqs=4"):
-        scheduler(hurry=Hurry(3))
+        scheduler(prefill_priority=PrefillPriority(3))
 
 
 def test_a_higher_tier_takes_the_last_tokens_of_the_budget_from_lower_ones():

@@ -40,10 +40,10 @@ class Machine:
         fresh = [row.seq.serial for row in rows if row.seq.serial not in self._known]
         self._known.update(fresh)
         took = len(fresh) * self.catching_up
-        for place in range(max(row.room for row in rows)):
-            took += self.one_pass(sum(row.room > place for row in rows))
+        for place in range(max(row.max_draft for row in rows)):
+            took += self.one_pass(sum(row.max_draft > place for row in rows))
         self.now += took * self.held(self._source)
-        return [(7,) * row.room for row in rows]
+        return [(7,) * row.max_draft for row in rows]
 
     def forget(self) -> None:
         self._known.clear()
@@ -63,7 +63,7 @@ class Machine:
         guessing = self.speculation
         guessing.begin(live)
         plan = StepPlan(num_tokens=len(live))
-        plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, room=guessing.wanted(seq)) for seq in live]
+        plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, max_draft=guessing.wanted(seq)) for seq in live]
         took = guessing.propose(plan)
         self.lengths.append([len(row.draft) for row in plan.rows])
         seconds = self.step(plan.num_tokens) * self.held(self._source)
@@ -72,7 +72,7 @@ class Machine:
             right = 0
             while right < len(row.draft) and self._source.random() < chances[row.seq.serial]:
                 right += 1
-            if row.room:
+            if row.max_draft:
                 guessing.entered(row, right)
             row.seq.output.count += 1 + right
             row.seq.tokens += [7] * (1 + right)

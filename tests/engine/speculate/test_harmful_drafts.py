@@ -42,7 +42,10 @@ class Harmful:
 
     def propose(self, rows: list[ScheduledSeq]) -> list[tuple[int, ...]]:
         fine = (HARMFUL + 1,)
-        return [(HARMFUL, *fine * (row.room - 1)) if self.first else (*fine * (row.room - 1), HARMFUL) for row in rows]
+        return [
+            (HARMFUL, *fine * (row.max_draft - 1)) if self.first else (*fine * (row.max_draft - 1), HARMFUL)
+            for row in rows
+        ]
 
     def forget(self) -> None:
         pass

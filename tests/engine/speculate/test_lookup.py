@@ -13,7 +13,7 @@ from tests.engine.sampling.sequences import sequence
 def guessed(lookup: Lookup, tokens: list[int], room: int = 4, slot: int = 0) -> tuple[int, ...]:
     one = sequence(slot)
     one.tokens = tokens
-    return lookup.propose([ScheduledSeq(one, len(tokens) - 1, 1, True, room=room)])[0]
+    return lookup.propose([ScheduledSeq(one, len(tokens) - 1, 1, True, max_draft=room)])[0]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_slot_is_read_anew_when_another_runs_there_and_on_when_the_same_does(l
     assert guessed(lookup, [1, 2, 9, 1, 2]) == (9, 1, 2, 9)
     one = sequence(1)
     one.tokens = [1, 2]
-    row = ScheduledSeq(one, 1, 1, True, room=1)
+    row = ScheduledSeq(one, 1, 1, True, max_draft=1)
     assert lookup.propose([row]) == [()]
     one.tokens += [5, 1, 2]
     assert lookup.propose([row]) == [(5,)]

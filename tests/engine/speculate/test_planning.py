@@ -59,7 +59,7 @@ def test_a_draft_takes_no_block_that_a_decode_to_come_may_want() -> None:
     step(s, speculation, [1], [1])
     # Four of four blocks are held: the fifth tokens begin each one's second.
     plan = step(s, speculation, [2], [2])
-    assert [row.room for row in plan.rows] == [3, 3]
+    assert [row.max_draft for row in plan.rows] == [3, 3]
     assert s.stats().preemptions == 0
 
 
@@ -70,7 +70,7 @@ def test_a_draft_puts_nobody_out() -> None:
     step(s, speculation, [1], [1])
     # One block is free: the first to be planned begins it with its fifth token, and the other stays in its first.
     plan = step(s, speculation, [2], [2])
-    assert [row.room for row in plan.rows] == [3, 0]
+    assert [row.max_draft for row in plan.rows] == [3, 0]
     assert s.stats().preemptions == 0
 
 
@@ -119,7 +119,7 @@ def test_logits_that_are_not_finite_are_computed_again_without_a_draft_and_end_t
     assert plan is not None
     (row,) = plan.rows
     # What that step wrote is not to be trusted, nor found by others; the block of the prompt before it is.
-    assert (row.start, row.room, row.samples) == (4, 0, True)
+    assert (row.start, row.max_draft, row.samples) == (4, 0, True)
     (failed,) = s.update(plan, [Sampled(-1, error="not finite")], 0.0)
     assert (failed.token_ids, failed.finish_reason, failed.error, failed.done) == ([], "error", "not finite", True)
     assert s.stats().not_finite == 1

@@ -31,11 +31,11 @@ def step(guessing: Speculation, seqs: list[Sequence], seconds: float, accepted: 
     """One in which all decode, and of each draft that part is accepted. Returns the drafts' lengths."""
     guessing.begin(seqs)
     plan = StepPlan(num_tokens=len(seqs))
-    plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, room=guessing.wanted(seq)) for seq in seqs]
+    plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, max_draft=guessing.wanted(seq)) for seq in seqs]
     guessing.propose(plan)
     assert plan.num_tokens == sum(row.count for row in plan.rows)
     for row in plan.rows:
-        if row.room:
+        if row.max_draft:
             guessing.entered(row, int(accepted * len(row.draft)))
     guessing.took(plan, seconds * (1 + 0.01 * plan.num_tokens), 0.0)
     return [len(row.draft) for row in plan.rows]
@@ -71,7 +71,7 @@ def test_who_is_barred_or_ends_in_a_token_that_is_not_known_gets_none() -> None:
 def test_who_was_not_guessed_lately_is_planned_ahead_for_ever_longer() -> None:
     guessing = speculation(adaptive=False)
     one = running()
-    row = ScheduledSeq(one, 2, 1, True, room=4)
+    row = ScheduledSeq(one, 2, 1, True, max_draft=4)
     waited = []
     for _ in range(4):
         guessing.entered(row, 0)  # there was no draft
@@ -87,7 +87,7 @@ def test_who_was_not_guessed_lately_is_planned_ahead_for_ever_longer() -> None:
 
 def test_what_is_counted() -> None:
     guessing = speculation()
-    row = ScheduledSeq(running(), 2, 5, True, room=4, draft=(1, 2, 3, 4))
+    row = ScheduledSeq(running(), 2, 5, True, max_draft=4, draft=(1, 2, 3, 4))
     guessing.entered(row, 3)
     guessing.entered(row, 0)
     assert (guessing.drafted, guessing.accepted) == (8, 3)
