@@ -1,7 +1,9 @@
-"""Everything about a model's text that needs no weights: what a gateway shares with an engine. No torch.
+"""Text processing that needs no weights, shared by gateways and engines. No torch.
 
-Messages become a prompt (template; in a process of its own: confined), a prompt becomes token ids (tokenizer), tokens
-become text again as they are generated (detokenizer), and those who never load a model know it by its card (card).
+chat/: renders messages as a prompt, in a sandbox and, for gateways, in a child process
+tokenizer: encodes a prompt as token ids; detokenizer: turns generated tokens back into text; words: spells bad words
+card: describes a model for processes that never load it
+config, checkpoint, files, folder, sanity: read a model folder's files, which are untrusted, within bounds
 """
 
 from __future__ import annotations

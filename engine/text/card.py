@@ -1,15 +1,15 @@
-"""A model's card: what those who never load the model have to know of it.
+"""A model's card: the description of a model for processes that never load it.
 
-Whoever publishes or serves a model writes its card into the store, where a gateway finds it at zero workers. The
-format is fixed, as one JSON object; a reader passes over keys that it does not know:
+A publisher or a worker writes the card into the store, where a gateway finds it even with no workers. The format is
+fixed, one JSON object. A reader ignores keys that it does not know:
 
     v                 1
-    name, version     how the model is addressed; see `model_version` for what a version is
+       name, version     the model's address; see `model_version` for the version
     architecture      config.json's first architecture
     context_length    tokens of prompt and output together
     vocab_size        rows of the embedding: token ids are below this
     parameters        numbers in the checkpoint's tensors
-    capabilities      ["generate"], and "chat" where there is a chat template
+       capabilities      ["generate"], and "chat" if there is a chat template
     eos_token_ids     list of token ids, may be empty
     bos_token_id      token id or null
     defaults          generation_config.json's temperature, top_k, top_p, min_p, typical_p, repetition_penalty, where
@@ -17,9 +17,9 @@ format is fixed, as one JSON object; a reader passes over keys that it does not 
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
 
-Workers add, where it is less than the context:
+Workers add, if it is less than the context:
 
-    kv_capacity       tokens of the longest sequence that the KV cache of any of them holds
+       kv_capacity       tokens of the longest sequence that the KV cache of any worker holds
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ModelCard:
 
     @classmethod
     def from_folder(cls, folder: str | Path, name: str | None = None) -> ModelCard:
-        """Reads a model folder without loading the model; `name` is the folder's own where it is not given.
+        """Read a model folder without loading the model. `name` defaults to the folder's name.
 
         Raises ModelError naming the file or setting that is missing or broken.
         """
@@ -90,16 +90,16 @@ class ModelCard:
 
     @staticmethod
     def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
-        """The contents of the card's `files`, by name: what Tokenizer.from_bytes and ChatTemplate.from_bytes take."""
+        """The contents of the card's `files`, by name, for Tokenizer.from_bytes and ChatTemplate.from_bytes."""
         return read_files(folder)
 
     def to_json(self) -> str:
-        """In one line, keys in the order of the format."""
+        """The card as one line of JSON, with keys in the order of the format."""
         return json.dumps({"v": 1, **asdict(self)}, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ModelCard:
-        """Raises ModelError where the text is no card, is of another format, or lacks a key."""
+        """Parse a card. Raises ModelError if the text is no card, has another format, or lacks a key."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -119,7 +119,7 @@ class ModelCard:
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """Only what a request may ask for too: a default out of those bounds would fail every request that has none."""
+    """The defaults within the bounds of requests. A default out of bounds would fail every request that has none."""
     defaults = {}
     for name in _DEFAULTS:
         if generation.get(name) is not None:

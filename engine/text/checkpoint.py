@@ -1,4 +1,4 @@
-"""What the files of a checkpoint tell without loading it: its size and its version. No torch."""
+"""Reads the size and the version of a checkpoint from its files, without loading it. No torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from engine.errors import ModelError
 from engine.text.config import packed_bits, read_config
 from engine.text.folder import file_in
 
-#: Files up to this size count into a version with all of their bytes.
+#: Files up to this size are hashed as a whole for the version.
 WHOLE_FILE = 16 << 20
 _KINDS = (".json", ".jinja", ".safetensors")
 _PAGES = 64
 _PAGE = 64 << 10
-#: A header takes about a hundred bytes for each tensor, and many times that as objects of Python: this is room for
-#: some ten times the tensors of the largest checkpoints. safetensors itself allows 100 MB.
+#: The longest header that is read. A header takes about a hundred bytes for each tensor, and many times that as Python
+#: objects. This is enough for ten times the tensors of the largest checkpoints. safetensors itself allows 100 MB.
 _LONGEST_HEADER = 16 << 20
 _MOST_DIMENSIONS = 16
-#: Bytes of an element, of the dtypes that take whole ones.
+#: The bytes of one element, for dtypes of whole bytes.
 _WIDTHS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -33,23 +33,23 @@ _WIDTHS = {
 }
 
 
-#: Ends of the names of what quantised matrices have besides their numbers.
+#: Name suffixes of a quantised matrix's tensors that do not hold its weights.
 NO_PARAMETERS = frozenset(
     {
         *("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx"),
         *("weight_shape", "input_scale", "input_zero_point"),
     }
 )
-#: Ends of the names of what holds several numbers in a word.
+#: Name suffixes of tensors that hold several numbers in one word.
 PACKED = frozenset({"qweight", "weight_packed"})
-#: Ends of the names of the output head, and of the embedding that it may be tied to.
+#: Name suffixes of the output head, and of the embedding that it may be tied to.
 HEADS = ("lm_head", "embed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     dtype: str
-    """As safetensors spells it: F32, BF16, ..."""
+    """The dtype as safetensors spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
 
     @property
@@ -58,9 +58,9 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name, each with its bytes inside of the file.
+    """The tensors of a safetensors file, by name. It checks that the bytes of each are within the file.
 
-    Raises ModelError naming the file: truncated, or a header that is malformed, too long or says what is not so.
+    Raises ModelError naming the file if it is truncated, or its header is malformed, too long or wrong.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -82,11 +82,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def count_parameters(folder: str | Path) -> int:
-    """Numbers in all tensors of the *.safetensors files of a folder, from their headers alone; of quantised matrices
-    those that they stand for, without scales."""
+    """Count the parameters in a folder's *.safetensors files, from their headers alone. A quantised matrix counts with
+    its original numbers, without scales."""
     root = Path(folder)
     names = sorted(path.name for path in root.glob("*.safetensors"))
-    # Links to nowhere are no files.
+    # Broken links are skipped.
     paths = [path for name in names if (path := file_in(root, name)) is not None]
     if not paths:
         raise ModelError(f"{folder} has no *.safetensors file")
@@ -103,14 +103,14 @@ def count_parameters(folder: str | Path) -> int:
 
 
 def model_version(folder: str | Path) -> str:
-    """12 hex digits that change when the model does.
+    """The model's version: 12 hex digits that change when the model does.
 
-    Of manifest.json's own SHA-256 where the folder has one, as it lists that of every file. Otherwise of the SHA-256
-    over the lines "name, size, digest", tab-separated and newline-ended, of the folder's *.json, *.jinja and
-    *.safetensors files in order of name, hidden ones left out (a README changes no output). The digest is the file's
-    SHA-256 in hex; for files above 16 MiB, that of their safetensors header (if that is what they are) and of 64 pages
-    of 64 KiB evenly spaced from the first to the last: reading 16 GB at each start would double the time of a cold
-    start, and a change of weights that misses every page does not happen in training or conversion.
+    If the folder has a manifest.json, they are the beginning of its SHA-256, because it lists that of every file.
+    Otherwise they are the beginning of the SHA-256 of the lines "name, size, digest", tab-separated and newline-ended,
+    of the folder's *.json, *.jinja and *.safetensors files in order of name. Hidden files and others, such as a README,
+    do not count. The digest is the file's SHA-256 in hex. For files above 16 MiB, it covers the safetensors header (if
+    there is one) and 64 pages of 64 KiB, evenly spaced from the first to the last. Reading 16 GB at each start would
+    double the time of a cold start, and no training or conversion changes weights so that every page stays the same.
     """
     root = Path(folder)
     manifest = root / "manifest.json"
@@ -138,7 +138,7 @@ def _digest(path: Path) -> str:
 
 
 def _read_header(path: Path, file: BinaryIO) -> bytes:
-    """The header of a safetensors file: 8 bytes of little-endian length, then so many of JSON."""
+    """Read the header of a safetensors file: 8 bytes of little-endian length, then so many bytes of JSON."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
@@ -162,5 +162,5 @@ def _stored(path: Path, name: str, entry: object, room: int) -> StoredTensor:
 
 
 def _are_sizes(values: object, most: int) -> TypeGuard[list[int]]:
-    """Whether it is a list of integers from 0 to `most`: the number of bytes that there are, or 1 if none."""
+    """Whether `values` is a list of integers from 0 to `most` bytes, or to 1 if that is 0."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= max(most, 1) for value in values)

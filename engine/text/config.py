@@ -1,8 +1,8 @@
-"""config.json of a model: typed, bounded, in one spelling. No torch.
+"""Reads a model's config.json, with types and bounds, in one spelling. No torch.
 
-It is data from elsewhere, and memory is sized by it: every number has a type and a bound, and what is wrong is
-refused by name. transformers 5 and earlier ones spell rotary settings differently, and some checkpoints leave out
-what is their architecture's default or put the decoder into `text_config`: readers see none of that.
+It is untrusted data, and memory is sized by it: every number has a type and a bound, and a wrong one is refused by
+name. transformers 5 and earlier versions spell rotary settings differently. Some checkpoints leave out their
+architecture's defaults or put the decoder into `text_config`. Config hides these differences.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from engine.bounds import shown
 from engine.errors import ModelError
 from engine.text.folder import file_in
 
-#: The largest config.json that is read: real ones have some kilobytes.
+#: The largest config.json that is read, in bytes. Real ones have some kilobytes.
 _LONGEST = 4 << 20
-#: The largest size of a layer, of a vocabulary, ... : some ten times the largest there are. Two of them multiplied
-#: stay far from overflow.
+#: The largest size of a layer, a vocabulary and so on: some ten times the largest known. The product of two stays far
+#: from overflow.
 MOST_WIDTH = 1 << 22
 MOST_LAYERS = 4096
 MOST_CONTEXT = 1 << 27
-#: Where a number has no bound of its own.
+#: The bound of numbers that have no bound of their own.
 _LARGEST = 1e30
-#: Ends of the targets that are the output head, or the embedding that it may be tied to.
+#: Suffixes of quantisation targets that are the output head, or the embedding that it may be tied to.
 _HEADS = ("lm_head", "embed_tokens", "Embedding")
 
-#: What transformers takes for settings that config.json leaves out, where that is more than an error message.
+#: transformers' defaults for settings that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -55,7 +55,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
-    # Complete: in published checkpoints text_config has only what differs from these.
+    # Complete, because the text_config of published checkpoints has only the differences from these.
     "Gemma3ForCausalLM": {
         "num_hidden_layers": 26,
         "hidden_size": 2304,
@@ -74,13 +74,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
 }
-#: Architectures whose decoder's settings are in `text_config` -> the decoder's own architecture.
+#: Maps architectures whose decoder's settings are in `text_config` to the decoder's architecture.
 _NESTED = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Config:
-    """An object of config.json. Its readers raise ModelError naming the setting, its value and what it must be."""
+    """An object of config.json. Its methods raise ModelError naming the setting, its value and what it must be."""
 
     def __init__(self, values: Mapping[str, Any], within: str = "") -> None:
         self._values = values
@@ -88,7 +88,7 @@ class Config:
 
     @classmethod
     def of_model(cls, values: Mapping[str, Any]) -> Config:
-        """`values` is all of config.json: completed by the defaults of its architecture, `text_config` laid open."""
+        """Make a Config from all of config.json, with its architecture's defaults and with `text_config` merged in."""
         names = architectures(values)
         found = next((name for name in names if name in _DEFAULTS or name in _NESTED), "")
         inner: Mapping[str, Any] = {}
@@ -112,14 +112,14 @@ class Config:
         return value
 
     def number(self, name: str, default: float | None = None, *, low: float = 0.0, high: float = _LARGEST) -> float:
-        """Above `low`, at most `high`."""
+        """A number above `low`, at most `high`."""
         value = self._given(name, default)
         if not _is_number(value, low, high):
             raise self.wrong(name, f"must be a number above {low:g}, at most {high:g}")
         return float(value)
 
     def optional(self, name: str) -> float | None:
-        """A number above 0, or None where there is none."""
+        """A number above 0, or None if the setting is absent."""
         return self.number(name) if name in self else None
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
@@ -157,11 +157,11 @@ class Config:
     def replaced(self, **values: Any) -> Config:
         return Config(dict(self._values) | values, self._within)
 
-    # ---- what several readers want to know
+    # ---- settings that several readers need
 
     def rope(self, layer_type: str = "full_attention") -> Config:
-        """Rotary settings of the layers of one type, as transformers 5 writes them: rope_type, rope_theta,
-        partial_rotary_factor, original_max_position_embeddings and those of the rope_type.
+        """The rotary settings of the layers of one type, as transformers 5 writes them: rope_type, rope_theta,
+        partial_rotary_factor, original_max_position_embeddings and the settings of the rope_type.
         """
         given = self.get("rope_scaling") or self.get("rope_parameters") or {}
         name = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
@@ -173,7 +173,7 @@ class Config:
             if not isinstance(given, dict):
                 raise self.wrong(name, f"must have an object for {layer_type}")
         elif layer_type == "sliding_attention" and "rope_local_base_freq" in self:
-            # Before transformers 5 the local layers had a base of their own, and were never stretched.
+            # Before transformers 5 the local layers had a base of their own, and were never scaled.
             given = {}
         if layer_type == "sliding_attention" and "rope_local_base_freq" in self:
             theta = self.get("rope_local_base_freq")
@@ -187,14 +187,14 @@ class Config:
         values["rope_type"] = given.get("rope_type") or given.get("type") or "default"
         values["max_position_embeddings"] = context
         if "original_max_position_embeddings" in self:
-            # A model's own setting goes before that of its scaling.
+            # A model's own setting has precedence over that of its scaling.
             values["original_max_position_embeddings"] = self.get("original_max_position_embeddings")
         return Config(values, "rope's ")
 
     def context_length(self) -> int:
-        """Tokens of prompt and output together.
+        """The most tokens of prompt and output together.
 
-        Two kinds of rope scaling are set by hand, to go beyond a max_position_embeddings that stays as it was.
+        Two kinds of rope scaling, dynamic and yarn, extend the context without a change of max_position_embeddings.
         """
         context = self.integer("max_position_embeddings", high=MOST_CONTEXT)
         rope = self.rope()
@@ -208,7 +208,7 @@ class Config:
 
 
 def architectures(values: Mapping[str, Any]) -> list[str]:
-    """What config.json names; [] where it names none. Raises ModelError where that is no list of texts."""
+    """The architectures that config.json names, [] if none. Raises ModelError if they are not a list of strings."""
     names = values.get("architectures")
     if names is None:
         return []
@@ -218,7 +218,7 @@ def architectures(values: Mapping[str, Any]) -> list[str]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of a folder's config.json. Raises ModelError where there is none, or it is not a JSON object."""
+    """Read a folder's config.json. Raises ModelError if it is missing or not a JSON object."""
     path = file_in(Path(folder), "config.json")
     if path is None:
         raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder")
@@ -232,7 +232,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
-        # ValueError is also what a number of thousands of digits gives.
+        # A number of thousands of digits also raises ValueError.
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__} where an object is expected")
@@ -240,14 +240,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def is_of_head(targets: object) -> bool:
-    """Whether a group of a quantised checkpoint's matrices is the output head, or the embedding, alone."""
+    """Whether a quantisation group's targets are the output head or the embedding alone."""
     named = targets if isinstance(targets, list) else []
     return bool(named) and all(isinstance(one, str) and one.rstrip("$").endswith(_HEADS) for one in named)
 
 
 def packed_bits(values: Mapping[str, Any], *, head: bool = False) -> int:
-    """Of a weight in the 32-bit words of a quantised checkpoint, or of its output head (or embedding); 32 where
-    config.json does not say."""
+    """The bits of one weight in a quantised checkpoint's 32-bit words. `head`: of the output head or embedding instead.
+    Returns 32 if config.json does not say."""
     section = values.get("quantization_config")
     given = section if isinstance(section, dict) else {}
     bits = given.get("bits") or given.get("w_bit")

@@ -1,8 +1,8 @@
-"""Tokens back to text as they come, never half a character at a time.
+"""Turns tokens into text as they arrive, without splitting characters.
 
-The joined pieces equal what the `tokenizers` library decodes from all the tokens at once with special tokens
-skipped. Its own DecodeStream decodes a window again for each token, which costs more and, on a run of invalid
-bytes, grows with the square of the run; for the two families of tokenizer in common use we work on the bytes.
+The joined pieces equal the `tokenizers` library's decode of all tokens at once, with special tokens skipped. The
+library's own DecodeStream decodes a window again for each token. That costs more and, on a run of invalid bytes, grows
+with the square of the run. So the two common families of tokenizers are decoded from bytes here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """The pieces of `push` and the last one of `flush`, joined, are the full decode of the tokens pushed."""
+    """Detokenizes one output. The joined pieces of `push`, with that of `flush`, are the full decode of its tokens."""
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with this token; "" while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What was still held back; incomplete characters come out as U+FFFD."""
+        """Return the text still held back. Incomplete characters become U+FFFD."""
         ...
 
 
 def detokenizer_factory(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callable[[], Detokenizer]:
-    """Makes detokenizers for `tokenizer`, whose tokenizer.json has this `decoder` section."""
+    """A function that makes detokenizers for `tokenizer`, whose tokenizer.json has this `decoder` section."""
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def token_of(token_id: int) -> str | None:
@@ -46,9 +46,10 @@ def detokenizer_factory(tokenizer: Tokenizer, decoder: dict[str, Any] | None) ->
 
 
 def byte_speller(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callable[[int], bytes]:
-    """Token id to the bytes that it stands for wherever it stands, special tokens included; b"" for an unknown id.
+    """A function from a token id to its bytes, special tokens included; b"" for an unknown id.
 
-    What a decoder does at the start of a text (dropping a space) or between words is not a token's own.
+    The bytes do not depend on the token's position: a decoder's changes at the start of a text (dropping a space) or
+    between words are left out.
     """
     added = tokenizer.get_added_tokens_decoder()
 
@@ -75,13 +76,13 @@ def byte_speller(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callab
 
 
 class ByteLevelDetokenizer:
-    """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, UTF-8 only when joined."""
+    """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, and only joined tokens are valid UTF-8."""
 
     __slots__ = ("_decode", "_table")
 
     def __init__(self, table: _ByteTable) -> None:
         self._table = table
-        # Like Rust's from_utf8_lossy, one U+FFFD for each maximal invalid part (Unicode 3.9, table 3-8).
+        # One U+FFFD for each maximal invalid part, like Rust's from_utf8_lossy (Unicode 3.9, table 3-8).
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
@@ -92,9 +93,10 @@ class ByteLevelDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """SentencePiece style (Llama 2, Mistral, Gemma): tokens are text, but for <0xNN> ones, which are bytes.
+    """SentencePiece style (Llama 2, Mistral, Gemma): tokens are text, except <0xNN> tokens, which are bytes.
 
-    The library decodes a whole run of byte tokens or, if any of it is invalid, none: the run is held until it ends.
+    The library decodes a run of byte tokens as a whole or, if any byte is invalid, not at all. So a run is held until
+    it ends.
     """
 
     __slots__ = ("_run", "_strip", "_strip_left", "_table")
@@ -138,10 +140,10 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any other decoder: decode the last pieces with and without the new tokens, and give out the difference."""
+    """Any other decoder: decodes the last tokens with and without the new ones, and returns the difference."""
 
-    #: Tokens after which text that ends in U+FFFD is given out all the same. A character takes four bytes at most;
-    #: only output that really has U+FFFD in it gets here, and must not make the window grow without end.
+    #: After so many tokens, text that ends in U+FFFD is returned all the same. A character takes four bytes at most, so
+    #: only output that really contains U+FFFD gets here. It must not make the window grow without end.
     LONGEST_HOLD = 16
 
     __slots__ = ("_given", "_ids", "_token_of", "_tokenizer")
@@ -150,7 +152,7 @@ class WindowDetokenizer:
         self._tokenizer = tokenizer
         self._token_of = token_of
         self._ids: list[int] = []
-        # How many of the ids are there only as the context of those after them.
+        # The number of leading ids that were already returned and only serve as context.
         self._given = 0
 
     def push(self, token_id: int) -> str:
@@ -173,7 +175,7 @@ class WindowDetokenizer:
 
 
 class _ByteTable(dict[int, bytes]):
-    """Token id to its bytes, filled as ids are met; skipped and unknown ids have none."""
+    """Maps token ids to bytes, filled on demand. Skipped and unknown ids have no bytes."""
 
     def __init__(self, token_of: Callable[[int], str | None]) -> None:
         super().__init__()
@@ -184,14 +186,14 @@ class _ByteTable(dict[int, bytes]):
         try:
             data = bytes(_BYTE_OF[char] for char in token)
         except KeyError:
-            # An added token with characters outside the alphabet stands for itself.
+            # An added token with characters outside the byte alphabet is literal text.
             data = token.encode("utf-8")
         self[token_id] = data
         return data
 
 
 class _PieceTable(dict[int, "str | int | None"]):
-    """Token id to its text, its byte, or None where it is skipped."""
+    """Maps token ids to text, to a byte, or to None for a skipped token. Filled on demand."""
 
     def __init__(self, token_of: Callable[[int], str | None], replacements: list[tuple[str, str]]) -> None:
         super().__init__()
@@ -211,7 +213,7 @@ class _PieceTable(dict[int, "str | int | None"]):
 
 
 def _fallback_steps(decoder: dict[str, Any] | None) -> tuple[list[tuple[str, str]], tuple[str, int]] | None:
-    """The replacements and (character, count) to strip of a decoder [Replace*, ByteFallback, Fuse, Strip?]."""
+    """The replacements, and the (character, count) to strip, of a decoder [Replace*, ByteFallback, Fuse, Strip?]."""
     if decoder is None or decoder.get("type") != "Sequence":
         return None
     steps = list(decoder["decoders"])
@@ -230,7 +232,7 @@ def _fallback_steps(decoder: dict[str, Any] | None) -> tuple[list[tuple[str, str
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's `bytes_to_unicode`, inverted: printable bytes are themselves, the others follow from U+0100 on."""
+    """The inverse of GPT-2's `bytes_to_unicode`: printable bytes map to themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

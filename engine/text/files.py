@@ -1,4 +1,4 @@
-"""The files of a model folder that its text needs, as bytes by name."""
+"""Reads the files of a model folder that tokenizer and chat template need, as bytes by name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from engine.errors import ModelError
 from engine.text.folder import file_in
 
-#: The files that a tokenizer and chat template are made of; all but the first may be absent.
+#: The files for the tokenizer and the chat template. All but the first may be absent.
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 
-#: Bytes of one of them. The largest tokenizers of well-known models have 35 MB.
+#: The largest such file that is read, in bytes. The largest tokenizers of well-known models have 35 MB.
 LONGEST = 256 << 20
 
 
 def read_files(folder: str | Path) -> dict[str, bytes]:
-    """Those of FILES that a model folder has. Raises ModelError where tokenizer.json is missing or one unreadable."""
+    """Read those of FILES that a folder has. Raises ModelError if tokenizer.json is missing or a file is unreadable."""
     files = {}
     for name in FILES:
         path = file_in(Path(folder), name)
@@ -36,7 +36,7 @@ def read_files(folder: str | Path) -> dict[str, bytes]:
 
 
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """A JSON object; {} where the file is absent. Raises ModelError naming a file that holds anything else."""
+    """Parse a file as a JSON object; {} if the file is absent. Raises ModelError if it holds anything else."""
     if name not in files:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The files of a model folder, which comes from elsewhere: nothing in it may lead out of it, or block a reader."""
+"""Opens files of a model folder, which is untrusted: no file may lead out of the folder or block a reader."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from engine.errors import ModelError
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """The path of a regular file of the folder, None where there is none of that name.
+    """The path of a regular file of the folder. None if there is no file of that name.
 
-    Raises ModelError where it is no regular file, or a link to a place outside. In the cache of huggingface_hub files
-    are links from `snapshots/<revision>` to `blobs` beside it; those are followed.
+    Raises ModelError if it is not a regular file, or is a link out of the folder. Links from `snapshots/<revision>` to
+    the `blobs` folder next to it, as in the cache of huggingface_hub, are followed.
     """
     path = folder / name
     try:

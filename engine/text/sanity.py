@@ -1,7 +1,7 @@
-"""What a tokenizer.json may not ask for: it comes with a model, from anybody, and what reads it is native code.
+"""Refuses harmful tokenizer.json files. They are untrusted, and native code reads them.
 
-Much that is wrong there is found by the library, as an error or a panic. This looks for what is valid and harmful:
-parts that make a long text of a short one, and sizes that the library would allocate unchecked.
+The library itself finds many faults, with an error or a panic. This module finds valid but harmful settings: parts
+that make a short text long, and sizes that the library would allocate unchecked.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Final
 
 from engine.errors import ModelError
 
-#: How many times longer a text may be made by replacing. Well-known models: 3 at most.
+#: The factor by which replacing may lengthen a text. Well-known models have 3 at most.
 MOST_GROWTH: Final = 64
-#: Characters that may be put before a text, and special tokens around it.
+#: The most characters put before a text, and the most special tokens put around it.
 MOST_AROUND: Final = 64
 _PARTS: Final = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def check(tokenizer: Mapping[str, Any]) -> None:
-    """`tokenizer`: the file, parsed. Raises ModelError naming the part at fault; what is malformed others find."""
+    """Check the parsed file. Raises ModelError naming the harmful part. Malformed parts are left to the library."""
     for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         growth, around = 1.0, 0
         for part in _flat(tokenizer.get(name)):
@@ -45,7 +45,7 @@ def check(tokenizer: Mapping[str, Any]) -> None:
 
 
 def _flat(part: Any) -> Iterator[Mapping[str, Any]]:
-    """A part and what it is made of, in order."""
+    """Yield a part and all parts inside it, in order."""
     waiting = [part]
     while waiting:
         part = waiting.pop()
@@ -60,7 +60,7 @@ def _flat(part: Any) -> Iterator[Mapping[str, Any]]:
 def _growth(part: Mapping[str, Any]) -> float:
     content, pattern = part.get("content"), part.get("pattern")
     text = pattern.get("String") if isinstance(pattern, dict) else None
-    # A regular expression may match at every character, also between two.
+    # A regular expression may match at every character and between any two.
     shortest = len(text) if isinstance(text, str) and text else 0.5
     return max(1.0, len(content) / shortest) if isinstance(content, str) else 1.0
 
@@ -70,9 +70,9 @@ def _length(what: Any) -> int:
 
 
 def _around(template: Mapping[str, Any]) -> tuple[int, int]:
-    """How many token ids a template adds, and how many copies of its texts it makes: where most, for one text or two.
+    """The most token ids that a template adds, and the most copies of its texts, for one text or a pair.
 
-    A special token may be many ids, and stand many times.
+    A special token may be many ids, and may occur many times.
     """
     tokens = template.get("special_tokens")
     listed = tokens if isinstance(tokens, dict) else {}
@@ -85,7 +85,7 @@ def _around(template: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _special(piece: Any) -> str | None:
-    """Which special token a piece of a template is, None for one that is a text."""
+    """The special token of a template's piece. None for a piece of text."""
     token = piece.get("SpecialToken") if isinstance(piece, dict) else None
     return str(token.get("id")) if isinstance(token, dict) else None
 
@@ -95,9 +95,9 @@ def _ids(token: Any) -> int:
 
 
 def _charsmap(text: Any) -> None:
-    """SentencePiece's table: its trie's size (4 bytes, little-endian), the trie in units of 4 bytes, strings.
+    """Check SentencePiece's table: the trie's size (4 bytes, little-endian), the trie in units of 4 bytes, strings.
 
-    The library allocates what the size says.
+    The library allocates as much as the size says.
     """
     try:
         data = base64.b64decode(text, validate=True) if isinstance(text, str) else b""

@@ -1,4 +1,4 @@
-"""A model's tokenizer, read from its Hugging Face files: text to token ids and back."""
+"""A model's tokenizer, read from its Hugging Face files: turns text into token ids and back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from engine.text.files import read_files, read_object
 
 
 class Tokenizer:
-    """Thread-safe: nothing of it changes after it was made.
+    """A tokenizer. It is immutable and so thread-safe.
 
     `bos_token_id` and `eos_token_ids` are the model's, from generation_config.json, else config.json, else
-    tokenizer_config.json; `vocab_size` counts added tokens too.
+    tokenizer_config.json. `vocab_size` includes added tokens.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Raises ModelError naming the file that is missing, broken or hostile."""
+        """`files`: contents by name, as in FILES. Raises ModelError naming a file that is missing, broken or
+        hostile."""
         parsed = read_object(files, "tokenizer.json")
         sanity.check(parsed)
         decoder = parsed.get("decoder")
@@ -41,24 +42,24 @@ class Tokenizer:
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes]) -> Tokenizer:
-        """`files` by name, as in FILES."""
+        """Make a tokenizer from file contents by name, as in FILES."""
         return cls(files)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the BOS or EOS that the model's own post-processor adds, if asked to.
+        """Encode a text as token ids. `add_special_tokens`: let the model's post-processor add BOS or EOS.
 
-        A rendered chat template has its special tokens already: encode it without. Raises RequestError for a text that
-        the tokenizer fails on.
+        A rendered chat template already has its special tokens, so encode it without. Raises RequestError if the
+        tokenizer fails on the text.
         """
-        # A lone surrogate, which JSON can carry, is no character and has no UTF-8.
+        # A lone surrogate, which JSON can carry, cannot be encoded as UTF-8.
         valid = text.encode("utf-8", "replace").decode("utf-8")
         with _panics("the model's tokenizer fails on this text"):
-            # Of the library's ways, the one that lets other threads run and reckons no offsets.
+            # This method of the library releases the GIL and computes no offsets.
             ids: list[int] = self._backend.encode_batch_fast([valid], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of all these tokens together, without special tokens. Raises RequestError as `encode` does."""
+        """Decode tokens as one text, without special tokens. Raises RequestError as `encode` does."""
         with _panics("the model's tokenizer fails on these tokens"):
             text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
@@ -68,17 +69,17 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary spells it, None where there is none."""
+        """The vocabulary's spelling of a token. None for an unknown id."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for in the text, special tokens too; b"" where there is none. May be half a character."""
+        """The bytes of a token, also of special ones; b"" for an unknown id. They may be part of a character."""
         return self._spell(token_id)
 
     @property
     def new_detokenizer(self) -> Callable[[], Detokenizer]:
-        """Makes an incremental detokenizer for one output."""
+        """A function that makes an incremental detokenizer for one output."""
         return self._new_detokenizer
 
     def _special_ids(self, files: Mapping[str, bytes]) -> tuple[int | None, tuple[int, ...]]:
@@ -111,12 +112,12 @@ def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     try:
         with _panics("a panic"):
             backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-            # A prompt is never cut or filled up in silence, nor encoded by chance, whatever the file says.
+            # Whatever the file says, prompts are never truncated or padded silently, nor encoded at random.
             backend.no_truncation()
             backend.no_padding()
             if getattr(backend.model, "dropout", None):
                 backend.model.dropout = None
-            # A file may load and yet panic at its first use.
+            # A file may load and still panic at its first use.
             backend.encode("a b")
     except Exception as error:
         raise ModelError(f"tokenizer.json cannot be used: {error}") from error
@@ -125,7 +126,7 @@ def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _panics(what: str) -> Iterator[None]:
-    """A panic in Rust comes as a BaseException that cannot be imported. Raises RequestError in its place."""
+    """Turn Rust panics, which arrive as a BaseException that cannot be imported, into RequestError."""
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit):

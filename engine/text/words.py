@@ -1,4 +1,4 @@
-"""How a tokenizer may write a word within a text: as the beginning of a word, and as a continuation."""
+"""Finds all token sequences that write a word: at the beginning of a word, and as a continuation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from functools import lru_cache
 
 from engine.text.tokenizer import Tokenizer
 
-#: Something before the word, so that a tokenizer that marks the beginning of a text does not mark the word.
+#: Text put before the word, so that a tokenizer that marks the beginning of a text does not mark the word.
 _BEFORE = "\n"
 _KNOWN = 4096
 
 
 class Spellings:
-    """Thread-safe. Words asked for before are remembered."""
+    """The spellings of words, with a cache. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -20,9 +20,10 @@ class Spellings:
         self.of = lru_cache(_KNOWN)(self._of)
 
     def _of(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each way to write it, all different; none where the tokenizer drops it altogether.
+        """The different token sequences that write a word. Empty if the tokenizer drops the word altogether.
 
-        With a space before it and without, unless it begins with one; at the beginning of a text too.
+        The word is written with and without a space before it (unless it begins with one), within a text and at its
+        beginning.
         """
         forms = [word] if word[0].isspace() else [word, f" {word}"]
         found = [self._encode(form) for form in forms] + [self._within(form) for form in forms]
@@ -31,7 +32,7 @@ class Spellings:
     def _within(self, text: str) -> tuple[int, ...]:
         ids = self._encode(_BEFORE + text)
         own = len(self._before)
-        # Where the two grew together the word cannot be told apart there.
+        # If the tokenizer merged the two, the word has no tokens of its own there.
         return ids[own:] if list(ids[:own]) == self._before else ()
 
     def _encode(self, text: str) -> tuple[int, ...]:

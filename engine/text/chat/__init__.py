@@ -1,6 +1,6 @@
-"""Chat templates: messages in, a prompt out.
+"""Chat templates: turn messages into a prompt.
 
-template renders a model's Jinja template, in the environment of sandbox
-confined does so in a child process with limits of time and memory
-template_process is that child; frames is the format on its pipes
+template: renders a model's Jinja template, in the environment of sandbox
+confined: renders in a child process with limits of time and memory
+template_process: that child; frames: the message format on its pipes
 """

@@ -1,10 +1,10 @@
-"""Chat templates in a process of their own, so that none can take this one's time or memory.
+"""Renders a chat template in a child process, so that it cannot take this process's time or memory.
 
-    render -> frame -> child (`engine.text.chat.template_process`): timer on, render, timer off -> frame -> text
-                       over its limits: the child is gone, its successor starts with the next call
+render -> frame -> child (`engine.text.chat.template_process`): timer on, render, timer off -> frame -> text
+                                         over its limits: the child ends, and the next call starts another
 
-A child knows one template: the templates of other models do not feel what it does. Its environment has none of our
-settings, which may have passwords in them.
+                   A child renders one template only, so it cannot affect the templates of other models. Its
+                   environment has none of this process's settings, which may contain passwords.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from engine.errors import ModelError, RequestError
 from engine.text.chat.frames import HEADER, LONGEST_REASON, REASON, TEXT, framed
 from engine.text.chat.template import TemplateSource
 
-#: What its interpreter is told, before the limits.
+#: The child's interpreter arguments, before the limits.
 CHILD: Final = ("-P", "-m", "engine.text.chat.template_process")
-#: What a child's interpreter may need to start, and a template's clock to be right.
+#: The environment variables that a child's interpreter may need to start, and for the template's clock.
 ENVIRONMENT: Final = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one render. The first takes the compiling along."""
+    """The limits of one render. The first render includes compiling the template."""
 
     cpu: float = 1.0
     """Processor seconds."""
     wall: float = 15.0
-    """Seconds by the clock; more than `cpu`, because the machine may be busy."""
+    """Seconds of wall-clock time. This is more than `cpu`, because the machine may be busy."""
     memory: int = 256 << 20
-    """Bytes of address space beyond what the idle child has."""
+    """Bytes of address space in addition to the idle child's."""
     output: int = 4 << 20
     """Bytes of UTF-8."""
 
 
 class ConfinedTemplate:
-    """One template. Blocking and thread-safe; renders take turns. The child starts with the first one. Close it."""
+    """A template in a child process. Blocking and thread-safe: renders take turns. The first one starts the child.
+    Close it after use."""
 
     def __init__(self, source: TemplateSource, limits: Limits | None = None) -> None:
         self.source = source
@@ -64,12 +65,12 @@ class ConfinedTemplate:
         now: float | None = None,
         **variables: Any,
     ) -> str:
-        """As ChatTemplate.render; a template that knows no `developer` is told `system`.
+        """Render as ChatTemplate.render does. If the template does not mention the `developer` role, it gets `system`.
 
-        Raises RequestError, with the code "template_stopped", where it was stopped.
+        Raises RequestError with the code "template_stopped" if the template exceeded its limits.
         """
         if "developer" not in self.source.text:
-            # OpenAI's newer name of the role; nearly all templates know the older one.
+            # `developer` is OpenAI's newer name of the role. Nearly all templates know only the older one.
             messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
         asked = {
             "messages": messages,
@@ -92,14 +93,14 @@ class ConfinedTemplate:
                 raise self._stopped(str(answer.get("stopped", "its process gave no answer")))
 
     def close(self) -> None:
-        """End the child, once nobody renders. A later render starts another."""
+        """End the child, after the current render. A later render starts another."""
         with self._lock:
             self._end()
 
     # ---- the child, under the lock --------------------------------------------------------------------------------
 
     def _exchange(self, frame: bytes) -> str | dict[str, Any]:
-        """The text, or why there is none."""
+        """Send a frame to the child. Returns the rendered text, or a dict with the reason why there is none."""
         deadline = time.monotonic() + self._limits.wall
         if self._child is None or self._child.poll() is not None:
             self._end()
@@ -117,7 +118,7 @@ class ConfinedTemplate:
             if status == -signal.SIGPROF:
                 return {"stopped": f"it took more than {self._limits.cpu:g} s of processor time"}
             return {"stopped": f"its process ended with status {status}"}
-        except BaseException:  # interrupted between question and answer: the next answer would not be the next one's
+        except BaseException:  # interrupted: the next answer on the pipe would not belong to the next frame
             self._end()
             raise
         if answer.startswith(TEXT):
@@ -138,8 +139,8 @@ class ConfinedTemplate:
             stdout=subprocess.PIPE,
             bufsize=0,
             env=env,
-            cwd="/",  # no file is in its reach by a relative name
-            start_new_session=True,  # Ctrl-C at a terminal is for us to act on
+            cwd="/",  # no relative path reaches a file of ours
+            start_new_session=True,  # only this process handles Ctrl-C at a terminal
         )
         assert child.stdin is not None
         os.set_blocking(child.stdin.fileno(), False)
@@ -150,7 +151,7 @@ class ConfinedTemplate:
         if child is None:
             return None
         with contextlib.suppress(OSError):
-            child.kill()  # nothing where it has ended, whose status stands
+            child.kill()  # has no effect if the child has ended; its status stays
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.close()
@@ -174,7 +175,7 @@ class ConfinedTemplate:
             _wait(child.stdout.fileno(), select.POLLIN, deadline)
             part = os.read(child.stdout.fileno(), size - len(data))
             if not part:
-                # It is ending, and the status that it ends with says why.
+                # The child is ending. Its exit status tells the reason.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(1.0)
                 raise EOFError("the child has ended")

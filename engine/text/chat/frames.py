@@ -1,6 +1,8 @@
-"""What goes between `engine.text.chat.confined` and its child: a length (HEADER bytes, big-endian), then so many bytes.
+"""The frames between `engine.text.chat.confined` and its child: a length (HEADER bytes, big-endian), then so many
+bytes.
 
-Those are JSON, but for an answer, whose first byte says what follows: the text, or JSON that says why there is none.
+The bytes are JSON. In an answer, the first byte says whether the text follows, or JSON with the reason why there is
+none.
 """
 
 from __future__ import annotations
@@ -8,13 +10,13 @@ from __future__ import annotations
 from typing import Final
 
 HEADER: Final = 4
-#: UTF-8 follows, in which a lone surrogate, which JSON may carry, is what UTF-8 would make of it.
+#: UTF-8 follows. A lone surrogate, which JSON may carry, is encoded as UTF-8 would encode it.
 TEXT: Final = b"T"
 #: JSON follows: {"stopped": why} or {"model": message} or {"request": message, "code": code}.
 REASON: Final = b"R"
-#: Characters of each of those; a template chooses the words of its errors.
+#: The most characters of each such text, because a template chooses the text of its errors.
 LONGEST: Final = 1000
-#: Bytes of the longest such answer, in which JSON may write a character in 12.
+#: The most bytes of such an answer. JSON may take 12 bytes for a character.
 LONGEST_REASON: Final = 1 << 16
 
 

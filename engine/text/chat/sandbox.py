@@ -1,7 +1,7 @@
-"""The jinja2 environment that chat templates run in: transformers', so that a template gives the same text as there.
+"""The jinja2 environment of chat templates. It equals transformers', so that a template gives the same text.
 
-It lets a template change nothing that it is given, and see no attribute of Python's own machinery. It does not limit
-time or memory; `engine.text.chat.confined` does.
+A template cannot change its input, nor access Python's internal attributes. The environment does not limit time or
+memory; `engine.text.chat.confined` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """A new one."""
+    """Make a new environment."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -28,15 +28,15 @@ def environment() -> ImmutableSandboxedEnvironment:
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now
     made.globals["namespace"] = _Namespace
-    # The class itself would be more than templates need of it.
+    # The class itself would give templates more than they need.
     made.globals["dict"] = _Dict()
     return made
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, with which some templates mark what the assistant says; it changes nothing in the text."""
+    """The tag `{% generation %}`, with which some templates mark the assistant's text. It does not change the text."""
 
-    # Declared as jinja2 declares it.
+    # Declared like jinja2's own attribute.
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
@@ -45,9 +45,9 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without underscore names, which could pass for attributes of Python's machinery."""
+    """A namespace that refuses underscore names, which could pass for Python's internal attributes."""
 
-    # As jinja2 declares it: the names may include "self".
+    # Declared like jinja2's own, because the names may include "self".
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args
         attributes = dict(*given, **kwargs)
@@ -80,7 +80,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes for HTML, which a prompt is not."""
+    """Format a value as JSON. jinja2's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,9 +1,9 @@
-"""Chat templates: a list of messages as the prompt that a model was trained on.
+"""Chat templates: render a list of messages as the prompt format that a model was trained on.
 
     files -> TemplateSource (parsed, not run) -> ChatTemplate (compiled) -> render(messages) -> text
 
-A template comes with a model, from anybody. It runs in a sandbox (sandbox.py) and is given plain JSON data only; in a
-process that must stay well, use `engine.text.chat.confined`, which bounds its time and memory, too.
+A template comes with a model and is untrusted. It runs in a sandbox (sandbox.py) and gets only plain JSON data. A
+process that must not fail uses `engine.text.chat.confined`, which also limits time and memory.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from engine.errors import ModelError, RequestError
 from engine.text.chat.sandbox import environment
 from engine.text.files import read_files, read_object
 
-#: Stands for the place where a final message is to go on. The space at its end shows whether the template strips.
+#: Marks the place where a final message goes on. The space at its end shows whether the template strips messages.
 _HERE: Final = "PENSTOCK:GOES:ON:HERE "
-#: Names that an assistant's reasoning comes under; templates read the first, some the second.
+#: The names under which messages carry an assistant's reasoning. Templates read the first, some the second.
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _LONGEST: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """A template's text, and the special tokens that it sees as `bos_token` and the like. Nothing of it has run."""
+    """A template's text, with the special tokens that it sees as `bos_token` and so on. No part of it has run."""
 
     text: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ModelError where the text is not a template.
+        """Raises ModelError if the text is not a template.
 
-        It is parsed only: compiling a template computes what is constant in it, which may be huge.
+        The text is only parsed, because compiling a template evaluates its constants, which may be huge.
         """
         if len(self.text) > _LONGEST:
             raise ModelError(f"the chat template has {len(self.text)} characters; at most {_LONGEST} are taken")
@@ -49,9 +49,9 @@ class TemplateSource:
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes]) -> TemplateSource | None:
-        """From chat_template.jinja, else tokenizer_config.json's chat_template (of several, that named "default").
+        """Read chat_template.jinja, else tokenizer_config.json's chat_template (of several, the one named "default").
 
-        None for a model that has no template. Raises ModelError.
+        Returns None if the model has no template. Raises ModelError.
         """
         config = read_object(files, "tokenizer_config.json")
         if "chat_template.jinja" in files:
@@ -73,12 +73,12 @@ class TemplateSource:
 
 
 class ChatTemplate:
-    """Thread-safe once made."""
+    """A compiled chat template. Thread-safe."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens` are what the template sees as `bos_token` and the like.
+        """`special_tokens`: the values that the template sees as `bos_token` and so on.
 
-        Raises ModelError where the source is not a template.
+        Raises ModelError if the source is not a template.
         """
         self.source = source
         self._special_tokens = dict(special_tokens or {})
@@ -89,7 +89,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
-        """None for a model that has no template."""
+        """Read a model folder's template. Returns None if the model has none."""
         return cls.from_bytes(read_files(folder))
 
     @classmethod
@@ -107,14 +107,14 @@ class ChatTemplate:
         now: float | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt as text, special tokens included. `variables` are passed on, for instance `tools`. `now`: the time
-        that a template which writes the date is told, in UTC (s since the epoch); None: the clock's, in local time.
+        """Render messages as a prompt, special tokens included. `variables`: further variables, for instance `tools`.
 
-        `continue_final_message`: the text ends where the last message's content does, so that the model goes on with
-        it; `add_generation_prompt` should be False then. Both mean what they mean in transformers.
+        `now`: the time, in seconds since the epoch, for templates that write the date, shown in UTC. None: the clock's,
+        in local time. `continue_final_message`: the prompt ends where the last message's content ends, so that the
+        model continues it; `add_generation_prompt` should then be False. Both mean the same as in transformers.
 
-        Raises RequestError where the template refuses the messages or cannot make sense of them, ModelError where
-        the template tries what the sandbox forbids.
+        Raises RequestError if the template refuses the messages or fails on them, and ModelError if the template tries
+        something that the sandbox forbids.
         """
         given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **variables}
         given |= {"messages": [_reasoning_by_all_names(message) for message in messages]}
@@ -129,14 +129,14 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:
-            # A template fails on odd messages in as many ways as Python does.
+            # On odd messages a template may raise any exception of Python.
             raise RequestError(
                 f"the model's chat template does not accept these messages: {error}", param="messages"
             ) from error
         return text if final is None else _cut(text, final)
 
     def _mark(self, messages: list[Any]) -> str:
-        """Put the mark behind the last message's text (of several parts, the last text); what stood before it."""
+        """Append the mark to the last message's text (of several parts, the last text). Returns the text before it."""
         last = messages[-1] if messages else None
         content = last.get("content") if isinstance(last, dict) else None
         if isinstance(content, list):
@@ -152,7 +152,7 @@ class ChatTemplate:
 
 
 def _cut(text: str, final: str) -> str:
-    """The text up to the mark. Where the template stripped the message, the space before the mark goes too."""
+    """The text up to the mark. If the template stripped the message, the space before the mark is removed too."""
     at = text.rfind(_HERE.strip())
     if at < 0 or final.strip() not in text:
         raise RequestError(
@@ -171,7 +171,7 @@ def _reasoning_by_all_names(message: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A copy in plain JSON types: methods of richer objects could do what the sandbox knows nothing of."""
+    """A copy in plain JSON types, because the methods of other objects could bypass the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

@@ -1,10 +1,10 @@
-"""The process in which `engine.text.chat.confined` lets a chat template run.
+"""The child process in which `engine.text.chat.confined` renders a chat template.
 
-    python -m engine.text.chat.template_process CPU MEMORY OUTPUT     the limits of one render, see `Limits`
+   python -m engine.text.chat.template_process CPU MEMORY OUTPUT     the limits of one render, see `Limits`
 
-Frames (frames.py) come on standard input: the template, then messages; each of the latter is answered on
-standard output. The kernel holds the limits: a timer that ends the process when its processor time is spent, also in
-the midst of one long call, and a bound on address space, at which an allocation fails.
+Frames (frames.py) arrive on standard input: the template, then messages. Each frame of messages is answered on
+standard output. The kernel enforces the limits. A timer ends the process when its processor time is spent, even within
+one long call. A limit of address space makes allocations fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> NoReturn:
     template: ChatTemplate | None = None
     while True:
         data = _read(asked)
-        # Its signal is left to the kernel, whose answer is the end of the process.
+        # The timer's signal has no handler, so the kernel ends the process.
         signal.setitimer(signal.ITIMER_PROF, cpu)
         try:
             if template is None:
@@ -63,10 +63,10 @@ def _reason(**told: str) -> bytes:
 
 
 def _confine(memory: int) -> None:
-    """All that is needed has been imported."""
+    """Set the process's limits. All modules must be imported before."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # not every kernel has such a bound; the timer holds everywhere
+    with contextlib.suppress(OSError, ValueError):  # not every kernel has this limit; the timer works everywhere
         with open("/proc/self/statm", "rb") as statm:
             pages = int(statm.read().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + memory
@@ -74,7 +74,7 @@ def _confine(memory: int) -> None:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    """A frame's content. Ends the process where there is none: whoever asked has gone."""
+    """Read a frame's content. Ends the process at the end of input, because the parent has gone."""
     header = stream.read(HEADER)
     data = stream.read(int.from_bytes(header, "big"))
     if not data:
