@@ -1,8 +1,9 @@
-"""Quantised checkpoints as they are stored.
+"""The storage formats of quantised checkpoints.
 
-scheme.py reads what config.json says of all matrices; forms.py finds by its tensors whether one is quantised; one file
-a form (gptq.py, awq.py, compressed.py, fp8.py) names them and their shapes, and unpacks them to what matrix.py has:
-integers, scales, zero points, the order of the inputs. No form is known beyond here.
+scheme: reads config.json's description of the quantised matrices
+forms: detects from a matrix's tensors whether it is quantised, and picks its format
+gptq, awq, compressed, fp8: one format each; they name and shape its tensors (stored) and unpack them
+matrix: the result, independent of the format: integers, scales, zero points, the order of the inputs
 """
 
 from engine.quant.formats.forms import stored_as

@@ -1,7 +1,7 @@
-"""AWQ (arXiv 2306.00978) as AutoAWQ's "gemm" writes it: inputs are in order, outputs interleaved.
+"""The AWQ format (arXiv 2306.00978) as AutoAWQ's "gemm" writes it: inputs are in order, outputs interleaved.
 
-qweight   int32 [inputs, outputs / 8]: of each 8 outputs, 0 2 4 6 1 3 5 7 from the lowest bits up
-qzeros    int32 [groups, outputs / 8], likewise
+qweight   int32 [inputs, outputs / 8]: 8 outputs in each word, in the order 0 2 4 6 1 3 5 7 from the lowest bits up
+qzeros    int32 [groups, outputs / 8], in the same order
 scales    [groups, outputs]
 """
 
@@ -17,7 +17,7 @@ from engine.quant.formats.gptq import beside_middle
 from engine.quant.formats.matrix import Matrix
 from engine.quant.formats.stored import Stored, unpacked
 
-#: Where each of 8 outputs lies in its word.
+#: The place of each of 8 outputs in its word.
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

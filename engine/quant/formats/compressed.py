@@ -1,12 +1,12 @@
-"""compressed-tensors: "pack-quantized" (4 and 8 bits) and "int-quantized" (8).
+"""The compressed-tensors formats "pack-quantized" (4 and 8 bits) and "int-quantized" (8 bits).
 
-weight_packed      int32 [outputs, inputs * bits / 32], the lowest number in the lowest bits, zero in the middle
+weight_packed      int32 [outputs, inputs * bits / 32], the first number in the lowest bits, zero in the middle
 weight_scale       [outputs, groups]
-weight_zero_point  int32 [outputs * bits / 32, groups], packed along outputs; where the scheme is not symmetric
-weight_g_idx       int32 [inputs]: each one's group; -1 everywhere says nothing
+weight_zero_point  int32 [outputs * bits / 32, groups], packed along outputs; present if the scheme is not symmetric
+weight_g_idx       int32 [inputs]: the group of each input; -1 everywhere means none
 weight_shape       [2]: outputs and inputs
 
-int-quantized has int8 `weight` [outputs, inputs] in place of the packed one, and no zero points.
+int-quantized has int8 `weight` [outputs, inputs] instead of weight_packed, and no zero points.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Int8Matrix(Stored):
         }
 
     def ignored(self) -> frozenset[str]:
-        # Of activations, which are not rounded here, or by scales of their own.
+        # Scales of activations. Activations are not quantised here, or with scales of their own.
         return frozenset({"input_scale", "input_zero_point"})
 
     def read(self) -> Matrix:

@@ -1,4 +1,4 @@
-"""Which form a matrix of a checkpoint has."""
+"""Detects the format of a checkpoint's matrix."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FORMS: Final[dict[Form, type[Stored]]] = {
     "int8": Int8Matrix,
     "fp8": Fp8Stored,
 }
-#: Tensors by whose names a matrix is known to be quantised -> the forms whose they are.
+#: Maps the tensor names that only quantised matrices have to the formats that use them.
 _NAMES: Final[dict[str, tuple[Form, ...]]] = {"qweight": ("gptq", "awq"), "weight_packed": ("packed",)}
-#: Forms whose tensor has the name that it has everywhere -> its dtype.
+#: Maps formats whose tensor has the usual name "weight" to its dtype.
 _DTYPES: Final[dict[Form, str]] = {"int8": "I8", "fp8": "F8_E4M3"}
 
 
@@ -37,11 +37,11 @@ def stored_as(
     held: Mapping[str, StoredTensor],
     device: torch.device,
 ) -> Stored | None:
-    """How the checkpoint has the matrix `name`, of which `held` are the tensors by the ends of their names; None where
-    it is not quantised, or is not there at all.
+    """The stored form of the matrix `name`. None if it is not quantised or is absent.
 
-    A checkpoint need not quantise all of its matrices, and there are several ways to say which: its tensors tell.
-    Raises ModelError where they are of another form than `scheme`, or have a shape that it cannot have.
+    `held`: the matrix's tensors by their name suffixes. The tensors decide, because a checkpoint need not quantise all
+    of its matrices and has several ways to say which. Raises ModelError if they have another format than `scheme`, or a
+    shape that it cannot have.
     """
     for end, forms in _NAMES.items():
         if end in held and scheme.form not in forms:

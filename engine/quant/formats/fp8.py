@@ -1,8 +1,8 @@
-"""Weights in 8-bit floats (e4m3), by compressed-tensors' "float-quantized" and by the "fp8" method.
+"""Weights in 8-bit floats (e4m3): compressed-tensors' "float-quantized" and the "fp8" method.
 
 weight             e4m3 [outputs, inputs]
-weight_scale       one number, or [outputs] or [outputs, 1]; a weight is its number times that
-weight_scale_inv   [outputs / block, inputs / block], rounded up: the same, despite its name, for blocks
+weight_scale       one number, or [outputs] or [outputs, 1]; a weight is the stored number times its scale
+weight_scale_inv   [outputs / block, inputs / block], rounded up: also factors, despite the name, one for each block
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Fp8Matrix(Quantised):
     values: Tensor
     """e4m3 [outputs, inputs]."""
     scales: Tensor
-    """fp32 [outputs, 1], or [outputs, inputs / block] of `block` inputs each."""
+    """fp32 [outputs, 1], or [outputs, inputs / block] with one scale for `block` inputs."""
     block: int
 
     def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
@@ -44,7 +44,7 @@ class Fp8Matrix(Quantised):
         if len(alike) < len(others):
             return None
         all_ = [self, *alike]
-        # Bytes: not every device joins 8-bit floats.
+        # Joined as bytes, because not every device can join 8-bit floats.
         values = torch.cat([one.values.view(torch.uint8) for one in all_]).view(self.values.dtype)
         return Fp8Matrix(values, torch.cat([one.scales for one in all_]), self.block)
 
@@ -66,7 +66,7 @@ class Fp8Stored(Stored):
         return {"weight": values, "weight_scale": self.scale("weight_scale", *shape)}
 
     def ignored(self) -> frozenset[str]:
-        # Activations get a scale for each row, which is finer than one of the checkpoint's for all.
+        # Activations get one scale for each row, which is finer than the checkpoint's single one.
         return frozenset({"input_scale"})
 
     def read(self) -> Fp8Matrix:

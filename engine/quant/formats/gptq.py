@@ -1,9 +1,10 @@
-"""GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it.
+"""The GPTQ format (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it.
 
-qweight   int32 [inputs * bits / 32, outputs], the input of the lowest number in the lowest bits
-qzeros    int32 [groups, outputs * bits / 32], likewise along outputs; in the first version less one, round the clock
+qweight   int32 [inputs * bits / 32, outputs], the first input in the lowest bits
+qzeros    int32 [groups, outputs * bits / 32], packed in the same way along outputs; the first version stores them less
+         one, with wrap-around
 scales    [groups, outputs]
-g_idx     int32 [inputs]: each one's group; with desc_act they lie in groups by how much they matter
+g_idx     int32 [inputs]: the group of each input; with desc_act inputs are grouped by importance
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class GptqMatrix(Stored):
             "qzeros": self.empty(groups, self.outputs // each),
             "scales": self.scale("scales", groups, self.outputs),
         }
-        # Early checkpoints leave it out where it says nothing.
+        # Early checkpoints leave it out if inputs are in order.
         if "g_idx" in self.held or self.scheme.shuffled:
             places["g_idx"] = self.empty(self.inputs)
         return places
@@ -48,5 +49,5 @@ class GptqMatrix(Stored):
 
 
 def beside_middle(zeros: Tensor, bits: int) -> Tensor | None:
-    """None where all zero points are the middle: kernels need not read them."""
+    """The zero points, or None if all of them are the middle, so that kernels need not read them."""
     return None if bool((zeros == torch.tensor(2 ** (bits - 1), device=zeros.device)).all()) else zeros.contiguous()

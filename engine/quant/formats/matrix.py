@@ -1,4 +1,4 @@
-"""A quantised matrix out of its checkpoint's packing, and how a kernel set gets it."""
+"""A quantised matrix, unpacked from its checkpoint's format, and its preparation for a kernel set."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from engine.kernels.packed import Int4Weight, Int8Weight
 
 @dataclass(frozen=True, slots=True)
 class Quantised(ABC):
-    """[outputs, inputs], in whatever numbers."""
+    """A quantised matrix [outputs, inputs]."""
 
     def on(self, device: torch.device) -> Self:
-        """The same with every tensor on `device`."""
+        """A copy with every tensor on `device`."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)})
 
     @abstractmethod
     def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
-        """As `Kernels.prepare_linear`."""
+        """Prepare the product, as `Kernels.prepare_linear` does."""
 
     @abstractmethod
     def dequantise(self) -> Tensor:
-        """fp32 [outputs, inputs], in the order in which inputs come."""
+        """The weights in fp32 [outputs, inputs], with inputs in their original order."""
 
     @abstractmethod
     def table(self) -> Int4Weight | Int8Weight | None:
-        """As kernel sets take it, of which rows can be looked up; None where it has to be written out for that."""
+        """A packed form whose rows can be looked up, as for an embedding. None if it must be dequantised for that."""
 
     @abstractmethod
     def stacked_on(self, others: Sequence[Quantised]) -> Quantised | None:
-        """This one and `others` below it as one matrix; None where they are not alike."""
+        """This matrix with `others` stacked below it. None if they are not quantised alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,22 @@ class Matrix(Quantised):
     bits: int
     """4 or 8."""
     q: Tensor
-    """uint8 [outputs, inputs], from 0 to 2 ** bits - 1; inputs of one group beside each other."""
+    """uint8 [outputs, inputs], from 0 to 2 ** bits - 1. The inputs of one group are adjacent."""
     scales: Tensor
     """[groups, outputs], floating."""
     zeros: Tensor | None
-    """uint8 [groups, outputs]; None where all are 2 ** (bits - 1)."""
+    """uint8 [groups, outputs]; None if all are 2 ** (bits - 1)."""
     order: Tensor | None
-    """int64 [inputs]: which input each column is for; None where they are in order."""
+    """int64 [inputs]: the input of each column; None if they are in order."""
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """The number of inputs that share a scale."""
         return self.q.shape[1] // len(self.scales)
 
     def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
         if self.bits == 8 and self.zeros is not None:
-            # Seldom enough for no kernel to have it.
+            # Too rare for a kernel of its own.
             return kernels.prepare_linear(self.dequantise().to(kernels.weight_dtype), bias)
         if self.order is not None:
             return kernels.prepare_ordered(self.packed(), bias, self.order)
@@ -73,7 +73,7 @@ class Matrix(Quantised):
         return None if self.order is not None or (self.bits == 8 and self.zeros is not None) else self.packed()
 
     def packed(self) -> Int4Weight | Int8Weight:
-        """Without the order. Of 8 bits only without zero points."""
+        """The packed weights, without the order. With 8 bits, only for matrices without zero points."""
         if self.bits == 4:
             return Int4Weight.pack(self.q, self.scales, self.zeros, self.group)
         return Int8Weight.pack((self.q.to(torch.int16) - 128).to(torch.int8), self.scales, self.group)
@@ -108,17 +108,18 @@ class Matrix(Quantised):
 
 
 def stacked(parts: Sequence[Quantised]) -> Quantised | None:
-    """One below the other as one matrix; None where they are not alike."""
+    """Stack matrices into one. None if they are not quantised alike."""
     return parts[0].stacked_on(parts[1:])
 
 
 def grouped_order(name: str, index: Tensor, groups: int) -> Tensor | None:
-    """From each input's group, int32 [inputs], the order that has groups one after another; None where they lie so.
+    """The order of inputs that makes groups adjacent, from each input's group, int32 [inputs]. None if they are
+    already.
 
-    Raises ModelError where a group is out of range, or not all have equally many inputs: no kernel takes such.
+    Raises ModelError if a group is out of range or groups have different sizes, which no kernel supports.
     """
     inputs = len(index)
-    # One that is malformed may hold anything.
+    # A malformed index may hold any numbers.
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= groups:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""config.json's quantization_config: which form a checkpoint's matrices have."""
+"""Reads config.json's quantization_config: the format of a checkpoint's quantised matrices."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ Form = Literal["gptq", "awq", "packed", "int8", "fp8"]
 _WITHIN = "quantization_config's "
 _METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
-#: compressed-tensors' name of a form -> ours.
+#: Maps compressed-tensors' names of formats to the engine's.
 _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "int8", "float-quantized": "fp8", "naive-quantized": "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What holds of the quantised matrices of a checkpoint."""
+    """The format and settings of a checkpoint's quantised matrices."""
 
     form: Form
     bits: int
     group: int | None = None
-    """Inputs that share a scale; None: all."""
+    """The number of inputs that share a scale; None: all."""
     zeros: bool = False
     """Whether there are zero points."""
     one_less: bool = False
-    """Zero points are stored less one (GPTQ's first version)."""
+    """Whether zero points are stored less one (GPTQ's first version)."""
     shuffled: bool = False
-    """Inputs are in groups in an order of their own."""
+    """Whether inputs are grouped out of order."""
     block: tuple[int, int] | None = None
-    """FP8: (outputs, inputs) that share a scale; None: one for each output, or one for all."""
+    """FP8: the block (outputs, inputs) that shares a scale. None: one scale for each output, or one for all."""
     head: Scheme | None = None
-    """What holds of the output head, and of the embedding, in place of this; None: the same."""
+    """The scheme of the output head and the embedding; None: this one."""
 
     def groups(self, inputs: int) -> int:
-        """Raises ModelError where that is no whole number."""
+        """The number of groups of `inputs` inputs. Raises ModelError if that is not a whole number."""
         if self.group is None:
             return 1
         if inputs % self.group:
@@ -48,7 +48,7 @@ class Scheme:
 
 
 def read_scheme(config: Config) -> Scheme | None:
-    """None where the checkpoint is not quantised. Raises ModelError naming the setting that is not supported."""
+    """Read the scheme. None if the checkpoint is not quantised. Raises ModelError naming an unsupported setting."""
     if "quantization_config" not in config:
         return None
     given = config.get("quantization_config")

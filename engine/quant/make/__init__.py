@@ -1,8 +1,9 @@
-"""Quantised checkpoints made of ordinary ones.
+"""Makes quantised checkpoints from ordinary ones.
 
-text.py cuts a text into windows of tokens; walk.py takes them through a model layer by layer, with what each matrix is
-multiplied with on the way; rounding.py rounds a matrix for that, and model.py does so for all of them, each layer
-behind those that are rounded already, while folder.py writes; compare.py then tells by how much the outcome differs.
+text: cuts a calibration text into windows of tokens
+walk: runs the windows through a model layer by layer, and shows the inputs of each matrix
+rounding: rounds a matrix for those inputs; model: rounds all matrices, each layer after the rounded ones before it
+folder: writes the checkpoint; compare: measures how far the quantised model differs
 """
 
 from engine.quant.make.compare import Comparison, compare

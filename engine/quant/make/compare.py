@@ -1,4 +1,4 @@
-"""How far a model's distributions of the next token are from those of another one."""
+"""Measures how far a model's next-token distributions are from those of another model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.errors import ModelError
 from engine.models.decoder import Decoder
 from engine.quant.make.walk import hidden
 
-#: Rows whose logits are held at a time.
+#: The number of rows whose logits are held at one time.
 _ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of a model (q) with the one that it was made of (p), over every token of a text but the windows' first."""
+    """Compares a quantised model (q) with its original (p), over all tokens of a text but the first of each window."""
 
     tokens: int
     perplexity_before: float
@@ -28,11 +28,11 @@ class Comparison:
     """The mean of KL(p || q), in nats."""
     divergence_p99: float
     agreement: float
-    """The part of the places where both find the same token likeliest."""
+    """The fraction of positions where both have the same most likely token."""
 
     @property
     def increase(self) -> float:
-        """Of perplexity: 0.01 is one percent."""
+        """The relative increase of perplexity: 0.01 is one percent."""
         return self.perplexity / self.perplexity_before - 1
 
     def to_json(self) -> dict[str, float]:
@@ -41,7 +41,7 @@ class Comparison:
 
 @torch.inference_mode()
 def compare(before: Decoder, after: Decoder, windows: Sequence[Sequence[int]]) -> Comparison:
-    """Raises ModelError where a model's logits are no numbers."""
+    """Compare two models over windows of token ids. Raises ModelError if a model's logits are not finite."""
     divergences, losses, agreed = [], [], 0
     for window in windows:
         following = torch.tensor(window[1:], device=before.device)

@@ -1,4 +1,4 @@
-"""A folder with the "pack-quantized" form of compressed-tensors (formats/compressed.py reads it)."""
+"""Writes a checkpoint folder in compressed-tensors' "pack-quantized" format, which formats/compressed.py reads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch import Tensor
 from engine.models.loader import INDEX, SINGLE
 from engine.quant.formats import Matrix
 
-#: Bytes of tensors after which a file is full.
+#: The most bytes of tensors in one file.
 _FULL = 4 << 30
-#: Where the output head is tied to the embedding, there is only this.
+#: The targets of the head's group. With a tied head, only the embedding exists.
 _HEADS = ["re:.*lm_head$", "re:.*embed_tokens$"]
 
 
 class Writer:
-    """Tensors as they come, in as many files as it takes; nothing is complete before `finish`. All raise OSError."""
+    """Writes tensors in the order of `put`, in as many files as needed. The folder is complete only after `finish`. All
+    methods raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,7 +39,7 @@ class Writer:
         self._total += tensor.nbytes
 
     def finish(self, config: dict[str, Any]) -> None:
-        """Write what is left, and config.json."""
+        """Write the remaining tensors and config.json."""
         self._flush()
         if len(set(self._weight_map.values())) == 1:
             (self._folder / _shard(1)).rename(self._folder / SINGLE)
@@ -58,7 +59,7 @@ class Writer:
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     path.touch()
-    # safetensors leaves a file that nobody else may read, whatever others in the folder are.
+    # safetensors makes files that no other user can read. Restore the folder's usual mode.
     mode = S_IMODE(path.stat().st_mode)
     try:
         save_file(tensors, path, metadata={"format": "pt"})
@@ -72,7 +73,7 @@ def _shard(number: int) -> str:
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
-    """By the ends of their names."""
+    """The matrix's tensors by their name suffixes."""
     each = 32 // matrix.bits
     outputs, inputs = matrix.q.shape
     padded = torch.nn.functional.pad(matrix.q, (0, -inputs % each)).view(outputs, -1, each)
@@ -87,8 +88,11 @@ def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
 
 
 def quantization_config(bits: int, group: int | None, ignored: list[str], head: int | None = None) -> dict[str, Any]:
-    """As compressed-tensors writes it. `ignored`: matrices that are not quantised. `head`: bits of the output head, or
-    of the embedding that is one, with one scale for each output."""
+    """The quantization_config as compressed-tensors writes it.
+
+    `ignored`: matrices that are not quantised. `head`: the bits of the output head, or of the embedding tied to it,
+    with one scale for each output.
+    """
     groups = {"group_0": _alike(["Linear"], bits, group)}
     if head is not None:
         groups["group_1"] = _alike(_HEADS, head, None)

@@ -1,4 +1,4 @@
-"""All matrices of a model, layer after layer."""
+"""Quantises all matrices of a model, layer after layer."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ class Recipe:
     bits: int
     """4 or 8."""
     method: Method = "gptq"
-    """"gptq": by what the calibration text multiplies; "nearest": each number by itself."""
+    """The rounding method. "gptq": least error for the calibration text's inputs. "nearest": each number by itself."""
     group: int | None = None
-    """Inputs that share a scale, one of GROUPS; None: all of an output with 8 bits, with 4 the largest group that
-    divides all matrices."""
+    """The number of inputs that share a scale, one of GROUPS. None: with 8 bits all inputs of an output, with 4 bits
+    the largest group that divides all matrices."""
     head: int | None = None
-    """8: bits of the output head, rounded to nearest with one scale for each output; where it is tied to the embedding,
-    of both. None: it stays as it is."""
+    """The bits of the output head, 8, rounded to nearest with one scale for each output. A tied embedding is quantised
+    with it. None: the head stays as it is."""
 
 
 def plain(folder: Path, device: torch.device) -> Decoder:
-    """The model in `folder` over plain torch: in fp32 on a CPU, elsewhere as it is stored. Raises ModelError."""
+    """Load the model in `folder` with plain torch kernels: in fp32 on a CPU, elsewhere in its own dtype. Raises
+    ModelError."""
 
     def kernels(dtype: torch.dtype) -> Kernels:
         return Kernels(torch.float32 if device.type == "cpu" else dtype)
@@ -67,10 +68,10 @@ def quantise(
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
 ) -> Recipe:
-    """Write weights and config.json of the model in `folder`, quantised, into the folder `out`.
+    """Quantise the model in `folder`, and write its weights and config.json into the folder `out`.
 
-    Returns the recipe with its group. Raises ModelError where the model cannot be loaded, is quantised already, or has
-    a matrix that the group does not divide.
+    Returns the recipe with its group. Raises ModelError if the model cannot be loaded, is quantised already, or has a
+    matrix that the group does not divide.
     """
     settings = read_config(folder)
     if "quantization_config" in settings or "quantization_config" in settings.get("text_config", {}):
@@ -107,7 +108,7 @@ def quantise(
         matrix = nearest(_finite(found, device), Grid(recipe.head, None, _DTYPES[found.stored.dtype]))
         for end, tensor in packed_tensors(matrix).items():
             writer.put(found.name.removesuffix("weight") + end, tensor)
-        # Tied checkpoints may have the table a second time, under the head's name.
+        # Tied checkpoints may also have the table under the head's name.
         done |= {found.name} | {name for name in stored if model.canonical(name) is None and name.endswith(_HEAD)}
         say("output head")
     rest = [found for found in stored.values() if found.name not in done]
@@ -136,8 +137,8 @@ def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
 
 
 def _hessians(walk: Walk, linears: Sequence[tuple[str, Linear]]) -> dict[str, Tensor]:
-    """Of each matrix of the next layer, by name, the sum of x x^T over the rows that it is multiplied with. Raises
-    ModelError where that is no number."""
+    """For each matrix of the next layer, by name, the sum of x x^T over its input rows. Raises ModelError if a sum is
+    not finite."""
     sums = []
     for _, linear in linears:
         total = torch.zeros(linear.inputs, linear.inputs, device=linear.device)
@@ -172,7 +173,7 @@ def _instead(new: PreparedLinear, run: PreparedLinear) -> PreparedLinear:
 
 
 def _of_weight(weight: Tensor, run: PreparedLinear) -> PreparedLinear:
-    """The product with another weight; the bias stays, which is what a row of zeros gives."""
+    """The product with another weight and the same bias, which `run` returns for a row of zeros."""
     bias = run(torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device))
     return lambda x: F.linear(x, weight) + bias
 
@@ -184,7 +185,7 @@ def _round(found: Found, recipe: Recipe, hessian: Tensor | None, device: torch.d
 
 
 def _finite(found: Found, device: torch.device) -> Tensor:
-    """fp32. Raises ModelError."""
+    """Read a tensor as fp32. Raises ModelError if it is not finite."""
     weight = _read(found, device).float()
     if not bool(torch.isfinite(weight).all()):
         raise ModelError(f"{found.path}: {found.name} has numbers that are not finite")
@@ -198,5 +199,5 @@ def _read(found: Found, device: torch.device) -> Tensor:
 
 
 def _may_be_matrix(found: Found) -> bool:
-    """Of what is not quantised: whether a reader by the form alone would look for a quantised matrix."""
+    """Whether a reader would take this tensor, which is not quantised, for a quantised matrix by its shape and name."""
     return found.name.endswith(".weight") and len(found.stored.shape) == 2 and "embed" not in found.name

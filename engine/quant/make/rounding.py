@@ -1,4 +1,4 @@
-"""A matrix rounded to 4 or 8 bits, symmetric, with one scale for each output or for each group of inputs."""
+"""Rounds a matrix to 4 or 8 bits, symmetrically, with one scale for each output or each group of inputs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from engine.quant.formats import Matrix
 
-#: By what part of the scale that holds the largest number scales are tried: cutting off a few large ones can be better
-#: than rounding all of the others more coarsely.
+#: The factors of the scale that holds the largest number, to try as scales. Clipping a few large numbers can be better
+#: than rounding all others more coarsely.
 _SHRINKS = tuple(1 - step / 50 for step in range(21))
-#: Of the mean of the Hessian's diagonal, what is added to it, so that it can be inverted (arXiv 2210.17323).
+#: The part of the mean of the Hessian's diagonal that is added to it, so that it can be inverted (arXiv 2210.17323).
 _DAMPING = 0.01
-#: Columns between two updates of all that follow.
+#: The number of columns between two updates of all later columns.
 _BLOCK = 128
 
 
@@ -23,22 +23,22 @@ _BLOCK = 128
 class Grid:
     bits: int
     group: int | None
-    """Inputs that share a scale; None: all."""
+    """The number of inputs that share a scale; None: all."""
     dtype: torch.dtype
-    """Of scales."""
+    """The data type of scales."""
 
 
 def nearest(weight: Tensor, grid: Grid) -> Matrix:
-    """`weight` [outputs, inputs] with each number rounded by itself."""
+    """Round each number of `weight`, [outputs, inputs], by itself."""
     return _rounded(weight.float(), _scales(weight.float(), torch.ones(weight.shape[1]).to(weight.device), grid), grid)
 
 
 def compensated(weight: Tensor, hessian: Tensor, grid: Grid) -> Matrix:
-    """`weight` rounded so that its product with the inputs of `hessian` changes least: GPTQ (arXiv 2210.17323).
+    """Round `weight` so that its product with the inputs of `hessian` changes least: GPTQ (arXiv 2210.17323).
 
-    `hessian` [inputs, inputs] is the sum of x x^T over these inputs. Columns are rounded one after another, those that
-    matter most first, and what each was changed by is made up for by all that follow. Scales are chosen before, for the
-    groups as they lie: the order in which columns are rounded is nobody's to know later.
+    `hessian`: [inputs, inputs], the sum of x x^T over these inputs. Columns are rounded one after another, the most
+    important first, and all later columns compensate for the error of each. Scales are chosen before, for the groups of
+    adjacent inputs, so that readers need not know the order of rounding.
     """
     weight, hessian = weight.float().clone(), hessian.float()
     importance = hessian.diagonal().clone()
@@ -66,14 +66,14 @@ def compensated(weight: Tensor, hessian: Tensor, grid: Grid) -> Matrix:
 
 
 def _scales(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """[outputs, groups] in the grid's dtype: those by which the squared errors, each times its input's importance, are
-    least."""
+    """The scales, [outputs, groups] in the grid's dtype, with the least sum of squared errors, weighted by the inputs'
+    importance."""
     outputs, inputs = weight.shape
     group = inputs if grid.group is None else grid.group
     grouped = weight.view(outputs, -1, group)
     weights = importance.view(1, -1, group)
     middle = 2 ** (grid.bits - 1)
-    # Whichever of -middle and middle - 1 binds.
+    # The tighter of the two limits, -middle and middle - 1.
     low, high = grouped.amin(-1), grouped.amax(-1)
     widest = torch.maximum(-low / middle, high / (middle - 1))
     best = torch.full_like(widest, math.inf)
@@ -96,8 +96,8 @@ def _rounded(weight: Tensor, scales: Tensor, grid: Grid) -> Matrix:
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:
-    """The upper triangular U of U^T U = hessian^-1. Damped until there is one: inputs that were always alike, or 0,
-    leave the matrix without an inverse."""
+    """The upper triangular U with U^T U = hessian^-1. The matrix is damped until it has an inverse, because inputs that
+    are always equal, or 0, make it singular."""
     diagonal = hessian.diagonal()
     damping = _DAMPING * float(diagonal.mean()) or 1.0
     while True:

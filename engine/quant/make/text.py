@@ -1,4 +1,4 @@
-"""Texts as windows of tokens."""
+"""Cuts texts into windows of tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from engine.text import Tokenizer
 
-#: Tokens of the longest window.
+#: The most tokens of a window.
 LONGEST = 1024
-#: Shorter ends of texts are left out: there is little before their tokens to tell them by.
+#: Shorter ends of texts are left out, because their tokens have too little context.
 _SHORTEST = 16
 
 
 def windows(tokenizer: Tokenizer, texts: Iterable[str], tokens: int, context: int) -> list[list[int]]:
-    """Up to `tokens` tokens of `texts`, cut at the length of the context. Each window begins as a prompt does, with
-    the tokenizer's first token where it has one."""
+    """Up to `tokens` tokens of `texts`, cut into windows of at most `context` tokens. Each window begins like a prompt,
+    with the tokenizer's BOS token if it has one."""
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = min(LONGEST, context) - len(first)
     found: list[list[int]] = []

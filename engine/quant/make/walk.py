@@ -1,4 +1,4 @@
-"""Windows of tokens through a model, one layer at a time."""
+"""Runs windows of tokens through a model, one layer at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from engine.models.decoder import Decoder
 
 
 class Walk:
-    """Between two layers: what the next one takes of each window. Rows are kept in fp32 or as the model computes."""
+    """A position between two layers, with the next layer's input for each window. Rows are kept in fp32 or in the
+    model's compute dtype."""
 
     def __init__(self, model: Decoder, windows: Sequence[Sequence[int]]) -> None:
-        """`windows`: token ids of sequences that begin with their first; of a model over plain torch."""
+        """`model`: with plain torch kernels. `windows`: token ids of whole sequences, each from its first token."""
         self._model = model
         self._states = [model.enter(torch.tensor(window, device=model.device)) for window in windows]
         self._long = [
@@ -28,16 +29,16 @@ class Walk:
 
     @property
     def hidden(self) -> list[Tensor]:
-        """[tokens, width] of each window; after the last layer, the last hidden states."""
+        """The current states [tokens, width] of each window. After the last layer, these are the last hidden states."""
         return [x for x, _ in self._states]
 
     def look(self) -> None:
-        """Run the next layer, and stay before it."""
+        """Run the next layer without advancing."""
         for i in range(len(self._states)):
             self._run(i)
 
     def step(self) -> None:
-        """Run the next layer, and go behind it."""
+        """Run the next layer and advance past it."""
         for i in range(len(self._states)):
             self._states[i] = self._run(i)
         self._next += 1
@@ -46,7 +47,7 @@ class Walk:
         model, (x, residual), long = self._model, self._states[i], self._long[i]
         attention, positions = _attention(model, len(x))
         rotations = model.rotations(positions, None if long is None else long.to(model.device))
-        # Layers may overwrite what they are given.
+        # Layers may overwrite their inputs.
         return model.layer(self._next, x.clone(), residual.clone(), rotations, attention, self._caches[0])
 
 
@@ -59,7 +60,8 @@ def hidden(model: Decoder, windows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def _caches(model: Decoder, places: int) -> list[Tensor]:
-    """One block that holds a window, the same for all layers of a group: each is done with it when the next begins."""
+    """A cache of one block that holds a window. All layers of a group share it, because each is done before the next
+    begins."""
     return [
         model.kernels.kv_cache(replace(group, layers=1), 1, places, model.device).expand(group.layers, *[-1] * 5)
         for group in model.kv_groups
