@@ -1,9 +1,9 @@
-"""Load on a running system over HTTP, and what it answers.
+"""Puts load on a running system over HTTP and measures its answers.
 
-    load: what is asked, and when -> drive: asks it, in open or closed loop, over connection -> one Sample a request
-    -> summary: percentiles, rates, goodput, and what the client itself cost -> plot: an SVG
+    load: requests and their times -> drive: sends them, in open or closed loop, over connection -> one Sample a request
+    -> summary: percentiles, rates, goodput, and the client's own cost -> plot: an SVG
 
-Latencies are a caller's: from the moment that a request was due to the moment that its tokens arrived.
+Latencies are a caller's: from the time at which a request was due to the arrival of its tokens.
 """
 
 from workers.bench.drive import Client, Sample, drive

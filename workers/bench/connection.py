@@ -1,6 +1,6 @@
-"""HTTP/1.1 with as little work for each token as there can be: a bench's client must not be what it measures.
+"""An HTTP/1.1 client that does little work for each token, so that a bench does not measure its own client.
 
-Only what a gateway sends is understood: bodies with a length, chunked ones, and ones that end with the connection.
+It understands what gateways send: bodies with a length, chunked bodies, and bodies that end with the connection.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-#: A server may close a connection that was idle for some seconds: such a one is not used again (s).
+#: Idle time (s) after which a connection is not reused: the server may be closing it.
 IDLE_S: Final = 2.0
 
 
 class Broken(Exception):
-    """The connection failed, or what came is no HTTP."""
+    """The connection failed, or the answer is not HTTP."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Answer:
     _reader: asyncio.StreamReader
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Pieces as they come. Raises Broken."""
+        """The body's pieces as they come. Raises Broken."""
         reader = self._reader
         if self.headers.get("transfer-encoding") == "chunked":
             while size := int((await reader.readline()).partition(b";")[0], 16):
@@ -56,14 +56,14 @@ class Answer:
 
 @dataclass(slots=True)
 class Connections:
-    """To one server; each is used by one request at a time, and then by another."""
+    """A pool of connections to one server. Each serves one request at a time."""
 
     url: str
     _idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
 
     @asynccontextmanager
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[Answer]:
-        """Ask; the answer's head is there, its body is to be read within. Raises Broken."""
+        """Send a request. Yields the answer with its head; read the body within. Raises Broken."""
         parts = urlsplit(self.url)
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
@@ -100,7 +100,7 @@ class Connections:
         return await asyncio.open_connection(parts.hostname, port, ssl=tls)
 
 
-#: With one of these, the connection outlives the body.
+#: With one of these headers, the connection can be reused after the body.
 _FRAMED: Final = frozenset({"transfer-encoding", "content-length"})
 
 
@@ -108,7 +108,7 @@ async def _head(reader: asyncio.StreamReader) -> Answer:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     version, _, rest = lines[0].partition(" ")
     if not version.startswith("HTTP/1."):
-        raise Broken(f"what answered speaks no HTTP: {lines[0][:40]!r}")
+        raise Broken(f"the server does not speak HTTP: {lines[0][:40]!r}")
     status = int(rest[:3])
     headers = {}
     for line in lines[1:-2]:

@@ -1,8 +1,8 @@
-"""Sends a load and notes when what came.
+"""Sends a load and records when its tokens arrived.
 
-A task is submitted and its stream followed, over one connection where the server lets it. In an open loop a request is
-due at its time whatever became of those before it, and its latency counts from then, also where the cap on concurrency
-or the client itself let it wait: or else a slow server would look fast by slowing down who measures it.
+Each request submits a task and follows its stream, over one connection if the server allows. In an open loop a request
+is due at its time, whatever became of earlier ones. Its latency counts from then, also if the limit on concurrency or
+the client itself delays it. Otherwise a slow server would look fast by slowing down its client.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from typing import Any, Final
 from workers.bench.connection import Broken, Connections
 from workers.bench.load import Ask
 
-#: How often the client looks how late its own loop is (s).
+#: Interval (s) at which the client measures its event loop's lag.
 LOOK_S: Final = 0.02
-#: How long it may take to cancel what is under way when the bench is stopped (s).
+#: Time limit (s) for cancelling open tasks when the bench is stopped.
 CANCEL_S: Final = 5.0
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request, in seconds since the start of the bench."""
+    """One request. Times are seconds since the start of the bench."""
 
     number: int
     tier: str
     due: float
-    """When it should have been sent."""
+    """The time at which it should have been sent."""
     sent: float = 0.0
     tokens: array[float] = field(default_factory=lambda: array("d"))
-    """When each token came."""
+    """Arrival times of the tokens."""
     ended: float = 0.0
     error: str | None = None
-    """Unset: it was completed."""
+    """None: the request completed."""
     task_id: str = ""
     queue_wait: float | None = None
-    """From its record to the start of its run, by the store's clock."""
+    """Seconds from its record to the start of its run, by the store's clock."""
     prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Client:
-    """What measuring cost."""
+    """The client's own cost."""
 
     cpu_s: float = 0.0
     wall_s: float = 0.0
     lags: array[float] = field(default_factory=lambda: array("d"))
-    """How much later than asked for the event loop came back, each time that it was looked at (s)."""
+    """Measured lags of the event loop (s)."""
 
 
 async def drive(
@@ -64,13 +64,13 @@ async def drive(
     note: Callable[[Sample], None] = lambda sample: None,
     duration: float | None = None,
 ) -> tuple[list[Sample], Client]:
-    """Send all `asks`, or as many as there is time for within `duration` seconds, at most `concurrency` at a time.
+    """Send `asks` for at most `duration` seconds, at most `concurrency` at a time.
 
-    `note` is told of each that has ended. A request that hears nothing for `silence` seconds has failed. When
-    cancelled, it cancels the tasks that are under way.
+    Returns the samples and the client's cost. `note` gets each ended sample. A request without data for `silence`
+    seconds has failed. When cancelled, this cancels the open tasks.
     """
     run = _Run(Connections(url), silence, time.perf_counter())
-    room = asyncio.Semaphore(concurrency) if concurrency is not None else None
+    slots = asyncio.Semaphore(concurrency) if concurrency is not None else None
     going: set[asyncio.Task[None]] = set()
     samples: list[Sample] = []
     client, cpu = Client(), time.process_time()
@@ -81,8 +81,8 @@ async def drive(
                 break
             if ask.due > run.now():
                 await asyncio.sleep(ask.due - run.now())
-            if room is not None:
-                await room.acquire()
+            if slots is not None:
+                await slots.acquire()
                 if duration is not None and run.now() >= duration:
                     break
             sample = Sample(ask.number, str(ask.task["tier"]), ask.due or run.now())
@@ -90,8 +90,8 @@ async def drive(
             one = asyncio.create_task(run.one(sample, ask.task, note))
             going.add(one)
             one.add_done_callback(going.discard)
-            if room is not None:
-                one.add_done_callback(lambda _: room.release())
+            if slots is not None:
+                one.add_done_callback(lambda _: slots.release())
         while going:
             await asyncio.wait(going)
         client.wall_s, client.cpu_s = run.now(), time.process_time() - cpu
@@ -148,7 +148,7 @@ class _Run:
                 patience.reschedule(asyncio.get_running_loop().time() + self.silence)
                 *events, rest = (rest + piece).split(b"\n\n")
                 for event in events:
-                    # A token's JSON is not read: when it came is all that counts.
+                    # A token's JSON is not parsed: only its arrival counts.
                     if b"event: token\n" in event:
                         sample.tokens.append(at)
                     elif b"event: e" in event:
@@ -160,11 +160,11 @@ class _Run:
                 raise Broken(str(failure))
 
     async def look_up(self, samples: list[Sample]) -> None:
-        """How long each waited in the queue. Afterwards, so that asking is no part of the load."""
-        room = asyncio.Semaphore(16)
+        """Set each sample's queue wait. It runs after the load, so that it adds nothing to it."""
+        slots = asyncio.Semaphore(16)
 
         async def one(sample: Sample) -> None:
-            async with room:
+            async with slots:
                 with suppress(Broken, KeyError, TypeError, TimeoutError):
                     async with (
                         asyncio.timeout(self.silence),

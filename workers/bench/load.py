@@ -1,4 +1,4 @@
-"""What a bench asks for, and when: a pure function of its settings and a seed."""
+"""A bench's requests and their times: a pure function of its settings and a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: when it is due (s after the start; 0 in a closed loop), and the task."""
+    """One request: its due time (s after the start; 0 in a closed loop) and its task."""
 
     number: int
     due: float
@@ -22,31 +22,31 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Settings. Lengths are tokens; `prompts`, where given, take the place of random ones."""
+    """A load's settings. Lengths are tokens. `prompts` replace random prompts."""
 
     model: str
     vocab_size: int
     requests: int
     rate: float | None = None
-    """Arrivals a second in an open loop; unset: a closed loop, where the next is sent when one has ended."""
+    """Arrivals a second in an open loop. None: a closed loop, where each end of a request starts the next."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of the times between arrivals: 1 is Poisson, less comes in bursts."""
+    """Shape of the gamma distribution of times between arrivals: 1 is Poisson, less makes bursts."""
     prompt_tokens: int = 128
     output_tokens: int = 64
     spread: float = 0.0
-    """Lengths are uniform within this share of theirs, to either side."""
+    """Lengths vary uniformly by up to this share, either way."""
     shared_prefix: int = 0
-    """Tokens with which all random prompts begin."""
+    """Number of tokens that all random prompts begin with."""
     prompts: Sequence[Mapping[str, Any]] = ()
     tiers: Mapping[str, float] = field(default_factory=lambda: {"default": 1.0})
-    """Weight of each."""
+    """Tier -> weight."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of every task."""
+    """Further fields of every task."""
     seed: int = 0
 
     def asks(self) -> Iterator[Ask]:
-        """As many as `requests`, by time."""
-        # Streams of their own: the same prompts come whatever the rate, at the same times whatever the prompts.
+        """The requests, in order of time."""
+        # Separate random streams: prompts do not depend on the rate, nor times on the prompts.
         arrivals, lengths = random.Random(f"{self.seed} arrivals"), random.Random(f"{self.seed} lengths")  # noqa: S311
         tiers = random.Random(f"{self.seed} tiers")  # noqa: S311 - it picks, it guards nothing
         prompts, due = self._prompts(), 0.0
@@ -57,7 +57,7 @@ class Load:
             (tier,) = tiers.choices(list(self.tiers), list(self.tiers.values()))
             task = {"model": self.model, "max_tokens": output, "tier": tier, "seed": number, **self.extra}
             if not self.prompts:
-                # To the last token, so that the load is what was asked for.
+                # Ignoring EOS gives outputs of exactly the asked length.
                 task["ignore_eos"] = True
             yield Ask(number, due, {**task, **next(prompts)})
 
@@ -74,7 +74,7 @@ class Load:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """A file of prompts: one text a line, or one JSON object a line with `prompt`, and `max_tokens` where wanted.
+    """Read a file of prompts: one text a line, or one JSON object a line with `prompt` and optionally `max_tokens`.
 
     Raises ValueError, which names the line, and OSError.
     """

@@ -1,4 +1,4 @@
-"""A bench as a picture: how latencies are distributed, and how the load went over time. SVG, by hand: no dependency."""
+"""Draws a bench as SVG, without dependencies: distributions of latencies, and the load over time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from xml.sax.saxutils import escape
 from workers.bench.drive import Sample
 from workers.bench.summary import gaps, time_to_first
 
-#: Told apart also by who sees few colours (Okabe and Ito, "Color universal design", 2008).
+#: Colours that colour-blind readers can tell apart (Okabe and Ito, "Color universal design", 2008).
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 340, 64, 16, 44, 56
-#: Less than this (s) is drawn as this.
+#: Shortest time (s) on the logarithmic axis; shorter ones are drawn there.
 SHORTEST: Final = 1e-3
-#: Points of a line: more than there are pixels show nothing more.
+#: Most points of a line; more than the pixels would show nothing more.
 POINTS: Final = 400
 
 Line = tuple[str, list[tuple[float, float]]]
 
 
 def plot(samples: Sequence[Sample], title: str) -> str:
-    """The SVG's text. Samples that failed are in the load, not in the latencies."""
+    """The SVG's text. Failed samples count in the load, not in the latencies."""
     done = [sample for sample in samples if sample.error is None]
     latencies = {
         "TTFT": [ttft for sample in done if (ttft := time_to_first(sample)) is not None],
@@ -58,7 +58,7 @@ def plot(samples: Sequence[Sample], title: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart: lines over a common horizontal axis, from 0 up."""
+    """One chart: lines over a shared horizontal axis; the vertical axis begins at 0."""
 
     title: str
     unit: str
@@ -66,7 +66,7 @@ class Panel:
     logarithmic: bool = False
 
     def draw(self) -> Iterator[str]:
-        """Its elements."""
+        """The chart's SVG elements."""
         points = [point for _, line in self.lines for point in line]
         yield f'<text x="{LEFT}" y="{TOP - 22}" font-weight="bold">{escape(self.title)}</text>'
         if not points:
@@ -92,10 +92,10 @@ class Panel:
 
 
 def _distributions(latencies: dict[str, list[float]]) -> list[Line]:
-    """Of each, (value, share of all that are at most so large)."""
+    """Each latency's distribution as a line of (value, share of values that are at most that)."""
     lines = []
     for name, values in latencies.items():
-        # A logarithmic axis has no 0, which is the time between tokens that came in one piece.
+        # A logarithmic axis has no 0, the ITL of tokens that arrived together.
         ordered = sorted(max(value, SHORTEST) for value in values)
         picked = sorted({round(k * (len(ordered) - 1) / (POINTS - 1)) for k in range(POINTS)}) if ordered else []
         if picked:
@@ -106,7 +106,7 @@ def _distributions(latencies: dict[str, list[float]]) -> list[Line]:
 def _axis(
     values: Sequence[float], start: float, end: float, logarithmic: bool
 ) -> tuple[Callable[[float], float], list[float]]:
-    """From values to pixels, and the values to mark: round ones that enclose all."""
+    """A function from values to pixels, and the round values to mark, which enclose all values."""
     low, high = min(values), max(values)
     if logarithmic:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))

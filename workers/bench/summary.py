@@ -1,4 +1,4 @@
-"""The figures of a bench, from its samples."""
+"""Computes a bench's figures from its samples."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any, Final
 from workers.bench.drive import Client, Sample
 
 SHARES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-#: With more of a core in use than this, the client had a part in what it measured.
+#: Share of a core above which the client distorts its own measurement.
 BUSY: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request must keep to be good, in seconds; unset: anything goes."""
+    """Limits of a good request in seconds; None: no limit."""
 
     ttft: float | None = None
     itl: float | None = None
-    """Mean time between its tokens."""
+    """Mean time between the request's tokens."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is at least as large as this share of all (nearest rank)."""
+    """The smallest value that at least this share of all values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, -(-round(share * 100) * len(ordered) // 100) - 1)]
 
 
 def summary(samples: Sequence[Sample], client: Client, limits: Limits, warm_up: int = 0) -> dict[str, Any]:
-    """All figures as JSON has them: times in seconds, rates a second. The first `warm_up` samples count for nothing."""
+    """All figures as JSON data: times in seconds, rates a second. The first `warm_up` samples are left out."""
     counted = [sample for sample in samples if sample.number >= warm_up]
     done = [sample for sample in counted if sample.error is None]
     begin = min((sample.due for sample in counted), default=0.0)
@@ -78,12 +78,12 @@ def _latencies(done: Sequence[Sample]) -> dict[str, dict[str, float] | None]:
 
 
 def time_to_first(sample: Sample) -> float | None:
-    """TTFT: from when the request was due to its first token (s)."""
+    """TTFT: seconds from the request's due time to its first token; None without a token."""
     return sample.tokens[0] - sample.due if sample.tokens else None
 
 
 def gaps(sample: Sample) -> list[float]:
-    """ITL: the times between tokens (s). Those that came together have none between them."""
+    """ITL: the times between tokens (s); 0 between tokens that arrived together."""
     return [later - earlier for earlier, later in pairwise(sample.tokens)]
 
 
@@ -95,7 +95,7 @@ def _good(sample: Sample, limits: Limits) -> bool:
 
 
 def _spread(values: Iterable[float]) -> dict[str, float] | None:
-    """None of no values."""
+    """Mean, percentiles and maximum; None without values."""
     known = list(values)
     if not known:
         return None

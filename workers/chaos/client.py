@@ -1,11 +1,11 @@
-"""Clients and readers in a process of their own: `python -m workers.chaos.client SETTINGS` (JSON, see `Settings`).
+"""A process of clients and readers: `python -m workers.chaos.client SETTINGS` (JSON, see `Settings`).
 
     (numbers) -> submit through the gateway, the client library or Celery -> journal
               -> read by stream, by poll or not at all, cancel, leave and come back -> journal
 
-Whatever happens is written down before anything else is done. A process that was killed and started again reads what
-its predecessors wrote, follows what they had not read to the end, and goes on with the next number. It asks for no more
-at SIGTERM, reads what is open to its end, and exits with 0.
+Every event is written to the journal before anything else is done. A restarted process reads its predecessors'
+journals, follows the tasks that they did not read to the end, and goes on with the next number. At SIGTERM it submits
+no more tasks, reads the open ones to their end, and exits with 0.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from workers.chaos.talk import Talk
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`folder` of the journals; `step` numbers are taken by `step` clients, this one begins with `first`.
+    """Settings of one client process.
 
-    It is the `number`th process of its name. `url` of the gateway, `broker` and `store` as it reaches them.
-    `open_tasks` at a time. `variants`: these and no more, each once, with nothing done to them.
+    `folder`: the journals' folder. `number`: counts processes of this name, from 1. `url`, `broker`, `store`: the
+    gateway's and servers' URLs. `first`, `step`: this client takes the task numbers first, first + step, ...
+    `open_tasks`: tasks at a time. `variants`: submit only these, each once, with nothing done to them.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Client:
-    """One process's work."""
+    """The work of one client process."""
 
     settings: Settings
     journal: Journal
@@ -67,8 +68,8 @@ class Client:
     stopping: asyncio.Event
 
     async def run(self, before: History) -> None:
-        """Until told to stop, or all `variants` have been read."""
-        room = asyncio.Semaphore(self.settings.open_tasks)
+        """Submit and read tasks until told to stop, or until all `variants` are read."""
+        free = asyncio.Semaphore(self.settings.open_tasks)
         going: set[asyncio.Task[None]] = set()
 
         def begin(work: Awaitable[None]) -> None:
@@ -76,17 +77,17 @@ class Client:
                 try:
                     await work
                 finally:
-                    room.release()
+                    free.release()
 
             task = asyncio.create_task(within())
             going.add(task)
             task.add_done_callback(going.discard)
 
         for seen, manner in self._unread(before):
-            await room.acquire()
+            await free.acquire()
             begin(self.talk.follow(seen, manner))
         for manner in self._manners(before):
-            await _either(room.acquire(), self.stopping)
+            await _either(free.acquire(), self.stopping)
             if self.stopping.is_set():
                 break
             begin(self.talk.whole(manner, self.settings.load.task(manner.variant)))
@@ -108,7 +109,7 @@ class Client:
             yield self.settings.load.manner(number)
 
     def _unread(self, before: History) -> Iterator[tuple[Seen, Manner]]:
-        """What predecessors submitted and did not read to the end."""
+        """Tasks that predecessors submitted and did not read to the end."""
         for (is_quiet, number), seen in before.tasks.items():
             if seen.id is None or not seen.accepted or seen.via not in ("http", "redis", "poll"):
                 continue
@@ -119,7 +120,7 @@ class Client:
 
 
 async def _either(acquiring: Awaitable[object], stopping: asyncio.Event) -> None:
-    """Until there is room, or it is over."""
+    """Wait until a slot is acquired or the client is told to stop."""
     one, other = asyncio.ensure_future(acquiring), asyncio.ensure_future(stopping.wait())
     await asyncio.wait((one, other), return_when="FIRST_COMPLETED")
     for waiting in (one, other):
@@ -129,7 +130,7 @@ async def _either(acquiring: Awaitable[object], stopping: asyncio.Event) -> None
 
 
 def _before(folder: Path, name: str) -> History:
-    """What processes of this name have written."""
+    """The journals that earlier processes of this name wrote."""
     found = History()
     for path in sorted(folder.glob(f"{name}.*.jsonl")):
         found.extend(lines_of(path))
@@ -138,7 +139,7 @@ def _before(folder: Path, name: str) -> History:
 
 async def _main(settings: Settings) -> None:
     stopping = asyncio.Event()
-    # Before there is a journal: from then on it is known to heed it.
+    # Before the journal exists: its presence tells others that SIGTERM is handled.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     folder = Path(settings.folder)
     before = _before(folder, settings.name)

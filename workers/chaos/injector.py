@@ -1,4 +1,4 @@
-"""Does to a system what a plan says, at its times, and writes down what it did.
+"""Carries out a plan's faults at their times and writes each one to a journal.
 
 plan -> (due) -> wait until it fits -> journal -> scene begins it -> ... -> scene ends it -> journal
 """
@@ -18,61 +18,64 @@ from workers.chaos.journal import Journal
 from workers.chaos.plan import Fault, Plan
 from workers.chaos.pulse import Pulse
 
-#: How long a fault is put off while its target, or what should survive it, is not up (s).
+#: Longest delay (s) of a fault whose target, or the process that must survive it, is not up.
 PATIENCE_S = 60.0
-#: What a process has sent arrives within this time (s) after it was held still.
+#: Time (s) in which a stopped process's sent data arrives.
 UNDER_WAY_S = 0.05
-#: Ends what a fault began.
+#: A function that ends a lasting fault.
 Healing = Callable[[], None]
 
 
 class Gone(Exception):
-    """The target is not there, or what should be done to it could not be."""
+    """The target does not exist, or the fault could not be done to it."""
 
 
 class Handle(Protocol):
-    """One process of the system. `process`: what it calls itself, where it has a lease."""
+    """One process of the system. `process`: its own name, as in its lease if it has one."""
 
     name: str
     role: str
 
     @property
     def process(self) -> str:
-        """Of the process that runs now."""
+        """The name of the process that runs now."""
 
     def kill(self) -> None:
-        """SIGKILL; whoever looks after it starts another."""
+        """Send SIGKILL. Its supervisor starts another."""
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
 
     def drain(self) -> None:
-        """SIGTERM; whoever looks after it starts another."""
+        """Send SIGTERM. Its supervisor starts another."""
 
 
 class Scene(Protocol):
-    """A system that faults may befall."""
+    """A system that faults can be injected into."""
 
     @property
     def handles(self) -> Mapping[str, Handle]:
-        """Its processes, by name."""
+        """The system's processes, by name."""
 
     def fits(self, fault: Fault) -> bool:
-        """Whether the target is up, and what should outlive it, too."""
+        """Whether the target is up, and also the processes that must survive the fault."""
 
     def begin(self, fault: Fault) -> Healing | None:
-        """Of a kind that is not about a process alone. What ends it, where it lasts."""
+        """Begin a fault that concerns more than one process. Returns what ends it, or None."""
 
     def after(self, fault: Fault) -> None:
-        """A process was told to end: where nobody else does, start it again."""
+        """Restart a process that was told to end, if it has no supervisor."""
 
 
 class Injector:
-    """`open_tasks()` tells the ids of tasks that have not ended; `broker` and `store` are asked who has them; `pulse`
-    is told which streams stand still."""
+    """Injects a plan's faults into a scene.
+
+    `open_tasks()` returns the ids of tasks that have not ended. `broker` and `store` tell which worker has them.
+    `pulse` learns which streams have stopped.
+    """
 
     def __init__(
         self,
@@ -91,8 +94,10 @@ class Injector:
         self._late = 0.0
 
     def run(self, plan: Plan, say: Callable[[str], None] = lambda line: None) -> None:
-        """Returns when all faults are over, but not before the plan's time is. Where one had to wait, those after it
-        come as much later."""
+        """Carry out the plan. Returns when all faults are over and the plan's time has passed.
+
+        If a fault had to wait, those after it come as much later.
+        """
         began = time.monotonic()
         try:
             for number, fault in enumerate(plan.faults, 1):
@@ -112,7 +117,7 @@ class Injector:
             self.heal()
 
     def heal(self) -> None:
-        """End all that lasts."""
+        """End all lasting faults."""
         while self._healings:
             self._end(*heapq.heappop(self._healings)[2:])
 
@@ -135,7 +140,7 @@ class Injector:
             with _going_on(handle):
                 if handle.role == "worker":
                     about["stood"] = round(time.monotonic(), 4)
-                    with suppress(Gone):  # held still first, where that can be: what it is at is known for certain then
+                    with suppress(Gone):  # pause it first if possible: its work is then known for certain
                         handle.pause()
                     time.sleep(UNDER_WAY_S)
                     about |= at_work(self._broker, self._store, handle.process, self._open_tasks())
@@ -163,7 +168,7 @@ class Injector:
     def _end(self, fault: Fault, healing: Healing) -> None:
         try:
             healing()
-        except Gone:  # it was killed meanwhile
+        except Gone:  # the target was killed meanwhile
             self._journal.write("missed", kind=f"end of {fault.kind}", target=fault.target)
         else:
             self._journal.write("healed", kind=fault.kind, target=fault.target)
@@ -171,7 +176,7 @@ class Injector:
 
 @contextmanager
 def _going_on(handle: Handle) -> Iterator[None]:
-    """What may have been held still goes on where this is interrupted, or what was to come next could not be done."""
+    """Resumes a possibly paused process if the body fails or is interrupted."""
     try:
         yield
     except BaseException:

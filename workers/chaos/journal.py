@@ -1,6 +1,6 @@
-"""A file of JSON lines that outlives whoever writes it: each line is in the kernel's hands once it was written.
+"""A file of JSON lines that survives its writer's death: a written line is in the kernel's page cache.
 
-What the lines say: `workers.chaos.checker.history`.
+`workers.chaos.checker.history` defines the lines.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 
 def journal_path(folder: Path, name: str, number: int) -> Path:
-    """Of the process of that name that is the `number`th, from 1: in order of time where sorted."""
+    """The journal's path for the `number`th process of that name, from 1. Paths sort by time."""
     return folder / f"{name}.{number:04d}.jsonl"
 
 
 class Journal:
-    """Of one process; a process that is started anew begins the next file of its name."""
+    """The journal of one process. A restarted process begins the next file of its name."""
 
     def __init__(self, folder: Path, name: str, number: int = 1) -> None:
         self.path = journal_path(folder, name, number)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line, with the time."""
+        """Write one line with the event, the time and `fields`."""
         line = json.dumps({"t": round(time.monotonic(), 4), "e": event, **fields}, separators=(",", ":"))
         os.write(self._file, line.encode() + b"\n")
 

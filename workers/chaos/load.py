@@ -1,7 +1,7 @@
-"""What a run asks for: everything about a task is a function of the run's seed and the task's number.
+"""The tasks of a run: everything about a task is a function of the run's seed and the task's number.
 
-A task's **variant** says what it generates (prompt, parameters, seed), so that the same can be generated in quiet and
-compared; its **manner** says how it is asked for and read, and what becomes of it on the way.
+A task's **variant** is what it generates (prompt, parameters, seed). The same variant is generated again without
+faults, and the outputs are compared. A task's **manner** is how it is submitted, read, cancelled or left.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 TIERS: Final = ("priority", "default", "default", "flex", "batch")
-#: The list that links are sent to.
+#: The list that receives the Celery links of plain tasks.
 LINKS: Final = "penstock-chaos-links"
-#: Beginnings to go on from.
+#: Prompts, which variants cut at random lengths.
 PROMPTS: Final = (
     "def fibonacci(n):\n    ",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
@@ -25,14 +25,17 @@ PROMPTS: Final = (
     "Once upon a time there was a ",
     "async def fetch(session, url):\n    async with session.get(url) as response:\n        ",
 )
-#: Share of tasks that are asked for in each way.
+#: Way of submitting and reading -> its weight among tasks.
 WAYS: Final[Mapping[str, float]] = {"http": 5.0, "redis": 3.0, "poll": 2.0, "celery": 2.0, "waiting": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`longest` output in tokens; `variants` that there are; `ways` of WAYS that are used; `ids`: of prompts as token
-    ids below this number, for an engine without a tokenizer."""
+    """Settings of a run's tasks.
+
+    `variants`: number of variants. `longest`: longest output in tokens. `ways`: the WAYS to use. `ids`: for an engine
+    without a tokenizer, prompts are token ids below this number.
+    """
 
     seed: int
     model: str
@@ -41,10 +44,10 @@ class Load:
     ways: tuple[str, ...] = tuple(WAYS)
     ids: int | None = None
     early: float = 0.3
-    """Share of tasks that are cancelled, or have a deadline that they may miss, or a reader who leaves and returns."""
+    """Share of tasks that are cancelled, have a short deadline, or have a reader that leaves and returns."""
 
     def task(self, variant: int) -> dict[str, Any]:
-        """The fields that say what is generated."""
+        """The task fields of a variant."""
         rng = random.Random(f"{self.seed} variant {variant}")  # noqa: S311
         task: dict[str, Any] = {
             "model": self.model,
@@ -66,7 +69,7 @@ class Load:
         return text[: rng.randint(8, len(text))]
 
     def manner(self, number: int) -> Manner:
-        """How a task is asked for."""
+        """The manner of task `number`."""
         rng = random.Random(f"{self.seed} manner {number}")  # noqa: S311
         (via,) = rng.choices(self.ways, [WAYS[way] for way in self.ways])
         what = rng.random() / self.early if self.early else 1.0
@@ -83,7 +86,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """`cancel_after` and `timeout`: s; `leaves_after`: entries that a reader takes before it leaves, and comes back."""
+    """The handling of one task.
+
+    `cancel_after`, `timeout`: seconds. `leaves_after`: entries after which a reader leaves; it comes back later.
+    """
 
     number: int
     variant: int
@@ -95,5 +101,5 @@ class Manner:
 
 
 def quiet(variants: Sequence[int]) -> list[Manner]:
-    """Each variant once, and nothing happens to it."""
+    """The manners of a run without faults: each variant once, with nothing done to it."""
     return [Manner(variant, variant, "http") for variant in variants]

@@ -1,9 +1,9 @@
-"""A system that somebody else runs: its processes are reached by pid, by pid file, or by commands of the operator's.
+"""A system that an operator runs. Its processes are reached by pid, by pid file, or by the operator's commands.
 
     worker:NAME=PID     worker:NAME=/run/w1.pid (read anew each time)     worker:NAME (with commands for its name)
 
-A command is run for each verb it is given for: kill, pause, resume, drain (SIGTERM), start (after kill and drain).
-A process id is looked at before each signal: what is not what it was said to be is left alone.
+The verbs for commands are kill, pause, resume, drain (SIGTERM) and start (after kill and drain). Before each signal the
+process is checked: a process that is not the declared one gets no signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.chaos.plan import KINDS, PROCESSES, SERVERS, Fault, Plan
 from workers.runtime.proc import LAST, SERVER, argv_of, command_of, option
 
 VERBS: Final = ("kill", "pause", "resume", "drain", "start")
-#: Verbs that a kind of fault takes.
+#: Kind of fault -> the verbs that it needs.
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "kill": ("kill",),
     "pause": ("pause", "resume"),
@@ -40,13 +40,13 @@ _SIGNALS: Final = {
     "resume": signal.SIGCONT,
     "drain": signal.SIGTERM,
 }
-#: A command of the operator's that takes longer than this has failed (s).
+#: Time limit (s) of an operator's command.
 COMMAND_S: Final = 120.0
 
 
 @dataclass(slots=True)
 class Process:
-    """`name` is what a worker calls itself (`penstock worker --name`). `pid`: a number, a pid file, or neither."""
+    """One process of the system. `name`: for a worker, its `--name`. `pid`: a number, a pid file, or empty."""
 
     name: str
     role: str
@@ -55,7 +55,7 @@ class Process:
 
     @classmethod
     def parse(cls, text: str, commands: Mapping[str, str]) -> Process:
-        """`ROLE:NAME`, `ROLE:NAME=PID`. Raises ValueError."""
+        """Parse `ROLE:NAME` or `ROLE:NAME=PID`. Raises ValueError."""
         role, colon, rest = text.partition(":")
         name, _, pid = rest.partition("=")
         roles = (*(role for role in PROCESSES if role != "client"), *SERVERS)
@@ -63,9 +63,9 @@ class Process:
             some = ", ".join(roles)
             raise ValueError(f"--process is {text!r}; it must be ROLE:NAME or ROLE:NAME=PID, with a role of {some}")
         if pid and not pid.isdecimal() and not Path(pid).exists():
-            raise ValueError(f"--process is {text!r}; {pid} is neither a process id nor a file with one")
+            raise ValueError(f"--process is {text!r}; {pid} is neither a process id nor a file that holds one")
         if pid.isdecimal() and int(pid) < 1:
-            raise ValueError(f"--process is {text!r}; a process id is 1 or more")
+            raise ValueError(f"--process is {text!r}; a process id must be 1 or more")
         if not pid and not commands:
             raise ValueError(f"--process is {text!r}; give its process id (=PID), or commands with --exec")
         return cls(name, role, pid, commands)
@@ -75,12 +75,14 @@ class Process:
         return self.name
 
     def able(self, verb: str) -> bool:
-        """Whether there is a way to do it."""
+        """Whether a command or a signal can do it."""
         return verb in self.commands or (bool(self.pid) and verb in _SIGNALS)
 
     def look(self) -> None:
-        """Raises ValueError where its process id is somebody else's; one that is none may be another in a moment, where
-        it stands in a file."""
+        """Check the process id. Raises ValueError if it belongs to another process or user.
+
+        A pid file may be empty or stale for a moment, so that is not an error.
+        """
         if not self.pid or self.commands.keys() >= _SIGNALS.keys():
             return
         try:
@@ -95,12 +97,12 @@ class Process:
         self._refuse_stranger(number)
 
     def _refuse_stranger(self, number: int) -> None:
-        """Raises ValueError."""
+        """Raises ValueError if the process is not the declared one."""
         argv = argv_of(number)
         found, wanted = command_of(argv), SERVER if self.role in SERVERS else self.role
         if found != wanted:
             what = f"runs {' '.join(argv)[:100]!r}" if argv else "has ended"
-            reach = "if it is meant all the same, say with --exec how to reach it"
+            reach = "if it is the right one, say with --exec how to reach it"
             raise ValueError(f"process {number} is not {self.role} {self.name}: it {what}; {reach}")
         called = option(argv, "--name")
         if called not in (None, self.name):
@@ -119,13 +121,13 @@ class Process:
         self._do("drain")
 
     def start(self) -> None:
-        """Where there is a command for it; else whoever looks after it does."""
+        """Run the start command, if there is one. Otherwise its supervisor starts it."""
         if "start" in self.commands:
             self._do("start")
 
     @property
     def alive(self) -> bool:
-        """As far as it can be told."""
+        """Whether it runs; True without a process id."""
         if not self.pid:
             return True
         try:
@@ -136,12 +138,11 @@ class Process:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended for good: whatever runs in its place has another process id, and none but that reaches
-        it."""
+        """Whether it has ended for good: a fixed process id is the only way to reach it, and it is gone."""
         return self.pid.isdecimal() and not self.commands and not self.alive
 
     def _do(self, verb: str) -> None:
-        """Raises Gone where that process is not there."""
+        """Do the verb by command or signal. Raises Gone if that fails."""
         if verb in self.commands:
             words = shlex.split(self.commands[verb])
             argv = [word.replace("{name}", self.name).replace("{role}", self.role) for word in words]
@@ -160,16 +161,15 @@ class Process:
             raise Gone(f"{self.name}, process {self.pid}: {error}") from error
 
     def _number(self) -> int:
-        """Raises OSError or ValueError, also where the file says what no process has: 0 or less means many to the
-        kernel."""
+        """The process id. Raises OSError or ValueError, also for 0 or less, which signals many processes."""
         number = int(self.pid if self.pid.isdecimal() else Path(self.pid).read_text())
         if not 1 <= number <= LAST:
-            raise ValueError(f"{self.pid} says {number}, which is no process id")
+            raise ValueError(f"{self.pid} says {number}, which is not a process id")
         return number
 
 
 class Operated:
-    """A `workers.chaos.injector.Scene`. `broker` says which workers have a lease."""
+    """A `workers.chaos.injector.Scene` of an operator's processes. `broker` tells which workers have a lease."""
 
     def __init__(self, processes: Sequence[Process], broker: str) -> None:
         self._processes = {one.name: one for one in processes}
@@ -180,12 +180,12 @@ class Operated:
         return self._processes
 
     def look(self) -> None:
-        """Raises ValueError where a process id is not what it was said to be."""
+        """Check all process ids. Raises ValueError for one that is not the declared process."""
         for one in self._processes.values():
             one.look()
 
     def check(self, plan: Plan) -> None:
-        """Raises ValueError where the plan has what cannot be done here."""
+        """Check a plan. Raises ValueError for a fault that cannot be done here."""
         for fault in plan.faults:
             if fault.target not in self._processes:
                 raise ValueError(f"the plan names {fault.target}, which no --process does")
@@ -195,7 +195,7 @@ class Operated:
                 )
 
     def targets(self, kind: str) -> dict[str, list[str]]:
-        """Names, by role, of what can suffer it."""
+        """Role -> names of the processes to which this kind of fault can be done."""
         found: dict[str, list[str]] = {}
         for one in self._processes.values():
             if one.role in KINDS[kind].roles and all(map(one.able, NEEDS.get(kind, ("nothing",)))):
@@ -203,7 +203,7 @@ class Operated:
         return found
 
     def fits(self, fault: Fault) -> bool:
-        """It is up, and of workers another one is. What will never be up again is not waited for: to begin says so."""
+        """Whether the target is up and, for a worker, another worker too. True for a target that has ended for good."""
         target = self._processes[fault.target]
         if target.over:
             return True
@@ -223,12 +223,12 @@ class Operated:
         return target.start
 
     def after(self, fault: Fault) -> None:
-        """Start again what has ended, where that is ours to do."""
+        """Start the target again, if there is a command for it."""
         self._processes[fault.target].start()
 
 
 def say_plan(describe: Callable[[str], None], faults: Sequence[Fault], processes: Sequence[Process]) -> None:
-    """What would be done, a line each."""
+    """Describe each planned fault in a line."""
     by_name = {one.name: one for one in processes}
     for fault in faults:
         target = by_name[fault.target]

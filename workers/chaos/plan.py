@@ -1,6 +1,6 @@
-"""What will be done to whom, and when: drawn from a seed, written down first, so that it can be done again.
+"""The plan of a run: which faults hit which targets, and when. It is drawn from a seed and can be repeated.
 
-draw(seed, ...) -> Plan -> plan.json -> (injector)          --replay plan.json -> the same Plan
+draw(seed, ...) -> Plan -> plan.json -> (injector)          --plan plan.json -> the same Plan
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault: whom it may befall, how long it lasts (s, from and to), how often it comes beside others."""
+    """A kind of fault: the roles of its targets, its shortest and longest duration (s), its weight among kinds."""
 
     roles: tuple[str, ...]
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -26,7 +26,7 @@ class Kind:
 PROCESSES: Final = ("worker", "gateway", "sweeper", "client")
 SERVERS: Final = ("broker", "store")
 
-#: `seconds` are for a lease of 10 s; they are drawn in proportion to the lease.
+#: All kinds of faults. `seconds` are for a lease of 10 s; draws scale them with the lease.
 KINDS: Final[Mapping[str, Kind]] = {
     # Processes: SIGKILL, and another takes its place; SIGSTOP, later SIGCONT; SIGTERM, and another takes its place.
     "kill": Kind((*PROCESSES,), weight=4.0),
@@ -48,20 +48,20 @@ KINDS: Final[Mapping[str, Kind]] = {
     "shuffle": Kind(("queues",), weight=0.5),
 }
 
-#: How kills are shared out between roles.
+#: Role -> weight among targets.
 _SHARES: Final = {"worker": 6.0, "gateway": 2.0, "client": 2.0, "sweeper": 1.0}
-#: A clock is set by one of these (s).
+#: Changes of a clock (s).
 _JUMPS: Final = (-30.0, -3.0, 3.0, 30.0, 3600.0)
-#: Part of all faults that come at the same instant as the one before.
+#: Share of faults that come at the same instant as the one before.
 _TOGETHER: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`at`, s after the load began; `target`, a process, server or link by name; `seconds` that it lasts.
+    """One fault.
 
-    `amount`: of a clock, by how much it is set (s); of a delay, how long each piece waits (s); of a cut, after how many
-    bytes of an answer.
+    `at`: seconds after the load began. `target`: name of a process, server or link. `seconds`: its duration. `amount`:
+    for a clock, its change (s); for a delay, the wait of each piece (s); for a cut, the bytes of an answer before it.
     """
 
     at: float
@@ -73,7 +73,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run: its load and its faults. `shape`: whatever else whoever runs it needs to do the same again."""
+    """A run's load and faults. `shape`: further settings that its runner needs to repeat the run."""
 
     seed: int
     seconds: float
@@ -86,7 +86,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Raises ValueError where the file holds no plan."""
+        """Read a plan. Raises ValueError if the file holds none."""
         try:
             raw = json.loads(path.read_text())
             faults = tuple(Fault(**one) for one in raw.pop("faults"))
@@ -101,12 +101,12 @@ class Plan:
             raise ValueError(f"{path} holds no plan: {error}") from error
 
 
-#: Of a kind of fault: the names that can suffer it, by role.
+#: A function: kind of fault -> role -> names of possible targets.
 Able = Callable[[str], Mapping[str, Sequence[str]]]
 
 
 def by_role(targets: Mapping[str, Sequence[str]]) -> Able:
-    """Where everybody can suffer what their role may."""
+    """An Able in which every target can suffer all faults of its role."""
     return lambda kind: {role: targets.get(role, ()) for role in KINDS[kind].roles}
 
 
@@ -121,10 +121,10 @@ def draw(
     pause: tuple[float, float] = (0.5, 8.0),
     shape: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """`kinds` of which faults are drawn; `pause`: bounds of the time between two instants with faults (s).
+    """Draw a plan of `seconds`.
 
-    With `kills`, so many processes are killed, however long that takes. Raises ValueError where nothing can suffer any
-    of the kinds.
+    `kinds`: kinds of faults to draw from. `pause`: bounds of the time between two instants with faults (s). With
+    `kills`, the plan is as long as that many kills need. Raises ValueError if no target can suffer any of the kinds.
     """
     possible = [kind for kind in kinds if any(able(kind).values())]
     if not possible or (kills is not None and "kill" not in possible):
@@ -133,7 +133,7 @@ def draw(
     faults: list[Fault] = []
     for at in _instants(rng, seconds, pause, endless=kills is not None):
         if kills is not None and sum(fault.kind == "kill" for fault in faults) >= kills:
-            seconds = faults[-1].at + lease  # what the last one stopped is to go on under load
+            seconds = faults[-1].at + lease  # streams that the last kill stopped resume under load
             break
         faults.append(_one(rng, at, able, possible, lease))
     return Plan(seed, seconds, lease, tuple(faults), dict(shape or {}))

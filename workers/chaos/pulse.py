@@ -1,6 +1,6 @@
-"""When streams that a killed worker was making go on: told by the store itself, whoever reads them or does not.
+"""Notes when the streams of a killed worker resume, by asking the store and not their readers.
 
-injector: stopped(ids) -> (looks at their lengths, many times a second, while any stands still) -> journal: `resumed`
+injector: stopped(ids) -> (compare their lengths many times a second, while any is stopped) -> journal: `resumed`
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from redis.exceptions import RedisError
 from producers.connection.connect import connect
 from workers.chaos.journal import Journal
 
-#: Between two looks (s).
+#: Time between two looks (s).
 EVERY_S: Final = 0.05
-#: What has not gone on by then is not looked at any more (s): it may be compacted soon.
+#: Time (s) after which a stopped stream is no longer watched: it may be compacted soon.
 LONG_S: Final = 120.0
 
 
 class Pulse(threading.Thread):
-    """`store`: its URL."""
+    """The watching thread. `store`: the store's URL."""
 
     def __init__(self, store: str, journal: Journal) -> None:
         super().__init__(name="pulse", daemon=True)
@@ -33,7 +33,7 @@ class Pulse(threading.Thread):
         self._over = False
 
     def stopped(self, lengths: Mapping[str, int]) -> None:
-        """These streams have so many entries, and nobody who lives makes more."""
+        """Watch stopped streams: task id -> number of entries."""
         with self._changed:
             self._still |= {task_id: (length, time.monotonic()) for task_id, length in lengths.items()}
             self._changed.notify()
@@ -73,5 +73,5 @@ class Pulse(threading.Thread):
         gone = moved | {task_id for task_id, (_, since) in still.items() if now > since + LONG_S}
         with self._changed:
             for task_id in gone:
-                if self._still.get(task_id) == still[task_id]:  # else it was stopped once more meanwhile
+                if self._still.get(task_id) == still[task_id]:  # otherwise it was stopped again meanwhile
                     del self._still[task_id]

@@ -1,4 +1,4 @@
-"""The three ways to Penstock that a client process has: HTTP, the client library, Celery."""
+"""A client process's three ways to Penstock: HTTP, the client library and Celery."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from producers.contract import keys
 from workers.bench.connection import Connections
 from workers.chaos.load import LINKS
 
-#: A connection on which nothing comes for so long (s) is given up: gateways send a comment every 15 s at least.
+#: Silence (s) after which a connection is given up. Gateways send a comment at least every 15 s.
 SILENT_S: Final = 20.0
-#: An answer that takes longer (s) does not come: a gateway tries a server that is away for some seconds.
+#: Longest wait for an answer (s). A gateway retries an unreachable server for some seconds.
 ANSWER_S: Final = 25.0
 
 
 class Declined(Exception):
-    """The gateway answered, and did not do it."""
+    """The gateway refused the request."""
 
     def __init__(self, status: int, error: Any) -> None:
         super().__init__(f"{status}: {error}")
@@ -31,7 +31,7 @@ class Declined(Exception):
 
 
 class Senders:
-    """To one system. Close it."""
+    """The ways to one system. Close it."""
 
     def __init__(self, url: str, broker: str, store: str) -> None:
         self._connections = Connections(url)
@@ -41,7 +41,7 @@ class Senders:
         self._celery.conf.broker_connection_retry = False
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """A JSON answer. Raises Declined, workers.bench.connection.Broken, TimeoutError."""
+        """Send a request and return the JSON answer. Raises Declined, workers.bench.connection.Broken, TimeoutError."""
         async with asyncio.timeout(ANSWER_S), self._connections.request(method, path, body) as answer:
             told = b"".join([piece async for piece in answer.body()])
             if answer.status >= 300:
@@ -51,7 +51,7 @@ class Senders:
     async def events(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> AsyncGenerator[list[tuple[str, str]]]:
-        """Server-sent events, (event, data), as many at a time as came. A status of 204 is an end. Raises as `ask`."""
+        """Server-sent events (event, data), in batches as they came. Ends at once at status 204. Raises as `ask`."""
         async with (
             asyncio.timeout(ANSWER_S) as patience,
             self._connections.request(method, path, body) as answer,
@@ -68,7 +68,7 @@ class Senders:
                 yield [_event(block.decode()) for block in blocks]
 
     async def send_plain(self, task_id: str, task: Mapping[str, Any], tier: str) -> None:
-        """A plain Celery message with a link. Raises whatever Celery raises."""
+        """Send a plain Celery message with a link. Raises what Celery raises."""
         kwargs = {name: value for name, value in task.items() if name != "model"}
         link = self._celery.signature("penstock.chaos.note", args=[task_id], queue=LINKS, immutable=True)
 
@@ -97,7 +97,7 @@ class Senders:
 
 
 def _event(block: str) -> tuple[str, str]:
-    """A comment or a preamble is an event without data."""
+    """Parse one event block into (event, data). A comment gives empty data."""
     event, data = "message", ""
     for line in block.split("\n"):
         name, _, value = line.partition(": ")

@@ -1,4 +1,4 @@
-"""One task from its submit to its end, through faults: whatever does not answer is asked again."""
+"""Submits one task and reads it to its end, through faults: unanswered requests are repeated."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from workers.chaos.journal import Journal
 from workers.chaos.load import Manner
 from workers.chaos.senders import Declined, Senders
 
-#: Pause before the same is asked again (s).
+#: Pause before a request is repeated (s).
 AGAIN_S: Final = 0.25
 POLL_S: Final = 0.4
-#: What a server that is away, or a gateway that died, looks like.
+#: Exceptions of an unreachable server or a dead gateway.
 AWAY: Final = (Broken, TimeoutError, *FAILURES)
-#: Fields of a task that OpenAI's completions have.
+#: Fields that a task and OpenAI's completions share.
 _SHARED: Final = ("model", "prompt", "max_tokens", "n", "seed", "ignore_eos", "temperature", "top_p", "top_k")
 _TIERS: Final = {"batch": "flex"}
 
 
 @dataclass(slots=True)
 class Talk:
-    """`quiet`: what is submitted belongs to the run in quiet."""
+    """Submits and reads tasks, and writes the journal. `quiet`: the tasks belong to the run without faults."""
 
     senders: Senders
     journal: Journal
     quiet: bool = False
 
     async def whole(self, manner: Manner, task: dict[str, Any]) -> None:
-        """Submit, and read as its manner says."""
+        """Submit a task and read it as its manner says."""
         if manner.timeout is not None:
             task = {**task, "timeout": manner.timeout}
         seen = Seen(manner.number, manner.variant, manner.via, task, self.quiet)
@@ -49,7 +49,7 @@ class Talk:
             await self.follow(seen, manner)
 
     async def follow(self, seen: Seen, manner: Manner) -> None:
-        """Read a task that was accepted, to its end."""
+        """Read an accepted task to its end."""
         cancelling = None
         if manner.cancel_after is not None and all(answer is None for answer in seen.cancels):
             cancelling = asyncio.create_task(self._cancel(seen, manner.cancel_after))
@@ -67,7 +67,7 @@ class Talk:
     # ---- submitting -------------------------------------------------------------------------------------------
 
     async def _submit(self, seen: Seen, manner: Manner) -> bool:
-        """Whether there is a task that is ours to read. Nobody is told of one whose answer was lost."""
+        """Submit until answered. Returns whether there is a task to read; Celery's tasks have no reader."""
         if manner.via == "celery":
             await self._send_plain(seen, manner)
             return False
@@ -92,7 +92,7 @@ class Talk:
         return str(told["id"])
 
     async def _through_library(self, task: dict[str, Any]) -> str:
-        """The id is ours, so that the task that was asked for twice is there once."""
+        """Submit with an id of our own, so that a repeated submit makes one task. Returns the id."""
         task_id = str(uuid.uuid4())
         for _ in range(8):
             with suppress(SubmitFailed, *AWAY):
@@ -104,7 +104,7 @@ class Talk:
         raise SubmitFailed("the servers stay away")
 
     async def _send_plain(self, seen: Seen, manner: Manner) -> None:
-        """Once: nobody can tell whether a message arrived whose sender heard nothing."""
+        """Send once: without an answer, nobody can tell whether the message arrived."""
         task_id = str(uuid.uuid4())
         self._write("maybe", seen, id=task_id)
         try:
@@ -179,10 +179,10 @@ class Talk:
             await asyncio.sleep(POLL_S)
 
     async def _cancel(self, seen: Seen, after: float) -> None:
-        """Until somebody answers: a cancel may come twice."""
+        """Cancel after `after` seconds, repeated until answered."""
         await asyncio.sleep(after)
         while True:
-            # Written before it is asked: it may be accepted, and whoever asked killed before the answer comes.
+            # Written before the request: this process may be killed between the cancel and its answer.
             self.journal.write("cancel", id=seen.id, accepted=None, status=None)
             try:
                 if seen.via == "redis":
@@ -203,7 +203,7 @@ class Talk:
             await asyncio.sleep(AGAIN_S)
 
     async def _wait(self, seen: Seen, manner: Manner) -> None:
-        """A caller of OpenAI's completions: if the answer breaks off, that is that."""
+        """Call OpenAI's completions, whose callers do not resume a broken answer."""
         body: dict[str, Any] = {name: seen.task[name] for name in _SHARED if name in seen.task}
         body |= {"stream": True, "service_tier": _TIERS.get(manner.tier, manner.tier)}
         texts, whole = [""] * seen.task["n"], False
@@ -237,7 +237,7 @@ class Talk:
 
 
 def _entry(event: Event) -> Any:
-    """As it stands in a stream, as far as readers are shown it."""
+    """The event as a stream entry, reduced to what readers are shown."""
     if isinstance(event, Token):
         return [event.choice, event.index, event.token_id, event.text, event.finish_reason]
     if isinstance(event, Prompt):

@@ -1,6 +1,6 @@
-"""A trial of somebody else's system: the load runs here, faults are done there, what can be seen from here is judged.
+"""A trial of an operator's system: runs the load here, injects the faults there, and judges what is visible from here.
 
-plan.json -> client process -> injector -> quiet: the same tasks once more -> checker -> report
+plan.json -> client process -> injector -> quiet: the same tasks without faults -> checker -> report
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from workers.chaos.operated import Operated
 from workers.chaos.plan import Plan
 from workers.chaos.pulse import Pulse
 
-#: What is open when the load ends may take so long (s), and the run in quiet so long.
+#: Time limits (s): for tasks open at the load's end, and for the run without faults.
 CALM_S: Final = 180.0
 QUIET_S: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`alone`: nobody else uses the system, so that what is left behind, and idle workers' memory, can be judged, too.
-    `folder` gets plan, journals and the report."""
+    """Settings of a trial.
+
+    `alone`: nobody else uses the system, so leftover keys and idle workers' memory are judged, too. `folder` gets the
+    plan, the journals and the report.
+    """
 
     url: str
     broker: str
@@ -46,7 +49,7 @@ class Trial:
     alone: bool = False
 
     def run(self, system: Operated, command: str, say: Callable[[str], None]) -> Report:
-        """Raises redis errors where broker or store are away when it begins or ends."""
+        """Run the trial and return its report. Raises redis errors if a server is away at its begin or end."""
         self.plan.write(self.folder / "plan.json")
         journals = self.folder / "journals"
         journals.mkdir()
@@ -69,17 +72,17 @@ class Trial:
             begun = [client]
             try:
                 while not journal_path(journals, "client", 1).exists() and client.poll() is None:
-                    time.sleep(0.05)  # it would not heed a signal yet
+                    time.sleep(0.05)  # it does not handle signals yet
                 journal.write("phase", name="load")
                 injector = Injector(system, journal, self.broker, self.store, lambda: list(watcher.open), pulse)
                 injector.run(self.plan, say)
                 journal.write("phase", name="calm")
-                say("calm: what is open is read to its end")
+                say("calm: open tasks are read to their ends")
                 client.send_signal(signal.SIGTERM)
                 wrong += _ended(client, "client", CALM_S)
                 ids = None if self.alone else list(History.read(journals).by_id)
                 wrong += _over(wait_until_over(broker, store, CALM_S, ids, shared=not self.alone))
-                say("quiet: the same tasks once more")
+                say("quiet: the same tasks once more, without faults")
                 journal.write("phase", name="quiet")
                 variants = sorted({seen.variant for seen in History.read(journals).tasks.values()})
                 quiet = self._start(replace(settings, name="quiet", variants=tuple(variants)), "quiet")

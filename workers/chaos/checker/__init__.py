@@ -1,12 +1,12 @@
-"""Proves, of a run, what Penstock promises; shares no code with it, so that no fault of it is believed.
+"""Checks whether a run kept Penstock's promises. It shares no code with the product, so it shares none of its bugs.
 
-    journals (what clients saw, what was done to whom) -> `history` -> \
-    broker and store, as they are                      -> `store`   ->  `rules` -> violations -> `report`
-    workers' leases, renewed since then                -> `rest`    -> /
-    the same prompts, run in quiet                     -> `outputs` -> /
+    journals (what clients saw, which faults came) -> `history` -> \
+    broker and store after the run                 -> `store`   ->  `rules` -> violations -> `report`
+    workers' leases, renewed after the run         -> `rest`    -> /
+    the same prompts, run without faults           -> `outputs` -> /
 
-Imports redis-py and Python's own alone (`lint-imports` and a test see to that); its idea of Penstock's formats is its
-own, written from their description in docs/protocol.md.
+Imports only redis-py and the standard library (`lint-imports` and a test check that). It parses Penstock's formats
+itself, from their description in docs/protocol.md.
 """
 
 from workers.chaos.checker.history import History, Seen

@@ -1,4 +1,4 @@
-"""A worker at work: the streams that wait for it, which a fault is about to make wait longer."""
+"""The streams that a worker is producing, and that a fault is about to stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-#: The task ids of deliveries, by a pattern of the keys that hold them.
+#: Lua: the task ids of the deliveries in all hashes whose key matches ARGV[1].
 _FETCHED = """
 local found = {}
 for _, name in ipairs(redis.call('KEYS', ARGV[1])) do
@@ -21,10 +21,10 @@ return found
 
 
 def at_work(broker: Redis, store: Redis, process: str, open_tasks: Iterable[str]) -> dict[str, Any]:
-    """The streams that wait for a worker to go on, each with its length, and for how long its lease holds (s).
+    """The streams that a worker produces -> their lengths, and the seconds left of its lease.
 
-    Of those that it has fetched and not claimed yet, those that have a token: an earlier worker made it, and its
-    readers wait for the next one. `open_tasks`: ids of tasks that have not ended. Both clients decode replies.
+    They include tasks that it has fetched but not claimed, if they have tokens: an earlier worker made those, and their
+    readers wait for more. `open_tasks`: ids of tasks that have not ended. Both clients decode replies.
     """
     try:
         fetched = set(map(str, broker.eval(_FETCHED, 0, f"penstock:inflight:{process}.*")))

@@ -1,9 +1,9 @@
-"""For how long streams stood still whose worker was killed.
+"""Measures how long streams stopped after their worker was killed.
 
-A kill stops the streams that its worker held, or had fetched; the clock of each runs from then to its next token, in
-the store, whoever reads it. A worker that is killed before it has made that token begins the clock anew: only what the
-last one cost is told, and how many were struck again. Where no worker at all was of use at some moment between the
-lease's end and the token, the stream waited for one to start: such gaps are told apart.
+A kill stops the streams that its worker had claimed or fetched. A stream's gap runs from the kill to its next token in
+the store, with or without a reader. If the next worker is killed before it makes that token, the gap begins anew; the
+report counts such streams and gives only the last gap. If no worker at all served at some moment between the lease's
+end and the token, the stream waited for a worker to start; such gaps are reported apart.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 from workers.chaos.checker.history import History
 from workers.chaos.checker.rules import Case
 
-#: What did not go on while it was looked at has taken at least so long (s).
+#: Gap (s) of a stream that did not resume while it was watched: the true one is at least as long.
 LONG_S = 120.0
 
 
 @dataclass(slots=True)
 class Gaps:
-    """Times in seconds. `served`: while some worker was of use; `unserved`: while none was; `seen`: both, as their
-    readers saw it, some of whom, or whose gateway, were killed as well."""
+    """Gaps in seconds. `served`: while some worker served. `unserved`: while none did.
+
+    `seen`: all gaps as readers saw them; some readers or their gateways were killed as well.
+    """
 
     served: list[float] = field(default_factory=list)
     unserved: list[float] = field(default_factory=list)
@@ -56,14 +58,14 @@ class Gaps:
 
 
 def _ended_by_others(case: Case, task_id: str, length: int) -> bool:
-    """A cancel or a deadline ended it where it stood: nobody made a token."""
+    """Whether a cancel or a deadline ended the stream at this length, without another token."""
     stream = case.streams.get(task_id) or case.stores.streams.get(task_id) or []
     last = stream[length][1] if length < len(stream) else None
     return isinstance(last, dict) and last.get("end") not in (None, "completed")
 
 
 def _without_workers(history: History) -> list[tuple[float, float]]:
-    """When no worker was of use, from and to; as far as it was written down who is."""
+    """The spans (from, to) in which no worker served, as far as the journals tell."""
     changes = [(line["t"], line["process"], True) for line in history.serves if line["role"] == "worker"]
     changes += [(line["t"], line["process"], False) for line in history.exits if line["role"] == "worker"]
     changes += [

@@ -1,26 +1,26 @@
-"""What was asked, answered and done in a run, read from its journals.
+"""The history of a run, read from its journals: requests, answers and faults.
 
-A journal is a file of JSON lines, written by one process, which may have been killed at it: its last line may be torn.
-Each line has `t` (s, the machine's monotonic clock) and `e`, what it is of:
+A journal is a file of JSON lines by one process. The process may have been killed while writing, so the last line may
+be torn. Each line has `t` (s, the machine's monotonic clock) and `e`, its kind:
 
 | `e` | and |
 | --- | --- |
-| `ask` | a task is about to be submitted: `k` its number, `v` what it generates, `via`, `task` its fields; `quiet` |
-| `accepted`, `maybe` | it was answered, or whether it was taken is not known: `k`, `id` |
-| `refused` | it was not taken: `k`, `status` (HTTP's), `error` |
+| `ask` | a task is about to be submitted: `k` its number, `v` its variant, `via`, `task` its fields; `quiet` |
+| `accepted`, `maybe` | the task was accepted, or nobody knows whether it was: `k`, `id` |
+| `refused` | the task was refused: `k`, `status` (HTTP's), `error` |
 | `came`, `left` | a reader of `id` begins at position `from`; ends, `why` |
-| `got` | `entries` that a reader of `id` was given: `[position, entry]` each, entries as they stand in a stream |
-| `final` | what a poll of `id` answered: `body` |
-| `text` | what a caller who waits was told: `k`, `texts` a choice, `whole` |
-| `cancel` | the end of `id` is asked for (`accepted` null), or was, and answered: `accepted`, `status` |
-| `fault` | a fault began: `kind`, `target`, `process`, `role`; of a worker's kill also the next three |
-| | `stood`: since when it was held still; `lease_left` (s) then |
-| | `stopped`: the streams that stood still with it, and how many entries each had |
-| `healed` | it is over |
-| `resumed` | the stream of `id`, which stood still with `length` entries, has more |
-| `serves` | a process is of use from here on: `target`, `process`, `role` |
+| `got` | a reader of `id` got `entries`: `[position, entry]` each, entries as in the stream |
+| `final` | the answer to a poll of `id`: `body` |
+| `text` | the answer to a waiting caller: `k`, `texts` (one a choice), `whole` |
+| `cancel` | a cancel of `id` is about to be sent (`accepted` null), or was answered: `accepted`, `status` |
+| `fault` | a fault began: `kind`, `target`, `process`, `role`; for a worker's kill also the next three |
+| | `stood`: when the worker was stopped; `lease_left` (s) at that time |
+| | `stopped`: the streams that stopped with it -> their lengths |
+| `healed` | a fault is over |
+| `resumed` | the stream of `id`, stopped at `length` entries, has more |
+| `serves` | a process serves from now on: `target`, `process`, `role` |
 | `exit` | a process ended: `target`, `process`, `role`, `code`, `asked`, `served` |
-| `phase` | from here on: `name` |
+| `phase` | a phase begins: `name` |
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Seen:
-    """One task, as whoever asked for it saw it."""
+    """One task as its caller saw it."""
 
     number: int
     variant: int
@@ -43,12 +43,12 @@ class Seen:
     quiet: bool = False
     id: str | None = None
     accepted: bool = False
-    """Somebody was told so."""
+    """Whether a caller was told that the task was accepted."""
     refused: list[dict[str, Any]] = field(default_factory=list)
     entries: list[tuple[float, int, Any]] = field(default_factory=list)
-    """When, position, entry: in the order in which readers were given them."""
+    """(time, position, entry), in the order in which readers got them."""
     visits: list[tuple[int, int]] = field(default_factory=list)
-    """Of each reader that came: where it began, and how many entries had been given before."""
+    """For each reader: its start position, and the number of entries that earlier readers got."""
     finals: list[dict[str, Any]] = field(default_factory=list)
     cancels: list[bool | None] = field(default_factory=list)
     texts: tuple[list[str], bool] | None = None
@@ -56,21 +56,21 @@ class Seen:
 
 @dataclass(slots=True)
 class History:
-    """A run's tasks, by number, and what was done to whom, in the order of time."""
+    """A run's tasks and faults, in the order of time."""
 
     tasks: dict[tuple[bool, int], Seen] = field(default_factory=dict)
-    """By whether it belongs to the run in quiet, and number."""
+    """(in the run without faults, number) -> task."""
     by_id: dict[str, Seen] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
     exits: list[dict[str, Any]] = field(default_factory=list)
     serves: list[dict[str, Any]] = field(default_factory=list)
     resumed: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When, by id and how long the stream was."""
+    """(task id, length of the stopped stream) -> time at which it resumed."""
     phases: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """All journals of a folder. Raises ValueError for a line that is none, but for a torn last one."""
+        """Read all journals of a folder. Raises ValueError for a bad line, except a torn last one."""
         found = cls()
         for path in sorted(folder.glob("*.jsonl")):
             found.extend(lines_of(path))
@@ -78,7 +78,7 @@ class History:
         return found
 
     def extend(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Of one process, in its order. What a process knows of a task, an earlier one of the same name said first."""
+        """Add one process's lines, in order. Add journals of earlier processes of the same name first."""
         for line in lines:
             self._take(line)
 
@@ -126,7 +126,7 @@ class History:
 
 
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """A journal's lines; a torn last one is left out, its writer was killed."""
+    """A journal's lines, without a torn last one, whose writer was killed."""
     data = path.read_bytes()
     whole, _, _ = data.rpartition(b"\n")
     for line in whole.splitlines():

@@ -1,4 +1,4 @@
-"""What a run found, for a machine and for docs/reliability.md."""
+"""A run's report, as data and as a table for docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from workers.chaos.checker.gaps import Gaps
 from workers.chaos.checker.rules import Case, Violation
 from workers.chaos.checker.streams import tokens_of
 
-#: A stream whose worker was killed must go on so soon after the lease's end (s).
+#: Longest time (s) after the lease's end in which a killed worker's stream must resume.
 MARGIN_S = 2.0
-#: Rules whose violations say that a task, or a part of its output, was lost.
+#: Rules whose violations mean that a task or part of its output was lost.
 _LOST = ("accepted_tasks_end", "accepted_cancels_win", "links_ran")
 
 
 @dataclass(slots=True)
 class Report:
-    """Figures of one run."""
+    """The figures of one run."""
 
     command: str
     seed: int
@@ -33,7 +33,7 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     gaps: Gaps = field(default_factory=Gaps)
     compared: int = 0
-    """Choices that were compared with the run in quiet."""
+    """Choices that were compared with the run without faults."""
 
     @classmethod
     def of(cls, case: Case, violations: list[Violation], *, command: str, seed: int, lease: float) -> Report:
@@ -64,11 +64,11 @@ class Report:
         return not self.violations
 
     def count(self, *rules: str) -> int:
-        """Tasks, or whatever else, of which these rules were broken."""
+        """Number of tasks, processes and keys that broke these rules."""
         return len({violation.about for violation in self.violations if violation.rule in rules})
 
     def json(self) -> dict[str, Any]:
-        """Everything, as data."""
+        """The report as data."""
         gaps = self.gaps
         return {
             "command": self.command,
@@ -96,7 +96,7 @@ class Report:
         }
 
     def markdown(self) -> str:
-        """A table, and the command that gives it."""
+        """The report as a table, below its command."""
         said = self.json()
         kills = ", ".join(f"{count} {role}" for role, count in sorted(self.kills.items())) or "none"
         others = ", ".join(f"{n} {kind}" for kind, n in sorted(self.faults.items()) if kind != "kill") or "none"

@@ -1,7 +1,7 @@
-"""Workers at rest: what each says of itself when there is nothing to do.
+"""Reads the leases of idle workers.
 
-A lease says what was true when its renewal began: up to a quarter of a lease ago. So nothing is judged by a lease
-that stands when the load ends.
+A lease holds what was true when its renewal began, up to a quarter of a lease ago. So a lease from before the load's
+end proves nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from redis import Redis
 
 #: Figures of a lease that are 0 while its worker has nothing to do.
 WORK: Final = ("tasks", "running", "waiting", "kv_blocks_used")
-#: A worker that still holds something after so many looks, a pause (s) apart, will not let it go.
+#: Number of looks, PAUSE_S apart, after which a worker that still holds something has leaked it.
 LOOKS: Final = 900
 PAUSE_S: Final = 0.1
-#: The lease that is found, and one that may have been on its way then, say what was before.
+#: Leases that are older than this call: the one that is found, and one that was on its way.
 _STALE: Final = 2
 
 
 def held_by(about: dict[str, Any]) -> dict[str, int]:
-    """What a worker says that it holds; empty where it is at rest."""
+    """The figures that a worker's lease reports as held; empty for an idle worker."""
     return {name: about[name] for name in WORK if about.get(name)}
 
 
 def workers_of(broker: Redis) -> list[dict[str, Any]]:
-    """What the workers with a lease say of themselves; `until` is when it ends (ms), another at each renewal."""
+    """The contents of all workers' leases. `until`: the lease's end (ms), which changes at each renewal."""
     found = []
     for name in broker.scan_iter("penstock:lease:*", count=1000):
         with broker.pipeline() as pipe:
@@ -41,8 +41,10 @@ def workers_of(broker: Redis) -> list[dict[str, Any]]:
 
 
 def at_rest(broker: Redis, *, looks: int = LOOKS, pause: Callable[[float], None] = time.sleep) -> list[dict[str, Any]]:
-    """Wait until each worker says that it holds nothing, in a renewal that began after this call. Returns what each
-    said last, also of those that hold something after so many looks. `broker`: a client that decodes replies."""
+    """Wait until each worker reports itself idle in a renewal that began after this call, or `looks` are over.
+
+    Returns each worker's last report. `broker`: a client that decodes replies.
+    """
     written: dict[str, set[int]] = {}
     while True:
         workers = workers_of(broker)

@@ -1,7 +1,7 @@
-"""The invariants, each a function of what was seen and what stands; each names what it found wrong.
+"""The invariants. Each is a function that yields the violations in a case.
 
 1 accepted tasks end, 2 streams are whole, 3 outputs are those of an uninterrupted run, 4 accepted cancels win, 5 the KV
-pool is whole; then what is billed, linked, and left behind.
+pool is whole; then usage, links, leftovers and processes' ends.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from workers.chaos.checker.rest import held_by
 from workers.chaos.checker.store import FINAL, Stores, Stream
 from workers.chaos.checker.streams import NOTHING, Outputs, outputs_of, tokens_of
 
-#: What a gateway may answer instead of taking a task: it is busy, or its servers are away.
+#: HTTP statuses with which a gateway may refuse a task: it is full, or a server is away.
 DECLINES = frozenset({429, 503})
 EXPIRED = "expired"
-#: A reader lease that has been over for so long (s) is one that nobody will take away.
+#: Time (s) after its end at which a reader lease counts as never removed.
 UNREAD_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """`rule` is the name of a function here; `about` a task's id, a process or a key."""
+    """A broken promise. `rule`: the name of a function here. `about`: a task's id, a process or a key."""
 
     rule: str
     about: str
@@ -37,22 +37,22 @@ class Violation:
 
 @dataclass(slots=True)
 class Case:
-    """Everything there is to judge by."""
+    """The evidence that the rules judge."""
 
     history: History
     stores: Stores
     streams: Mapping[str, Stream]
-    """Each as it stood when its task had ended."""
+    """Each task's stream as it was when the task ended."""
     outputs: Mapping[int, Outputs] = field(default_factory=dict)
-    """Of the run in quiet, by variant: what each choice is. Of what was completed there alone."""
+    """Variant -> choices of the run without faults, for tasks that completed there."""
     shared: bool = False
-    """Others use the system: what the journals do not know is none of ours."""
+    """Whether others use the system: tasks that the journals do not know are then theirs."""
     meant: frozenset[str] = frozenset()
-    """Tasks that may be given up, and letters that may be dead."""
+    """Tasks that may be given up and may have dead letters."""
 
     @classmethod
     def of(cls, history: History, stores: Stores, ended: Mapping[str, Stream], *, shared: bool = False) -> Case:
-        """`ended`: streams as each stood when its task had ended, as far as somebody looked."""
+        """The case of a run. `ended`: streams as they were when their tasks ended, as far as they were read then."""
         streams = {**stores.streams, **ended}
         outputs = {
             seen.variant: dict.fromkeys(range(seen.task["n"]), NOTHING) | outputs_of([entry for _, entry in stream])
@@ -62,7 +62,7 @@ class Case:
         return cls(history, stores, streams, outputs, shared)
 
     def ended(self) -> Iterator[tuple[str, Stream, dict[str, str]]]:
-        """Tasks with their streams and records, as far as both are there."""
+        """Tasks with their streams and records, where both exist."""
         for task_id, record in self.stores.records.items():
             if stream := self.streams.get(task_id) or self.stores.streams.get(task_id):
                 yield task_id, stream, record
@@ -77,7 +77,7 @@ Rule = Callable[[Case], Iterator[Violation]]
 
 
 def accepted_tasks_end(case: Case) -> Iterator[Violation]:
-    """1: each has a record, which is final and settled, in a state that it may end in."""
+    """1: each accepted task has a final, settled record, in a state that it may end in."""
 
     def wrong(task_id: str, what: str) -> Violation:
         return Violation("accepted_tasks_end", task_id, what)
@@ -115,7 +115,7 @@ def _may_end(case: Case, task_id: str, seen: Seen | None, record: Mapping[str, s
 
 
 def refusals_are_declared(case: Case) -> Iterator[Violation]:
-    """What cannot be taken is answered with 429 or 503, never with a fault."""
+    """Refused tasks got 429 or 503, never another error."""
     for seen in case.history.tasks.values():
         for line in seen.refused:
             if line["status"] not in DECLINES:
@@ -165,7 +165,7 @@ def _runs(names: list[str]) -> str:
 
 
 def readers_are_given_the_stream(case: Case) -> Iterator[Violation]:
-    """2: whoever reads, and comes back as often as it must, is given each entry once, in order, and what it says."""
+    """2: a reader that resumes as often as it must gets each entry once, in order and unchanged."""
     for task_id, seen in case.history.by_id.items():
         stream = case.streams.get(task_id) or case.stores.streams.get(task_id) or []
         for what in _reader_faults(seen, [entry for _, entry in stream]):
@@ -205,7 +205,7 @@ def _reader_faults(seen: Seen, stands: list[Any]) -> Iterator[str]:
 
 
 def same_entry(stands: Any, given: Any) -> bool:
-    """An entry may say more than a reader is shown; what it is shown must be so."""
+    """Whether a reader's entry equals the stored one. The stored one may hold more."""
     if isinstance(stands, list) and isinstance(given, list):
         return stands[:4] == given[:4] and (stands[5] if len(stands) > 5 else None) == given[4]
     if isinstance(stands, dict) and isinstance(given, dict):
@@ -214,7 +214,7 @@ def same_entry(stands: Any, given: Any) -> bool:
 
 
 def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
-    """3: token for token; what ended early is the beginning of it. Each was completed in quiet."""
+    """3: outputs equal those of the run without faults; early ends are prefixes. All variants completed there."""
     for variant in sorted({seen.variant for seen in case.history.tasks.values() if seen.quiet} - case.outputs.keys()):
         what = "was not completed in quiet: there is nothing to compare with"
         yield Violation("outputs_equal_the_quiet_run", f"variant {variant}", what)
@@ -246,7 +246,7 @@ def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
 
 
 def accepted_cancels_win(case: Case) -> Iterator[Violation]:
-    """4: what was accepted ends `cancelled`; what was not had ended otherwise."""
+    """4: a task with an accepted cancel ends `cancelled`; one with a refused cancel ended otherwise."""
     for task_id, seen in case.history.by_id.items():
         status = case.stores.records.get(task_id, {}).get("status")
         if True in seen.cancels and status != "cancelled":
@@ -254,7 +254,7 @@ def accepted_cancels_win(case: Case) -> Iterator[Violation]:
 
 
 def usage_is_the_stream(case: Case) -> Iterator[Violation]:
-    """A task is billed for its prompt once and for the tokens that it was given, however often they were made."""
+    """Usage counts the prompt once and each streamed token once, however often they were computed."""
     for task_id, stream, record in case.ended():
         entry = stream[-1][1]
         if not isinstance(entry, dict) or "usage" not in entry:
@@ -269,7 +269,7 @@ def usage_is_the_stream(case: Case) -> Iterator[Violation]:
 
 
 def links_ran(case: Case) -> Iterator[Violation]:
-    """Of each plain Celery task that was completed, at least once; and its result is the stream's text."""
+    """Each completed plain Celery task sent its link at least once, and its result is the stream's text."""
     sent = Counter(case.stores.links)
     for task_id, seen in case.history.by_id.items():
         record = case.stores.records.get(task_id, {})
@@ -286,8 +286,10 @@ def links_ran(case: Case) -> Iterator[Violation]:
 
 
 def nothing_is_left(case: Case) -> Iterator[Violation]:
-    """No message waits or is in flight, no task is looked after, no letter is dead but what was meant, and no reader
-    lease is over for long. Where the store's clock was set ahead, leases were over from then on."""
+    """No message, index entry or unexpected dead letter is left, and no reader lease is long over.
+
+    If a server's clock was set ahead, leases count as over from then on.
+    """
     for name in case.stores.left:
         yield Violation("nothing_is_left", name, "was left behind")
     set_ahead = sum(
@@ -305,7 +307,7 @@ def nothing_is_left(case: Case) -> Iterator[Violation]:
 
 
 def memory_is_whole(case: Case) -> Iterator[Violation]:
-    """5: a worker with nothing to do holds no task, and no block of its KV cache."""
+    """5: an idle worker holds no task and no KV block."""
     for about in case.stores.workers:
         held = held_by(about)
         if held and not case.shared:
@@ -313,8 +315,10 @@ def memory_is_whole(case: Case) -> Iterator[Violation]:
 
 
 def processes_end_as_told(case: Case) -> Iterator[Violation]:
-    """Nobody dies unasked but one whose servers are away while it starts; whoever is told to drain exits with 0, a
-    worker with 1 where it could not hand back in time (its servers are away, or the machine is busy)."""
+    """No process that served dies unasked, and a drained process exits with 0.
+
+    A drained worker may exit with 1: it could not hand its tasks back in time (a server is away or the machine busy).
+    """
     for line in case.history.exits:
         if line["asked"]:
             if line["code"] not in ((0, 1, -9) if line["role"] == "worker" else (0, -9)):
@@ -339,5 +343,5 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge(case: Case) -> list[Violation]:
-    """Everything that is wrong, by rule."""
+    """All violations, rule by rule."""
     return [violation for rule in RULES for violation in rule(case)]

@@ -1,7 +1,7 @@
-"""Broker and store as they stand, read with plain commands: no script of the product is asked.
+"""Reads broker and store with plain commands, without the product's scripts.
 
-Streams are read twice: as soon as a task has ended (`Watcher`, while the run goes on), and when everything is over. An
-ended stream must not change any more, and what settles and compacts it later takes nothing from what was seen.
+Streams are read twice: as soon as a task has ended (`Watcher`, during the run), and after the run. An ended stream must
+not change, and settling or compacting it later cannot hide what was read first.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from workers.chaos.checker.history import lines_of
 from workers.chaos.checker.rest import at_rest
 
 FINAL = frozenset({"completed", "failed", "cancelled", "incomplete"})
-#: Entries of a stream: id, entry.
+#: A stream's entries: (entry id, entry).
 Stream = list[tuple[str, Any]]
 
 
 @dataclass(slots=True)
 class Stores:
-    """What there is. Of keys, whatever a finished task should not have left is in `left`."""
+    """The contents of broker and store. `left`: keys that a finished task should not leave behind."""
 
     records: dict[str, dict[str, str]] = field(default_factory=dict)
     streams: dict[str, Stream] = field(default_factory=dict)
-    """As they are now: a stream that was compacted is not here."""
+    """Current streams, without compacted ones."""
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Celery's, by task."""
+    """Task id -> Celery's result."""
     links: list[str] = field(default_factory=list)
-    """Task ids, as the links that were sent name them."""
+    """Task ids that the sent links name."""
     left: list[str] = field(default_factory=list)
     dead: list[dict[str, Any]] = field(default_factory=list)
     workers: list[dict[str, Any]] = field(default_factory=list)
-    """What live workers say of themselves, at rest."""
+    """The leases of idle live workers."""
     readers: dict[str, float] = field(default_factory=dict)
-    """Of each reader lease, by task: for how long it has been over (s), by the store's own clock."""
+    """Task id -> seconds since its reader lease ended, by the store's clock."""
 
     @classmethod
     def read(cls, broker: Redis, store: Redis, *, links: str, only: Iterable[str] | None = None) -> Stores:
-        """From clients that decode replies. `links`: the list that links are sent to. `only`: these tasks, on a system
-        that others use too, whose workers may have other work: else it waits for what they say at rest."""
+        """Read broker and store. The clients decode replies. `links`: the list that links are sent to.
+
+        `only`: read only these tasks, on a system that others use too. Without it, this waits for idle workers' leases.
+        """
         found = cls()
         ids = list(only) if only is not None else _ids(store)
         for part in _parts(ids):
@@ -73,8 +75,11 @@ class Stores:
 
 
 class Watcher(threading.Thread):
-    """Reads each task's stream once it has ended. Follows the journals in `folder` for the ids; a server that is away
-    is asked again. `store`: a client that decodes replies, with a time limit. `open`: those that have not ended yet."""
+    """A thread that reads each task's stream once the task has ended.
+
+    It follows the journals in `folder` for task ids and retries an unreachable server. `store`: a client that decodes
+    replies and has a time limit. `open`: ids of tasks that have not ended.
+    """
 
     def __init__(self, store: Redis, folder: Path, every: float = 0.2) -> None:
         super().__init__(name="watcher", daemon=True)
@@ -84,20 +89,20 @@ class Watcher(threading.Thread):
         self._over = threading.Event()
         self.open: set[str] = set()
         self.streams: dict[str, Stream] = {}
-        """As each stood when its task had ended."""
+        """Each task's stream as it was when the task ended."""
 
     def run(self) -> None:
         while not self._over.wait(self._every):
             self.look()
 
     def stop(self) -> None:
-        """Look once more, and no more."""
+        """Look once more and end the thread."""
         self._over.set()
         self.join()
         self.look()
 
     def look(self) -> None:
-        """One round. Where the store is away, the next one brings what this one did not."""
+        """Read the streams of tasks that have ended. If the store is away, the next look catches up."""
         self._follow()
         for part in _parts(sorted(self.open)):
             try:
@@ -124,7 +129,7 @@ class Watcher(threading.Thread):
 
 
 def streams_of(store: Redis, ids: Iterable[str]) -> dict[str, Stream]:
-    """Those that there are."""
+    """The streams of these tasks, where they exist."""
     found: dict[str, Stream] = {}
     for part in _parts(list(ids)):
         pipe = store.pipeline(transaction=False)
@@ -137,7 +142,7 @@ def streams_of(store: Redis, ids: Iterable[str]) -> dict[str, Stream]:
 
 
 def unfinished(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
-    """Tasks that have a record which is not final, or is not settled."""
+    """Ids of tasks whose record is not final or not settled."""
     found = []
     for part in _parts(list(ids) if ids is not None else _ids(store)):
         pipe = store.pipeline(transaction=False)
@@ -158,7 +163,7 @@ def pending(broker: Redis) -> list[str]:
 def wait_until_over(
     broker: Redis, store: Redis, seconds: float, ids: Iterable[str] | None = None, *, shared: bool = False
 ) -> list[str]:
-    """Until nothing is left to do, or so many seconds have passed; what is left. `shared`: others use the system."""
+    """Wait until no work is left, for at most `seconds`. Returns what is left. `shared`: others use the system."""
     ids, deadline = None if ids is None else list(ids), time.monotonic() + seconds
     while True:
         try:
@@ -171,7 +176,7 @@ def wait_until_over(
 
 
 def _left(broker: Redis, store: Redis, only: set[str] | None) -> list[str]:
-    """What no finished task leaves behind."""
+    """Keys and members that finished tasks should not leave behind."""
     found = [] if only is not None else pending(broker)
     if only is None:
         for index in ("reaped", "returned"):
@@ -183,7 +188,7 @@ def _left(broker: Redis, store: Redis, only: set[str] | None) -> list[str]:
 
 
 def _readers(store: Redis, only: set[str] | None) -> dict[str, float]:
-    """Those of a killed gateway are over after a while, and then taken away."""
+    """Task id -> seconds since its reader lease ended (negative: it still holds)."""
     seconds, micros = store.time()
     leases: Any = store.zrange("penstock:readers", 0, -1, withscores=True)
     now = seconds + micros / 1e6
@@ -196,7 +201,7 @@ def letters_of(broker: Redis) -> list[dict[str, Any]]:
 
 
 def _letter(raw: str) -> dict[str, Any]:
-    """Also of an entry that is none: others use the system."""
+    """Parse a dead letter; an unreadable entry, perhaps somebody else's, gives a letter with that reason."""
     with suppress(ValueError, RecursionError):
         said = json.loads(raw)
         if isinstance(said, dict):

@@ -1,4 +1,4 @@
-"""What a stream's entries say."""
+"""Reads outputs and token counts from a stream's entries."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One choice: its tokens, and the text of their pieces."""
+    """One choice: its token ids and its text."""
 
     tokens: tuple[int, ...]
     text: str
 
 
-#: A choice that ended before its first token.
+#: The output of a choice that ended before its first token.
 NOTHING = Output((), "")
 Outputs = Mapping[int, Output]
 
 
 def outputs_of(entries: Sequence[Any]) -> dict[int, Output]:
-    """By choice. Entries that are no tokens are passed over."""
+    """Choice -> output. Other entries than tokens are skipped."""
     tokens: dict[int, list[int]] = {}
     texts: dict[int, list[str]] = {}
     for entry in entries:
@@ -33,5 +33,5 @@ def outputs_of(entries: Sequence[Any]) -> dict[int, Output]:
 
 
 def tokens_of(entries: Sequence[Any]) -> Counter[int]:
-    """How many tokens each choice has."""
+    """Choice -> number of tokens."""
     return Counter(entry[0] for entry in entries if isinstance(entry, list))
