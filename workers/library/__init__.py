@@ -1,13 +1,13 @@
-"""Models on this machine, and how they come here.
+"""Finds models on this machine, pulls them from a hub, and checks their files.
 
 NAME=, a path, a bundled or pulled name -> reference -> its folder
-hf://OWNER/NAME[@REVISION] -> hub: what is needed -> huggingface_hub's cache -> checksums -> shelf
-shelf: {root}/{name}/{version}/ with a manifest.json, written last, of every file's SHA-256
-verify: at every load, the files against that
+hf://OWNER/NAME[@REVISION] -> hub: the needed files -> huggingface_hub's cache -> checksums -> local_models
+local_models: {root}/{name}/{version}/ with a manifest.json, written last, of every file's SHA-256
+verify: compares a folder's files with its manifest at every load
 """
 
-from workers.library.local_models import Shelf
+from workers.library.local_models import LocalModels
 from workers.library.reference import Found, find_model, name_of
 from workers.library.verify import verify
 
-__all__ = ["Found", "Shelf", "find_model", "name_of", "verify"]
+__all__ = ["Found", "LocalModels", "find_model", "name_of", "verify"]

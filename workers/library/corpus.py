@@ -1,7 +1,7 @@
-"""The training text: Python's own standard library, which is lawfully at hand wherever Python is.
+"""The training text: Python's standard library, which every Python installation has and may use.
 
-A file is held out by a hash of its name alone, so the split is the same on every machine and
-Python version, and a test can measure perplexity on files that training has never seen.
+A hash of the file's name decides whether it is held out. So the split is the same on every machine and Python version,
+and a test can measure perplexity on files that training has never seen.
 """
 
 import ast
@@ -17,11 +17,11 @@ from pathlib import Path
 _EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-#: Machine-made build settings and keyword tables: they would teach only themselves.
+#: Files with these prefixes are generated build settings and keyword tables, useless for training.
 _EXCLUDED_PREFIXES = ("_sysconfigdata", "pgen2", "entities")
 _HELD_OUT_ONE_IN = 20
 _SHORTEST_FILE = 200
-#: Characters. Longer answers would make the pairs more than a small share of the text.
+#: Longest answer in characters; longer ones would make chat pairs too large a share of the text.
 _LONGEST_ANSWER = 600
 
 
@@ -75,7 +75,7 @@ def standard_library(root: Path | None = None) -> list[SourceFile]:
 
 
 def chat_pairs(file: SourceFile, rng: random.Random) -> Iterator[ChatPair]:
-    """Questions and answers made of what a file says about itself.
+    """Makes questions and answers from a file's docstrings and functions.
 
     A module's name asks for its docstring; a function's docstring or signature asks for its source;
     a function's source asks for its docstring.

@@ -1,9 +1,9 @@
-"""Models from the Hugging Face Hub, or what speaks its API at HF_ENDPOINT.
+"""Pulls models from the Hugging Face Hub, or from a server of its API at HF_ENDPOINT.
 
-huggingface_hub knows how to ask, with HF_TOKEN, and its cache (HF_HOME) is looked into first. Files come straight into
-the local model folder, where a download that broke off goes on, also in another process (huggingface_hub's own cache
-throws away what a process left half done). What came is compared with the hub's own checksums: SHA-256 for large files,
-git's object name for the others.
+huggingface_hub makes the requests, with HF_TOKEN; its cache (HF_HOME) is used first. Files are downloaded straight into
+the local model folder. A broken download is resumed there, also by another process (huggingface_hub's own cache
+discards partial files). Each file is compared with the hub's checksum: SHA-256 for large files, git's object name for
+others.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from typing import Final, Self
 from urllib.parse import urlsplit
 
 from workers.errors import Refused
-from workers.library.local_models import INDEX, Pulled, Shelf, Source, needed, sha256_of
+from workers.library.local_models import INDEX, LocalModels, Pulled, Source, needed, sha256_of
 
 _REFERENCE: Final = re.compile(r"hf://((?:[\w\-.]+/)?[\w\-.]+)(?:@([\w\-./]+))?", re.ASCII)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40,64}")
 MAIN: Final = "main"
-#: Bytes of an index of weights; the largest checkpoints' have some 10 MB.
+#: Most bytes of an index of weights; the largest checkpoints have some 10 MB.
 LONGEST_INDEX: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository, and a branch, tag or commit of it."""
+    """A repository on a hub, and a branch, tag or commit of it."""
 
     repo: str
     revision: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """hf://OWNER/NAME[@REVISION]. Raises Refused."""
+        """Parse hf://OWNER/NAME[@REVISION]. Raises Refused."""
         match = _REFERENCE.fullmatch(text)
         if match is None:
-            raise Refused(f"{text!r} is no model on a hub; it looks like hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
+            raise Refused(f"{text!r} is not a hub's model; it must be hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
         return cls(match[1], match[2] or MAIN)
 
     @property
     def name(self) -> str:
-        """What it is called unless it is given another name."""
+        """The model's default name."""
         return self.repo.rpartition("/")[2]
 
     def __str__(self) -> str:
@@ -58,22 +58,22 @@ class _Away(Refused):
     """The hub cannot be reached."""
 
 
-def pull(model: HubModel, shelf: Shelf, name: str, say: Callable[[str], None]) -> Pulled:
-    """Bring a model into the local model folder; one of the same commit and name is not downloaded again.
+def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], None]) -> Pulled:
+    """Download a model into the local model folder, unless the same commit is there under this name.
 
-    Where the hub is out of reach, the revision that was pulled last will do. Raises Refused: no such repository or
-    revision, no access, no way there, no room, or damaged on the way.
+    If the hub cannot be reached, this returns the revision that was pulled last. Raises Refused: no such repository or
+    revision, no access, hub unreachable, disk full, or a damaged file.
     """
     try:
         files, commit = _look(model)
     except _Away as away:
-        old = _here(shelf, name, model.repo, lambda source: model.revision in (source.revision, source.commit))
+        old = _here(models, name, model.repo, lambda source: model.revision in (source.revision, source.commit))
         if old is None:
             raise
         say(f"{away}; using {name} {old.version}, which was pulled before")
         return old
-    with shelf.workplace(name, commit, lambda: say(f"another process is pulling {model}: waiting for it")) as place:
-        old = _here(shelf, name, model.repo, lambda source: source.commit == commit)
+    with models.workplace(name, commit, lambda: say(f"another process is pulling {model}: waiting for it")) as place:
+        old = _here(models, name, model.repo, lambda source: source.commit == commit)
         if old is not None:
             shutil.rmtree(place)
             say(f"{model} is here already: {name} {old.version}")
@@ -91,14 +91,14 @@ def pull(model: HubModel, shelf: Shelf, name: str, say: Callable[[str], None]) -
         _check_room(model, wanted, place)
         digests = {file.name: _fetch(model, file, commit, place) for file in wanted}
         with _refusals(model):
-            pulled = shelf.finish(place, digests, Source(model.repo, model.revision, commit))
+            pulled = models.finish(place, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
 
 
-def _here(shelf: Shelf, name: str, repo: str, fits: Callable[[Source], bool]) -> Pulled | None:
-    """The last pulled one whose source fits."""
-    for one in shelf.all():
+def _here(models: LocalModels, name: str, repo: str, fits: Callable[[Source], bool]) -> Pulled | None:
+    """The last pulled version of the repository whose source fits; None without one."""
+    for one in models.all():
         if one.name == name and one.source is not None and one.source.repo == repo and fits(one.source):
             return one
     return None
@@ -109,13 +109,13 @@ class _File:
     name: str
     size: int
     git_sha1: str
-    """git's name of the content, or of the pointer to it."""
+    """git's object name of the content, or of the pointer to it."""
     sha256: str | None
-    """Of large files only."""
+    """SHA-256 in hex; only large files have one."""
 
 
 def _look(model: HubModel) -> tuple[dict[str, _File], str]:
-    """The files at the root of the repository, and the commit."""
+    """The files at the repository's root by name, and the commit. Raises Refused."""
     from huggingface_hub import HfApi
 
     with _refusals(model):
@@ -125,20 +125,20 @@ def _look(model: HubModel) -> tuple[dict[str, _File], str]:
         if "/" not in entry.rfilename and entry.size is not None and entry.blob_id is not None:
             sha256 = entry.lfs.sha256 if entry.lfs is not None else None
             files[entry.rfilename] = _File(entry.rfilename, entry.size, entry.blob_id, sha256)
-    # It is to be part of a path, and comes from elsewhere.
+    # The commit becomes part of a path, so a server's answer is checked.
     if not files or not info.sha or not _COMMIT.fullmatch(info.sha):
-        raise Refused(f"{_endpoint()} says nothing of the files in {model.repo}; is HF_ENDPOINT a hub's address?")
+        raise Refused(f"{_endpoint()} lists no files of {model.repo}; is HF_ENDPOINT a hub's address?")
     return files, info.sha
 
 
 def _fetch(model: HubModel, file: _File, commit: str, place: Path) -> str:
-    """Bring one file, or the rest of it; its SHA-256 in hex. Raises Refused where it is not what the hub says."""
+    """Download one file, or the rest of it. Returns its SHA-256 in hex. Raises Refused if the checksum differs."""
     from huggingface_hub import try_to_load_from_cache
 
     path = place / file.name
     with _refusals(model):
         if path.exists() and path.stat().st_nlink > 1:
-            # A run that was killed has linked it. It is the cache's too: nothing may be written to it.
+            # A killed run linked it from the cache, so nothing may be written to it.
             if (digest := _checked(path, file)) is not None:
                 return digest
             path.unlink()
@@ -156,11 +156,11 @@ def _fetch(model: HubModel, file: _File, commit: str, place: Path) -> str:
 
 
 def _checked(path: Path, file: _File) -> str | None:
-    """SHA-256 in hex of a file that is what the hub says; None of another."""
+    """The file's SHA-256 in hex; None if the hub's checksum differs."""
     digest = sha256_of(path)
     if file.sha256 is not None:
         return digest if digest == file.sha256 else None
-    # SHA-1 is what git names a content by; it is no choice of ours.
+    # git names contents by SHA-1; no other checksum is available.
     named = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as content:
         while chunk := content.read(1 << 20):
@@ -177,7 +177,7 @@ def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
     place = get_hf_file_metadata(url, endpoint=_endpoint()).location
     headers = build_hf_headers()
     if urlsplit(place).netloc != urlsplit(url).netloc:
-        headers.pop("authorization", None)  # the token is the hub's, not its storage's
+        headers.pop("authorization", None)  # the token is for the hub, not for its storage server
     with path.open("ab") as partial:
         if partial.tell() > file.size:
             partial.truncate(0)
@@ -193,9 +193,9 @@ def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
 
 
 def _take(cached: Path, path: Path, file: _File) -> str | None:
-    """Take a file of huggingface_hub's cache, which never changes, by a hard link; by a copy, where that cannot be.
+    """Take a file from huggingface_hub's cache, whose files never change, by hard link or else by copy.
 
-    SHA-256 in hex; None where what the cache has is not what the hub says.
+    Returns its SHA-256 in hex; None if the cached file's checksum differs from the hub's.
     """
     digest = _checked(cached, file)
     if digest is None:
@@ -215,14 +215,14 @@ def _check_room(model: HubModel, files: list[_File], place: Path) -> None:
     missing, free = sum(file.size for file in files) - here, shutil.disk_usage(place).free
     if missing > free:
         raise Refused(
-            f"{model} takes {missing / 1e6:,.1f} MB more, and {place.parent} has {free / 1e6:,.1f} MB free: make room, "
+            f"{model} needs {missing / 1e6:,.1f} MB more, and {place.parent} has {free / 1e6:,.1f} MB free: make room, "
             "or set PENSTOCK_MODELS to a folder on another disk"
         )
 
 
 @contextmanager
 def _refusals(model: HubModel) -> Iterator[None]:
-    """huggingface_hub's errors, as what to do about them."""
+    """Turns huggingface_hub's errors into Refused, with what to do about them."""
     import httpx2
     from huggingface_hub import errors
 
@@ -238,7 +238,7 @@ def _refusals(model: HubModel) -> Iterator[None]:
             f"{endpoint} has no model {model.repo!r}, or it is private: check the spelling, or set HF_TOKEN"
         ) from error
     except errors.HFValidationError as error:
-        raise Refused(f"{model.repo!r} is no name of a repository: {error}") from error
+        raise Refused(f"{model.repo!r} is not a repository's name: {error}") from error
     except errors.RevisionNotFoundError as error:
         raise Refused(f"{model.repo} has no branch, tag or commit {model.revision!r}") from error
     except errors.HfHubHTTPError as error:
@@ -251,14 +251,14 @@ def _refusals(model: HubModel) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise Refused(
-                f"the disk is full; what came of {model} is kept: make room and run this again, or set PENSTOCK_MODELS "
-                "to a folder on another disk"
+                f"the disk is full; the part of {model} so far is kept: make room and run this again, or set "
+                "PENSTOCK_MODELS to a folder on another disk"
             ) from error
         raise Refused(f"cannot download {model}: {error}") from error
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause, in a line."""
+    """The error's first cause, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split())[:200] or type(error).__name__

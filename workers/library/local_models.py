@@ -1,10 +1,10 @@
-"""The local model folder: models that were pulled, each version in a folder of its own that never changes.
+"""The local model folder: pulled models, each version in its own folder that never changes.
 
     {root}/{name}/{version}/   the model's files, and
         manifest.json          {"v": 1, "files": {name: {"size": bytes, "sha256": hex}}}, written last
-        .source.json           {"repo", "revision", "commit"}: where it came from, if from a hub
+        .source.json           {"repo", "revision", "commit"} of a model from a hub
 
-The version is the one that `engine.text.checkpoint.model_version` gives: that of the manifest, thus of the files alone.
+The version is that of `engine.text.checkpoint.model_version`: a hash of the manifest, and so of the files alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MANIFEST: Final = "manifest.json"
 SOURCE: Final = ".source.json"
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
-#: Files of a model folder that Penstock reads, or that belong to them.
+#: Files of a model folder, besides weights, that Penstock reads or keeps with them.
 KEPT: Final = re.compile(r"[\w][\w.\-]*\.(json|jinja)|(README|LICENSE|NOTICE)[\w.\-]*", re.ASCII)
 SHARD: Final = re.compile(r"[\w][\w.\-]*\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A commit of a repository on a hub, and the revision by which it was asked for."""
+    """A commit of a repository on a hub, and the revision by which it was requested."""
 
     repo: str
     revision: str
@@ -51,17 +51,17 @@ class Pulled:
     folder: Path
     source: Source | None
     pulled_ns: int
-    """When, in unix nanoseconds."""
+    """Time of the pull in unix nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """The local model folder at `root`, which need not exist."""
+class LocalModels:
+    """The local model folder at `root`, which may not exist yet."""
 
     root: Path
 
     @classmethod
-    def default(cls) -> Shelf:
+    def default(cls) -> LocalModels:
         """PENSTOCK_MODELS, else penstock/models in the user's data folder (XDG_DATA_HOME). Raises Refused."""
         given = os.environ.get("PENSTOCK_MODELS")
         try:
@@ -71,7 +71,7 @@ class Shelf:
             raise Refused(f"cannot tell where models are kept ({error}); set PENSTOCK_MODELS to a folder") from error
 
     def all(self) -> list[Pulled]:
-        """The last pulled first."""
+        """All versions, the last pulled first."""
         found = [_pulled(manifest.parent) for manifest in self.root.glob(f"[!.]*/[!.]*/{MANIFEST}")]
         return sorted(found, key=lambda pulled: pulled.pulled_ns, reverse=True)
 
@@ -81,10 +81,10 @@ class Shelf:
 
     @contextmanager
     def workplace(self, name: str, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[Path]:
-        """A folder to gather a version's files in, the same for the same key; for one process at a time.
+        """A folder in which one process at a time collects a version's files. The same key gives the same folder.
 
-        What is in it stays for the next try, unless `finish` makes a version of it. `waiting` is called where another
-        process has it. Raises Refused where it cannot be written.
+        Its files stay for the next try, unless `finish` makes a version of it. `waiting` is called if another process
+        holds it. Raises Refused if it cannot be written.
         """
         folder = self.root / name / f".{key}.partial"
         try:
@@ -104,7 +104,10 @@ class Shelf:
             os.close(lock)
 
     def finish(self, folder: Path, digests: Mapping[str, str], source: Source | None) -> Pulled:
-        """Make a version of a workplace, by its files' SHA-256 in hex. One that is there becomes the last pulled."""
+        """Make a version of a workplace. `digests`: SHA-256 in hex by file.
+
+        A version that exists already becomes the last pulled one.
+        """
         if source is not None:
             (folder / SOURCE).write_text(json.dumps(asdict(source)) + "\n")
         content = write_manifest(folder, digests)
@@ -121,10 +124,10 @@ class Shelf:
         return _pulled(version)
 
     def copy(self, name: str, folder: Path) -> Pulled:
-        """Take in a copy of what belongs to the model in a folder of the user's own.
+        """Copy a model from a user's folder.
 
-        Raises Refused where it is no model's, lacks something, is not what its own manifest.json says, or there is no
-        room.
+        Raises Refused if the folder holds no model, lacks a file, differs from its own manifest.json, or the disk is
+        full.
         """
         try:
             names = {path.name for path in folder.iterdir() if path.is_file()}
@@ -152,8 +155,10 @@ class Shelf:
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> bytes:
-    """Write the manifest of a folder and return its content. `digests`: SHA-256 in hex of the files that it is to list;
-    None: of all there are."""
+    """Write a folder's manifest and return its content.
+
+    `digests`: SHA-256 in hex of the files to list; None: all files.
+    """
     if digests is None:
         digests = {path.name: sha256_of(path) for path in folder.iterdir() if path.name != MANIFEST}
     files = {file: {"size": (folder / file).stat().st_size, "sha256": digests[file]} for file in sorted(digests)}
@@ -163,7 +168,7 @@ def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> by
 
 
 def _check_weights(folder: Path, files: Iterable[str]) -> None:
-    """Each file is as long as its header says."""
+    """Check that each weights file is as long as its header says. Raises Refused."""
     from engine.errors import ModelError
     from engine.text.checkpoint import read_header
 
@@ -178,7 +183,7 @@ def _check_weights(folder: Path, files: Iterable[str]) -> None:
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """A file of the folder. What it links to elsewhere would become part of the model, for all its callers to see."""
+    """The path of a folder's own file. Raises Refused for a link out of the folder, which would publish that file."""
     from engine.errors import ModelError
     from engine.text.folder import file_in
 
@@ -190,10 +195,10 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def needed(whose: str, names: set[str], index: bytes | None) -> list[str]:
-    """Those of a model's file `names` that serving it takes: weights in safetensors, settings, tokenizer, template.
+    """The files among `names` that serving needs: weights in safetensors, settings, tokenizer, template.
 
-    `index` is the content of model.safetensors.index.json, where there is one: of several forms of the weights, only
-    what that names. Raises Refused, which names what is missing.
+    `index`: content of model.safetensors.index.json, or None. It names the weights files that are needed. `whose`: the
+    model's name for errors. Raises Refused, which names a missing file.
     """
     for name, use in {"config.json": "transformers model", "tokenizer.json": "fast tokenizer"}.items():
         if name not in names:
@@ -224,12 +229,12 @@ def _shards(whose: str, index: bytes) -> set[str]:
         raise Refused(f"{whose} has an {INDEX} that cannot be read as a weight map: {error!r}") from error
     odd = next((shard for shard in shards if not isinstance(shard, str) or not SHARD.fullmatch(shard)), None)
     if odd is not None:
-        raise Refused(f"{whose} has an {INDEX} that names {odd!r}, which is no safetensors file beside it")
+        raise Refused(f"{whose} has an {INDEX} that names {odd!r}, which is not a safetensors file beside it")
     return shards
 
 
 def manifest_of(folder: Path) -> dict[str, str]:
-    """SHA-256 by file, as the folder's own manifest.json says; empty where it has none. Raises Refused."""
+    """SHA-256 in hex by file, from the folder's own manifest.json; empty without one. Raises Refused."""
     path = own_file(folder, MANIFEST)
     if not path.exists():
         return {}

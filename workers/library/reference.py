@@ -1,4 +1,4 @@
-"""What a user may write for a model, and the folder that it means."""
+"""Resolves a model reference, as users write it, to a folder."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from pathlib import Path
 from typing import Final
 
 from workers.errors import Refused
-from workers.library.local_models import Shelf
+from workers.library.local_models import LocalModels
 
-#: What a model may be called: its name is part of queues' names.
+#: Valid model names; they are part of queues' names.
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-#: Models that come with Penstock.
+#: The folder of models that come with Penstock.
 BUNDLED: Final = Path(__file__).resolve().parents[1] / "models"
 HUB: Final = "hf://"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model on this machine, and what it is called."""
+    """A model on this machine and its name."""
 
     name: str
     folder: Path
-    """Absolute."""
+    """Absolute path."""
 
     @property
     def reference(self) -> str:
-        """It again, for another process: nothing is left to be looked up or downloaded."""
+        """A reference to it for another process, which needs no look-up and no download."""
         return f"{self.name}={self.folder}"
 
 
 def find_model(reference: str, say: Callable[[str], None] = lambda line: None) -> Found:
-    """The model that a reference means; one on a hub is pulled first, if it is not there. `say` is told of that.
+    """The model that a reference names; a hub's model is pulled first if needed. `say` gets progress messages.
 
     A reference is a folder with a config.json, the name of a bundled or pulled model, or hf://OWNER/NAME[@REVISION];
     NAME= before it gives the model another name. Raises Refused.
@@ -45,13 +45,13 @@ def find_model(reference: str, say: Callable[[str], None] = lambda line: None) -
 
         wanted = HubModel.parse(place)
         name = checked_name(name or wanted.name, reference)
-        return Found(name, pull(wanted, Shelf.default(), name, say).folder)
+        return Found(name, pull(wanted, LocalModels.default(), name, say).folder)
     folder = _local(place)
     return Found(checked_name(name or folder.name, reference), folder)
 
 
 def name_of(reference: str) -> str:
-    """What a model will be called, without a look at what there is."""
+    """The name that a referenced model will have, without looking for the model."""
     name, place = _split(reference)
     if not name and place.startswith(HUB):
         from workers.library.hub import HubModel
@@ -61,8 +61,8 @@ def name_of(reference: str) -> str:
 
 
 def known() -> dict[str, Path]:
-    """Folders of bundled and pulled models by name; of a pulled one, its last version."""
-    pulled = {pulled.name: pulled.folder for pulled in reversed(Shelf.default().all())}
+    """Name -> folder of bundled and pulled models; for a pulled one, its last version."""
+    pulled = {pulled.name: pulled.folder for pulled in reversed(LocalModels.default().all())}
     return bundled() | {name: pulled[name] for name in sorted(pulled.keys() - bundled().keys())}
 
 
@@ -79,7 +79,7 @@ def _split(reference: str) -> tuple[str, str]:
 
 
 def _local(place: str) -> Path:
-    # os.path rather than Path: a name that is too long is no file, and no error.
+    # os.path rather than Path: it answers False for a name that is too long, where Path raises.
     if os.path.isfile(Path(place) / "config.json"):
         return Path(place).resolve()
     models = known()
@@ -92,10 +92,10 @@ def _local(place: str) -> Path:
 
 
 def checked_name(name: str, reference: str) -> str:
-    """The name, if a model may be called so. Raises Refused."""
+    """Returns a valid model name. Raises Refused for another."""
     if not NAME.fullmatch(name):
         raise Refused(
-            f"a model is called as its folder, and {name!r} cannot name a queue: write NAME={reference}, with a name "
-            "of letters, digits, '.', '_' and '-'"
+            f"a model gets its folder's name, and {name!r} cannot be part of a queue's name: write NAME={reference}, "
+            "with a NAME of letters, digits, '.', '_' and '-'"
         )
     return name

@@ -1,8 +1,7 @@
-"""Whether a model's files are still what was pulled: a disk that rots, or a copy that broke off, makes a model that
-answers, and answers wrong.
+"""Checks that a model's files are still those that were pulled.
 
-All files are read and hashed on every load, several at a time. What an earlier load found is not remembered: neither a
-file's time nor its inode changes when a disk returns other bytes than were written.
+A failing disk or a partial copy makes a model that answers wrongly. So every load reads and hashes all files, several
+at a time. Results are not remembered: a file's time and inode do not change when a disk returns wrong bytes.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from typing import Final
 from workers.errors import Refused
 from workers.library.local_models import MANIFEST, manifest_of, own_file, sha256_of
 
-#: Hashing leaves Python's lock alone; more at a time than this only make a disk seek.
+#: Files hashed at a time. Hashing releases the GIL; more threads would only make a disk seek.
 THREADS: Final = 8
-#: What a model's weights are read from: where the manifest does not name one of these, nobody vouches for it.
+#: Files that weights are read from; each must be in the manifest.
 WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json")
 
 
 def verify(folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
-    """Compare every file with the folder's manifest.json, where it has one (as pulled models do).
+    """Compare every file with the folder's manifest.json; a folder without one passes. Pulled models have one.
 
-    Raises Refused, which names the file that is missing or damaged, or holds weights that the manifest does not name.
+    Raises Refused, which names a missing or damaged file, or a weights file that the manifest does not name.
     """
     if not (folder / MANIFEST).exists():
         return
@@ -37,7 +36,7 @@ def verify(folder: Path, say: Callable[[str], None] = lambda line: None) -> None
             "remove the folder and pull the model again"
         )
     began = time.monotonic()
-    # The largest first, so that none is left over at the end.
+    # The largest first, so that the threads end at about the same time.
     try:
         sizes = {name: own_file(folder, name).stat().st_size for name in digests}
     except OSError as error:

@@ -18,7 +18,7 @@ from engine.text.checkpoint import model_version
 from tests.producers.gateway.conftest import until
 from tests.workers.library.hub_server import COMMIT, Hub, Repo, running_hub
 from workers.errors import Refused
-from workers.library import Shelf, find_model
+from workers.library import LocalModels, find_model
 from workers.library.hub import HubModel, pull
 from workers.library.local_models import sha256_of
 
@@ -44,8 +44,8 @@ def _cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "models")
+def models(tmp_path: Path) -> LocalModels:
+    return LocalModels(tmp_path / "models")
 
 
 class Said(list[str]):
@@ -54,8 +54,8 @@ class Said(list[str]):
     __call__ = list.append
 
 
-def bring(shelf: Shelf, text: str = f"hf://{REPO}", name: str = "tiny-py", said: Said | None = None) -> Path:
-    return pull(HubModel.parse(text), shelf, name, said if said is not None else Said()).folder
+def bring(models: LocalModels, text: str = f"hf://{REPO}", name: str = "tiny-py", said: Said | None = None) -> Path:
+    return pull(HubModel.parse(text), models, name, said if said is not None else Said()).folder
 
 
 class TestReference:
@@ -82,18 +82,18 @@ class TestReference:
 
 
 class TestPull:
-    def test_brings_every_file_as_it_is_with_a_manifest(self, shelf: Shelf, hub: Hub) -> None:
-        folder = bring(shelf)
+    def test_brings_every_file_as_it_is_with_a_manifest(self, models: LocalModels, hub: Hub) -> None:
+        folder = bring(models)
         assert {path.name: path.read_bytes() for path in folder.glob("[!.]*") if path.name != "manifest.json"} == FILES
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["files"] == {
             name: {"size": len(data), "sha256": sha256_of(TINY / name)} for name, data in FILES.items()
         }
         assert folder.name == model_version(folder)
-        assert folder.parent == shelf.root / "tiny-py"
+        assert folder.parent == models.root / "tiny-py"
         assert not any(path.is_symlink() for path in folder.iterdir())
 
-    def test_takes_no_other_form_of_the_weights(self, shelf: Shelf, hub: Hub) -> None:
+    def test_takes_no_other_form_of_the_weights(self, models: LocalModels, hub: Hub) -> None:
         others = [
             "pytorch_model.bin",
             "consolidated.safetensors",
@@ -103,88 +103,90 @@ class TestPull:
             "flax_model.msgpack",
         ]
         hub.repos[REPO].files |= dict.fromkeys(others, b"no")
-        bring(shelf)
+        bring(models)
         assert set(hub.fetched()) == set(FILES)
 
-    def test_takes_the_shards_that_the_index_names(self, shelf: Shelf, hub: Hub) -> None:
+    def test_takes_the_shards_that_the_index_names(self, models: LocalModels, hub: Hub) -> None:
         shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
         index = {"model.safetensors.index.json": json.dumps({"weight_map": shards}).encode()}
         hub.repos[REPO].files |= {name: name.encode() for name in shards.values()} | index
-        folder = bring(shelf)
+        folder = bring(models)
         assert set(hub.fetched()) == {*FILES, *shards.values(), *index} - {"model.safetensors"}
         assert (folder / shards["b"]).read_bytes() == shards["b"].encode()
 
-    def test_of_the_same_commit_downloads_nothing(self, shelf: Shelf, hub: Hub) -> None:
-        first = bring(shelf)
+    def test_of_the_same_commit_downloads_nothing(self, models: LocalModels, hub: Hub) -> None:
+        first = bring(models)
         asked, said = len(hub.asked), Said()
-        assert bring(shelf, f"hf://{REPO}@v1", said=said) == first
+        assert bring(models, f"hf://{REPO}@v1", said=said) == first
         assert [path for method, path, *_ in hub.asked[asked:]] == [f"/api/models/{REPO}/revision/v1"]
         assert "here already" in said[0]
 
-    def test_that_is_in_huggingface_hubs_cache_downloads_nothing(self, shelf: Shelf, hub: Hub) -> None:
+    def test_that_is_in_huggingface_hubs_cache_downloads_nothing(self, models: LocalModels, hub: Hub) -> None:
         huggingface_hub.snapshot_download(REPO, endpoint=hub.url)
         before = len(hub.fetched())
-        folder = bring(shelf)
+        folder = bring(models)
         assert sha256_of(folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
         assert not any(path.is_symlink() for path in folder.iterdir())
         assert len(hub.fetched()) == before
 
-    def test_that_is_damaged_in_huggingface_hubs_cache_is_downloaded(self, shelf: Shelf, hub: Hub) -> None:
+    def test_that_is_damaged_in_huggingface_hubs_cache_is_downloaded(self, models: LocalModels, hub: Hub) -> None:
         snapshot = Path(huggingface_hub.snapshot_download(REPO, endpoint=hub.url))
         with (snapshot / "model.safetensors").open("r+b") as file:
             file.write(b"damaged")
-        folder = bring(shelf)
+        folder = bring(models)
         assert sha256_of(folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
 
     @pytest.mark.parametrize("damaged", [b"", b"damaged", b"and more"])
-    def test_never_writes_to_huggingface_hubs_cache(self, shelf: Shelf, hub: Hub, damaged: bytes) -> None:
+    def test_never_writes_to_huggingface_hubs_cache(self, models: LocalModels, hub: Hub, damaged: bytes) -> None:
         """Killed as soon as it had linked a file there, which is whole, or has lost its end, or is too long."""
         snapshot = Path(huggingface_hub.snapshot_download(REPO, endpoint=hub.url))
         blob = (snapshot / "model.safetensors").resolve()
         whole = blob.read_bytes()
         blob.write_bytes({b"damaged": whole[:1000]}.get(damaged, whole + damaged))
         before = blob.read_bytes()
-        partial = shelf.root / "tiny-py" / f".{COMMIT}.partial"
+        partial = models.root / "tiny-py" / f".{COMMIT}.partial"
         partial.mkdir(parents=True)
         os.link(blob, partial / "model.safetensors")
-        folder = bring(shelf)
+        folder = bring(models)
         assert (folder / "model.safetensors").read_bytes() == whole
         assert blob.read_bytes() == before
         assert ("model.safetensors" in hub.fetched()[len(FILES) :]) == bool(damaged)
 
-    def test_goes_on_where_the_connection_broke(self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_goes_on_where_the_connection_broke(
+        self, models: LocalModels, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         size = len(FILES["model.safetensors"])
         hub.breaks = [size // 3]
         # How much huggingface_hub writes to the disk at a time: 10 MB are more than this model has.
         monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
-        folder = bring(shelf)
+        folder = bring(models)
         assert sha256_of(folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
         (again,) = hub.ranges()
         assert 0 < int(again.removeprefix("bytes=").partition("-")[0]) <= size // 3
 
     def test_without_the_hub_uses_what_was_pulled(
-        self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch
+        self, models: LocalModels, hub: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        first, said = bring(shelf), Said()
+        first, said = bring(models), Said()
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-        assert bring(shelf, said=said) == first
+        assert bring(models, said=said) == first
         assert "cannot reach http://127.0.0.1:1" in said[0]
         with pytest.raises(Refused, match="cannot reach"):
-            bring(shelf, f"hf://{REPO}@v1")
+            bring(models, f"hf://{REPO}@v1")
 
     def test_asks_no_hub_when_told_to_stay_offline(
-        self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch
+        self, models: LocalModels, hub: Hub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        first = bring(shelf)
+        first = bring(models)
         asked = len(hub.asked)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        assert bring(shelf) == first
+        assert bring(models) == first
         assert len(hub.asked) == asked
 
-    def test_sends_the_token_to_the_hub(self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sends_the_token_to_the_hub(self, models: LocalModels, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         hub.repos[REPO].gated = True
         monkeypatch.setenv("HF_TOKEN", "let-me-in")
-        bring(shelf)
+        bring(models)
         sent = {path: token for _, path, _, token in hub.asked}
         assert sent[f"/api/models/{REPO}/revision/main"] == "Bearer let-me-in"
         assert sent[f"/storage/{REPO}/model.safetensors"] is None
@@ -198,59 +200,61 @@ class TestRefusal:
             (f"hf://{REPO}@v9", "has no branch, tag or commit 'v9'"),
         ],
     )
-    def test_of_what_is_not_there_says_so(self, shelf: Shelf, hub: Hub, text: str, says: str) -> None:
+    def test_of_what_is_not_there_says_so(self, models: LocalModels, hub: Hub, text: str, says: str) -> None:
         with pytest.raises(Refused, match=says):
-            bring(shelf, text)
+            bring(models, text)
         assert hub.fetched() == []
-        assert shelf.all() == []
+        assert models.all() == []
 
-    def test_of_a_gated_repository_says_how_to_get_in(self, shelf: Shelf, hub: Hub) -> None:
+    def test_of_a_gated_repository_says_how_to_get_in(self, models: LocalModels, hub: Hub) -> None:
         hub.repos[REPO].gated = True
         with pytest.raises(Refused, match=f"is gated: accept its terms at {hub.url}/{REPO}, then set HF_TOKEN"):
-            bring(shelf)
+            bring(models)
 
-    def test_of_a_hub_in_trouble_says_what_it_said(self, shelf: Shelf, hub: Hub) -> None:
+    def test_of_a_hub_in_trouble_says_what_it_said(self, models: LocalModels, hub: Hub) -> None:
         hub.status = 400
         with pytest.raises(Refused, match="answered 400 'the hub is having a bad day'"):
-            bring(shelf)
+            bring(models)
 
     @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
-    def test_of_a_wrong_checksum_keeps_nothing_of_the_file(self, shelf: Shelf, hub: Hub, file: str) -> None:
+    def test_of_a_wrong_checksum_keeps_nothing_of_the_file(self, models: LocalModels, hub: Hub, file: str) -> None:
         right = hub.repos[REPO].files[file]
         hub.wrong[file] = right[:-1] + bytes([right[-1] ^ 1])
         with pytest.raises(Refused, match=f"{file} of hf://{REPO} came damaged"):
-            bring(shelf)
-        assert shelf.all() == []
+            bring(models)
+        assert models.all() == []
         del hub.wrong[file]
-        assert (bring(shelf) / file).read_bytes() == right
+        assert (bring(models) / file).read_bytes() == right
 
-    def test_of_a_model_that_does_not_fit_the_disk_comes_before_it_is_downloaded(self, shelf: Shelf, hub: Hub) -> None:
+    def test_of_a_model_that_does_not_fit_the_disk_comes_before_it_is_downloaded(
+        self, models: LocalModels, hub: Hub
+    ) -> None:
         hub.repos[REPO].sizes["model.safetensors"] = 10**16
         with pytest.raises(Refused, match="MB free: make room, or set PENSTOCK_MODELS"):
-            bring(shelf)
+            bring(models)
         assert hub.fetched() == []
 
     @pytest.mark.parametrize(
         ("size", "says"), [(60_000_000, "MB free: make room"), (10**9, "at most 67108864 are read")]
     )
     def test_of_an_index_of_odd_size_comes_before_it_is_downloaded(
-        self, shelf: Shelf, hub: Hub, monkeypatch: pytest.MonkeyPatch, size: int, says: str
+        self, models: LocalModels, hub: Hub, monkeypatch: pytest.MonkeyPatch, size: int, says: str
     ) -> None:
-        usage = shutil.disk_usage(shelf.root.parent)
+        usage = shutil.disk_usage(models.root.parent)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000_000))
         repo, index = hub.repos[REPO], "model.safetensors.index.json"
         repo.files[index] = b"{}"
         repo.sizes[index] = size
         with pytest.raises(Refused, match=says):
-            bring(shelf)
+            bring(models)
         assert hub.fetched() == []
 
-    def test_of_a_full_disk_keeps_what_came(self, shelf: Shelf, hub: Hub) -> None:
-        partial = shelf.root / "tiny-py" / f".{COMMIT}.partial"
+    def test_of_a_full_disk_keeps_what_came(self, models: LocalModels, hub: Hub) -> None:
+        partial = models.root / "tiny-py" / f".{COMMIT}.partial"
         partial.mkdir(parents=True)
         (partial / "model.safetensors").symlink_to("/dev/full")  # every write to it fails as on a full disk
         with pytest.raises(Refused, match="the disk is full"):
-            bring(shelf)
+            bring(models)
         assert (partial / "config.json").read_bytes() == FILES["config.json"]
 
     @pytest.mark.parametrize(
@@ -259,31 +263,31 @@ class TestRefusal:
             ({"config.json": None}, "has no config.json"),
             ({"tokenizer.json": None}, "has no tokenizer.json"),
             ({"model.safetensors": None, "pytorch_model.bin": b""}, "no model.safetensors; it has pytorch_model.bin"),
-            ({"model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "which is no safetensors"),
+            ({"model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "which is not a safetensors"),
             ({"model.safetensors.index.json": b'{"weight_map": {"a": "x.safetensors"}}'}, "has no x.safetensors"),
             ({"model.safetensors.index.json": b"[]"}, "cannot be read as a weight map"),
         ],
     )
     def test_of_what_cannot_be_served_comes_before_the_weights(
-        self, shelf: Shelf, hub: Hub, change: dict[str, bytes | None], says: str
+        self, models: LocalModels, hub: Hub, change: dict[str, bytes | None], says: str
     ) -> None:
         files = FILES | change
         hub.repos[REPO].files = {name: data for name, data in files.items() if data is not None}
         with pytest.raises(Refused, match=says):
-            bring(shelf)
+            bring(models)
         assert set(hub.fetched()) <= {"model.safetensors.index.json"}
 
-    def test_of_what_is_no_hub_says_so(self, shelf: Shelf, hub: Hub) -> None:
+    def test_of_what_is_no_hub_says_so(self, models: LocalModels, hub: Hub) -> None:
         hub.repos[REPO].files = {}
         with pytest.raises(Refused, match="HF_ENDPOINT"):
-            bring(shelf)
+            bring(models)
 
     @pytest.mark.parametrize("commit", ["../../x", "", "c0ffee", "C" * 40, "a" * 40 + "\n"])
-    def test_of_a_hub_that_names_no_commit_writes_nothing(self, shelf: Shelf, hub: Hub, commit: str) -> None:
+    def test_of_a_hub_that_names_no_commit_writes_nothing(self, models: LocalModels, hub: Hub, commit: str) -> None:
         hub.repos[REPO].commit = commit
         with pytest.raises(Refused, match="HF_ENDPOINT"):
-            bring(shelf)
-        assert not shelf.root.exists()
+            bring(models)
+        assert not models.root.exists()
 
 
 def test_a_reference_to_a_hub_is_a_model_under_the_given_name(hub: Hub) -> None:

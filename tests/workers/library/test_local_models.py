@@ -13,15 +13,15 @@ import pytest
 from engine.text import ModelCard
 from engine.text.checkpoint import model_version
 from workers.errors import Refused
-from workers.library import Shelf
+from workers.library import LocalModels
 from workers.library.local_models import Source, needed, sha256_of
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "models")
+def models(tmp_path: Path) -> LocalModels:
+    return LocalModels(tmp_path / "models")
 
 
 @pytest.fixture
@@ -35,125 +35,125 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
-def put(shelf: Shelf, name: str, text: str, source: Source | None = None) -> Path:
-    """A version that is no model, which the shelf does not mind."""
-    with shelf.workplace(name, text) as place:
+def put(models: LocalModels, name: str, text: str, source: Source | None = None) -> Path:
+    """A version that is no model, which the models does not mind."""
+    with models.workplace(name, text) as place:
         (place / "config.json").write_text(text)
-        return shelf.finish(place, {"config.json": sha256_of(place / "config.json")}, source).folder
+        return models.finish(place, {"config.json": sha256_of(place / "config.json")}, source).folder
 
 
 class TestCopy:
-    def test_has_the_models_files_and_no_others(self, shelf: Shelf, own: Path) -> None:
-        pulled = shelf.copy("mine", own)
+    def test_has_the_models_files_and_no_others(self, models: LocalModels, own: Path) -> None:
+        pulled = models.copy("mine", own)
         names = {path.name for path in pulled.folder.iterdir()}
         assert names == {path.name for path in TINY.iterdir()} | {"manifest.json"}
         assert ModelCard.from_folder(pulled.folder, "mine").version == pulled.version == pulled.folder.name
 
-    def test_does_not_change_when_its_source_does(self, shelf: Shelf, own: Path) -> None:
-        pulled = shelf.copy("mine", own)
+    def test_does_not_change_when_its_source_does(self, models: LocalModels, own: Path) -> None:
+        pulled = models.copy("mine", own)
         with (own / "model.safetensors").open("r+b") as file:
             file.write(b"changed")
         assert sha256_of(pulled.folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
 
-    def test_of_the_same_files_is_the_same_version(self, shelf: Shelf, own: Path) -> None:
-        first = shelf.copy("mine", own)
-        assert shelf.copy("mine", own).folder == first.folder
-        assert shelf.copy("other", own).version == first.version
-        assert [one.name for one in shelf.all()] == ["other", "mine"]
+    def test_of_the_same_files_is_the_same_version(self, models: LocalModels, own: Path) -> None:
+        first = models.copy("mine", own)
+        assert models.copy("mine", own).folder == first.folder
+        assert models.copy("other", own).version == first.version
+        assert [one.name for one in models.all()] == ["other", "mine"]
 
-    def test_that_is_not_what_its_manifest_says_is_refused(self, shelf: Shelf, own: Path) -> None:
-        pulled = shelf.copy("mine", own)
+    def test_that_is_not_what_its_manifest_says_is_refused(self, models: LocalModels, own: Path) -> None:
+        pulled = models.copy("mine", own)
         with (pulled.folder / "model.safetensors").open("r+b") as file:
             file.write(b"changed")
         with pytest.raises(Refused, match=r"model\.safetensors is damaged"):
-            shelf.copy("again", pulled.folder)
+            models.copy("again", pulled.folder)
         (pulled.folder / "manifest.json").write_text("[]")
         with pytest.raises(Refused, match=r"manifest\.json cannot be read"):
-            shelf.copy("again", pulled.folder)
+            models.copy("again", pulled.folder)
 
-    def test_whose_weights_were_cut_off_is_refused(self, shelf: Shelf, own: Path) -> None:
+    def test_whose_weights_were_cut_off_is_refused(self, models: LocalModels, own: Path) -> None:
         weights = own / "model.safetensors"
         os.truncate(weights, weights.stat().st_size // 2)
         (own / "manifest.json").unlink(missing_ok=True)
         with pytest.raises(Refused, match="is truncated"):
-            shelf.copy("mine", own)
+            models.copy("mine", own)
 
-    def test_that_fails_leaves_nothing(self, shelf: Shelf, own: Path) -> None:
+    def test_that_fails_leaves_nothing(self, models: LocalModels, own: Path) -> None:
         (own / "config.json").unlink()
         with pytest.raises(Refused, match=r"has no config\.json"):
-            shelf.copy("mine", own)
-        shelf.root.write_text("not a folder")
+            models.copy("mine", own)
+        models.root.write_text("not a folder")
         with pytest.raises(Refused, match="cannot write into"):
-            shelf.copy("mine", TINY)
+            models.copy("mine", TINY)
 
 
 class TestVersions:
-    def test_the_last_pulled_is_the_one_that_is_meant(self, shelf: Shelf) -> None:
-        first, second = put(shelf, "m", "1"), put(shelf, "m", "2")
-        found = shelf.find("m")
+    def test_the_last_pulled_is_the_one_that_is_meant(self, models: LocalModels) -> None:
+        first, second = put(models, "m", "1"), put(models, "m", "2")
+        found = models.find("m")
         assert found is not None
         assert found.folder == second
-        assert put(shelf, "m", "1") == first
-        found = shelf.find("m")
+        assert put(models, "m", "1") == first
+        found = models.find("m")
         assert found is not None
         assert found.folder == first
 
-    def test_say_where_they_came_from(self, shelf: Shelf) -> None:
+    def test_say_where_they_came_from(self, models: LocalModels) -> None:
         source = Source("a/b", "main", "c0ffee")
-        put(shelf, "m", "1", source)
-        put(shelf, "plain", "1")
-        assert {one.name: one.source for one in shelf.all()} == {"m": source, "plain": None}
+        put(models, "m", "1", source)
+        put(models, "plain", "1")
+        assert {one.name: one.source for one in models.all()} == {"m": source, "plain": None}
 
-    def test_do_not_depend_on_where_they_came_from(self, shelf: Shelf) -> None:
-        assert put(shelf, "m", "1", Source("a/b", "main", "1")).name == put(shelf, "n", "1").name
+    def test_do_not_depend_on_where_they_came_from(self, models: LocalModels) -> None:
+        assert put(models, "m", "1", Source("a/b", "main", "1")).name == put(models, "n", "1").name
 
-    def test_are_the_engines(self, shelf: Shelf) -> None:
-        folder = put(shelf, "m", "1")
+    def test_are_the_engines(self, models: LocalModels) -> None:
+        folder = put(models, "m", "1")
         assert folder.name == model_version(folder)
 
-    def test_that_are_not_whole_are_not_there(self, shelf: Shelf) -> None:
-        with shelf.workplace("m", "key") as place:
+    def test_that_are_not_whole_are_not_there(self, models: LocalModels) -> None:
+        with models.workplace("m", "key") as place:
             (place / "manifest.json").write_text(json.dumps({"v": 1, "files": {}}))
-        (shelf.root / "m" / "0123456789ab").mkdir()
-        assert shelf.all() == []
+        (models.root / "m" / "0123456789ab").mkdir()
+        assert models.all() == []
 
-    def test_take_in_nothing_from_outside_of_a_folder(self, shelf: Shelf, own: Path, tmp_path: Path) -> None:
+    def test_take_in_nothing_from_outside_of_a_folder(self, models: LocalModels, own: Path, tmp_path: Path) -> None:
         secret = tmp_path / "secret.json"
         secret.write_text('{"key": "value"}')
         (own / "tokenizer_config.json").unlink()
         (own / "tokenizer_config.json").symlink_to(secret)
         with pytest.raises(Refused, match="outside"):
-            shelf.copy("m", own)
-        assert shelf.all() == []
+            models.copy("m", own)
+        assert models.all() == []
 
     @pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
-    def test_do_not_wait_for_a_manifest_that_never_ends(self, shelf: Shelf, own: Path, target: str) -> None:
+    def test_do_not_wait_for_a_manifest_that_never_ends(self, models: LocalModels, own: Path, target: str) -> None:
         os.mkfifo(own / "pipe")
         (own / "manifest.json").symlink_to(target)
         with pytest.raises(Refused, match=r"manifest\.json is not a regular file"):
-            shelf.copy("m", own)
-        assert shelf.all() == []
+            models.copy("m", own)
+        assert models.all() == []
 
-    def test_are_none_where_there_is_no_folder(self, shelf: Shelf) -> None:
-        assert shelf.all() == []
-        assert shelf.find("m") is None
+    def test_are_none_where_there_is_no_folder(self, models: LocalModels) -> None:
+        assert models.all() == []
+        assert models.find("m") is None
 
 
-def test_a_workplace_keeps_what_is_in_it(shelf: Shelf) -> None:
-    with shelf.workplace("m", "key") as place:
+def test_a_workplace_keeps_what_is_in_it(models: LocalModels) -> None:
+    with models.workplace("m", "key") as place:
         (place / "half").write_text("half")
-    with shelf.workplace("m", "key") as place:
+    with models.workplace("m", "key") as place:
         assert (place / "half").read_text() == "half"
 
 
-def test_a_workplace_is_for_one_at_a_time(shelf: Shelf) -> None:
+def test_a_workplace_is_for_one_at_a_time(models: LocalModels) -> None:
     waits, order = threading.Event(), []
 
     def second() -> None:
-        with shelf.workplace("m", "key", waits.set):
+        with models.workplace("m", "key", waits.set):
             order.append("second")
 
-    with shelf.workplace("m", "key"):
+    with models.workplace("m", "key"):
         thread = threading.Thread(target=second)
         thread.start()
         assert waits.wait(60)
@@ -167,12 +167,12 @@ def test_the_default_folder_is_the_users_or_the_one_that_was_given(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_MODELS", "~/m")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert Shelf.default().root == tmp_path / "m"
+    assert LocalModels.default().root == tmp_path / "m"
     monkeypatch.delenv("PENSTOCK_MODELS")
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert Shelf.default().root == tmp_path / ".local/share/penstock/models"
+    assert LocalModels.default().root == tmp_path / ".local/share/penstock/models"
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert Shelf.default().root == tmp_path / "data/penstock/models"
+    assert LocalModels.default().root == tmp_path / "data/penstock/models"
 
 
 def test_a_models_files_are_weights_settings_and_words() -> None:

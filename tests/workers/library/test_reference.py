@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workers.errors import Refused
-from workers.library import Shelf, find_model, name_of
+from workers.library import LocalModels, find_model, name_of
 from workers.library.reference import BUNDLED, known
 
 TINY = BUNDLED / "tiny"
@@ -32,13 +32,13 @@ def test_a_folder_is_called_as_it_is_named_wherever_it_is_looked_at_from(tmp_pat
 
 
 def test_a_pulled_model_goes_by_its_name() -> None:
-    pulled = Shelf.default().copy("python", TINY)
+    pulled = LocalModels.default().copy("python", TINY)
     assert find_model("python").folder == pulled.folder
     assert list(known())[-1] == "python"
 
 
 def test_a_bundled_model_is_not_replaced_by_a_pulled_one() -> None:
-    Shelf.default().copy("tiny", TINY)
+    LocalModels.default().copy("tiny", TINY)
     assert find_model("tiny").folder == TINY
 
 
@@ -58,7 +58,7 @@ def test_a_reference_for_another_process_means_the_same(tmp_path: Path, monkeypa
 
 def test_a_folder_may_have_an_equals_sign(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "lr=0.1")
-    with pytest.raises(Refused, match=r"cannot name a queue: write NAME=lr=0\.1"):
+    with pytest.raises(Refused, match=r"cannot be part of a queue: write NAME=lr=0\.1"):
         find_model("lr=0.1")
     assert find_model("good=lr=0.1").folder == tmp_path / "lr=0.1"
 

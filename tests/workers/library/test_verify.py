@@ -10,7 +10,7 @@ import pytest
 from tests.workers.rig import Rig
 from workers.cli.exits import Exit
 from workers.errors import Refused
-from workers.library import Shelf, verify
+from workers.library import LocalModels, verify
 from workers.runtime.serving import load_engine
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
@@ -18,8 +18,8 @@ TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 
 @pytest.fixture
 def pulled(tmp_path: Path) -> Path:
-    """A version on a shelf, whole."""
-    return Shelf(tmp_path / "models").copy("mine", TINY).folder
+    """A version on a models, whole."""
+    return LocalModels(tmp_path / "models").copy("mine", TINY).folder
 
 
 def flip_a_bit(path: Path) -> None:

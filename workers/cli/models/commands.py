@@ -128,7 +128,7 @@ def pull(
     The local model folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
     """
     from workers.errors import Refused
-    from workers.library import Shelf, find_model
+    from workers.library import LocalModels, find_model
     from workers.library.reference import HUB, bundled, checked_name, name_of
 
     def say(line: str) -> None:
@@ -142,7 +142,7 @@ def pull(
             with needs("worker"):
                 folder = find_model(f"{called}={source}", say).folder
         elif Path(source).is_dir():
-            folder = Shelf.default().copy(called, Path(source)).folder
+            folder = LocalModels.default().copy(called, Path(source)).folder
         else:
             raise Refused(f"{source!r} is not a folder; a hub's model is written hf://OWNER/NAME")
     except Refused as refused:
@@ -171,7 +171,7 @@ def _card(model: str) -> tuple[Path, ModelCard]:
 def _here() -> Iterator[dict[str, Any]]:
     """Rows of the models on this machine. It reads no tokenizer, since large ones take seconds."""
     from engine.errors import ModelError
-    from workers.library import Shelf
+    from workers.library import LocalModels
     from workers.library.reference import bundled
 
     with needs("gateway"):
@@ -179,7 +179,9 @@ def _here() -> Iterator[dict[str, Any]]:
         from engine.text.checkpoint import count_parameters, model_version
         from engine.text.config import Config, read_config
     places = [(name, "bundled", folder) for name, folder in bundled().items()]
-    places += [(one.name, "pulled", one.folder) for one in sorted(Shelf.default().all(), key=lambda one: one.name)]
+    places += [
+        (one.name, "pulled", one.folder) for one in sorted(LocalModels.default().all(), key=lambda one: one.name)
+    ]
     for name, where, folder in places:
         try:
             chat = TemplateSource.from_bytes(ModelCard.tokenizer_files(folder)) is not None

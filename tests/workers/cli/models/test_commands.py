@@ -15,7 +15,7 @@ import pytest
 
 from engine.text import ModelCard
 from tests.workers.cli.conftest import Run
-from workers.library import Shelf
+from workers.library import LocalModels
 from workers.library.reference import BUNDLED
 
 TINY = BUNDLED / "tiny"
@@ -29,7 +29,7 @@ def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestLs:
     def test_has_bundled_pulled_and_served_models(self, penstock: Run) -> None:
-        Shelf.default().copy("python", TINY)
+        LocalModels.default().copy("python", TINY)
         ran = penstock("models", "ls", "--json")
         rows = {(row["name"], row["where"].partition(":")[0]): row for row in json.loads(ran.out)}
         assert ran.status == 0
@@ -53,7 +53,7 @@ class TestLs:
         assert "no answer from http://127.0.0.1:1" in ran.err
 
     def test_passes_over_what_cannot_be_read_and_says_so(self, penstock: Run) -> None:
-        broken = Shelf.default().copy("broken", TINY).folder
+        broken = LocalModels.default().copy("broken", TINY).folder
         (broken / "config.json").write_text("{}")
         ran = penstock("models", "ls", "--json")
         assert ran.status == 0
@@ -140,14 +140,14 @@ class TestPull:
         ("args", "says"),
         [
             ((str(TINY),), "is the name of a bundled model; give another with --name"),
-            ((str(TINY), "--name", "a b"), "cannot name a queue"),
+            ((str(TINY), "--name", "a b"), "cannot be part of a queue"),
             ((str(TINY.parent),), "has no config.json"),
             (("nowhere",), "is not a folder; a hub's model is written hf://OWNER/NAME"),
-            (("hf://a/b/c",), "it looks like hf://OWNER/NAME"),
+            (("hf://a/b/c",), "it must be hf://OWNER/NAME"),
         ],
     )
     def test_of_what_cannot_be_is_refused(self, run: Run, args: tuple[str, ...], says: str) -> None:
         ran = run("models", "pull", *args)
         assert ran.status == 2
         assert says in ran.err
-        assert Shelf.default().all() == []
+        assert LocalModels.default().all() == []
