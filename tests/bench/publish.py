@@ -34,11 +34,11 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
         engine = SimpleNamespace(abort=lambda _: None, max_num_seqs=sequences, kv_tokens_total=0)
         settings = WorkerSettings(broker=url, store=url, model="stub")
         served = Served(settings, engine, {"name": "stub"}, {}, "penstock:queue:stub")
-        courier: Any = None
+        acker: Any = None
         finisher: Any = SimpleNamespace(
             may_retry=lambda _: False, finish=lambda d, status, error="null": finished.append(status)
         )
-        deliveries = Deliveries(served, courier)
+        deliveries = Deliveries(served, acker)
         for task_id in ids:
             delivery = Delivery(f"c-{task_id}", task_id, life)
             record = read_claim(task_id, run(redis, claim(task_id, delivery.uuid, life.id))).record

@@ -255,7 +255,7 @@ def tells_its_books() -> None:
             "running": len(runtime.deliveries.running),
             "held": runtime.deliveries.ledger.held,
             "arrivals": len(runtime.intake._arrivals),
-            "errands": len(runtime.courier._errands),
+            "errands": len(runtime.acker._errands),
             "requests": len(celery_state.requests),
             "reserved": len(celery_state.reserved_requests),
             "active": len(celery_state.active_requests),

@@ -33,11 +33,11 @@ class _Errand:
     what: Ack | Back
 
 
-class Courier(threading.Thread):
+class Acker(threading.Thread):
     """`store`: the URL of the store, which hears of it where a settled task turns out not to be."""
 
     def __init__(self, broker: Consumer, store: str) -> None:
-        super().__init__(name="penstock-courier", daemon=True)
+        super().__init__(name="penstock-acker", daemon=True)
         self.broker = broker
         self._store = connect(store)
         self._errands: deque[_Errand] = deque()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from workers.flow.acker import Courier
+from workers.flow.acker import Acker
 from workers.flow.delivery import Delivery, forget
 from workers.flow.incarnation import Incarnation
 from workers.flow.ledger import Ledger, Size
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 class Deliveries:
     """Thread-safe. `held` and `running` are keyed by the delivery's UUID."""
 
-    def __init__(self, served: Served, courier: Courier) -> None:
+    def __init__(self, served: Served, acker: Acker) -> None:
         self._name = served.settings.name
         self._abort: Callable[[str], None] = served.engine.abort
-        self._courier = courier
+        self._acker = acker
         self.ledger = Ledger((served.engine.max_num_seqs, served.engine.kv_tokens_total))
         self.life = Incarnation(self._name)
         """The present one; it is another as soon as its lease is gone."""
@@ -51,7 +51,7 @@ class Deliveries:
 
     def known(self) -> set[str]:
         """UUIDs of all that is held, or on its way in or out."""
-        return {*self.asked, *self.held, *self._courier.pending}
+        return {*self.asked, *self.held, *self._acker.pending}
 
     def enter(self, delivery: Delivery, size: Size) -> bool:
         """Enter a fetched message; False where its life is over."""
@@ -74,12 +74,12 @@ class Deliveries:
     def done(self, delivery: Delivery, reason: str = "", *, settled: bool = False) -> None:
         """ACK: nobody needs the message any more. `settled`: because its task is, or has no record."""
         task = delivery.task_id if settled else ""
-        ack = partial(self._courier.ack, delivery.incarnation, delivery.uuid, reason, delivery.used, task)
+        ack = partial(self._acker.ack, delivery.incarnation, delivery.uuid, reason, delivery.used, task)
         self._put_down(delivery, ack)
 
     def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
         """BACK: another worker's, or nobody's yet. What was claimed must be released first (`Finisher.let_go`)."""
-        self._put_down(delivery, lambda: self._courier.back(delivery.incarnation, delivery.uuid, delay))
+        self._put_down(delivery, lambda: self._acker.back(delivery.incarnation, delivery.uuid, delay))
 
     def _put_down(self, delivery: Delivery, errand: Callable[[], None]) -> None:
         """Take it out of the books, once. The errand is on its way before that is seen: a drain waits for empty books,

@@ -26,7 +26,7 @@ from producers.broker.values import Fetched, Rules
 from producers.connection.log_throttle import complain
 from producers.contract import keys
 from workers.connect import LOST
-from workers.flow.acker import Courier
+from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
@@ -54,11 +54,11 @@ class Arrival:
 
 
 class Intake(threading.Thread):
-    def __init__(self, served: Served, deliveries: Deliveries, courier: Courier, celery: CelerySide) -> None:
+    def __init__(self, served: Served, deliveries: Deliveries, acker: Acker, celery: CelerySide) -> None:
         super().__init__(name="penstock-intake", daemon=True)
         self.queues = served.queues
         self._deliveries = deliveries
-        self._courier = courier
+        self._acker = acker
         self._celery = celery
         capacity = deliveries.ledger.capacity
         self._rules = Rules(
@@ -189,7 +189,7 @@ class Intake(threading.Thread):
             return
         delay = 0.0 if one.condemned else _seconds_until(payload["headers"].get("eta"))
         if delay > 0:  # waited out in the broker: here it would take room, and nobody else could have it
-            self._courier.back(life, one.uuid, delay)
+            self._acker.back(life, one.uuid, delay)
             return
         payload["properties"]["delivery_tag"] = one.uuid
         headers = payload["headers"]
@@ -206,7 +206,7 @@ class Intake(threading.Thread):
         """A dead letter, or it becomes one; where at least its id can be read, whoever waits for it hears of it."""
         task_id = _id_of(one.raw)
         if task_id is None:
-            self._courier.ack(life, one.uuid, reason)
+            self._acker.ack(life, one.uuid, reason)
         else:
             self._celery.unreadable(Delivery(one.uuid, task_id, life), reason)
 

@@ -14,7 +14,7 @@ SHOWN: Final = 100
 def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
     """Countdown and ETA tasks, which wait in the broker for all workers of the pool; the soonest 100."""
     runtime = state.app.penstock
-    payloads = [json.loads(message) for message in runtime.courier.broker.scheduled(SHOWN)]
+    payloads = [json.loads(message) for message in runtime.acker.broker.scheduled(SHOWN)]
     return [_shown(payload, state.hostname) for payload in payloads if payload["headers"].get("eta")]
 
 

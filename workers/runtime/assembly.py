@@ -1,6 +1,6 @@
 """Makes the parts of one worker process and connects them.
 
-    Intake -> (event loop: Celery's consumer) -> EnginePool -> Claimer -> engine -> Publisher -> Finisher -> Courier
+    Intake -> (event loop: Celery's consumer) -> EnginePool -> Claimer -> engine -> Publisher -> Finisher -> Acker
     FETCH                                                      CLAIM               APPEND,      tracer,     ACK, BACK
                                                                                    FINISH       SETTLE
 
@@ -20,7 +20,7 @@ from celery.worker import state
 from redis import Redis
 
 from producers.broker.connect import connect_consumer
-from workers.flow.acker import Courier
+from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
 from workers.flow.clock import Clock
@@ -47,13 +47,13 @@ class Runtime:
         self.served = served
         settings, engine = served.settings, served.engine
         clock = Clock()
-        self.courier = Courier(connect_consumer(settings.broker, served.queues), settings.store)
-        self.deliveries = Deliveries(served, self.courier)
+        self.acker = Acker(connect_consumer(settings.broker, served.queues), settings.store)
+        self.deliveries = Deliveries(served, self.acker)
         self.finisher = Finisher(served, app, self.deliveries, clock)
         self.publisher = Publisher(served, self.deliveries, self.finisher, lambda why: self.give_up(why, frozenset()))
         self.claimer = Claimer(served, self.deliveries, clock, self.publisher, self.finisher)
         self.celery = CelerySide(served, self.deliveries, clock, self.claimer, self.publisher, self.finisher)
-        self.intake = Intake(served, self.deliveries, self.courier, self.celery)
+        self.intake = Intake(served, self.deliveries, self.acker, self.celery)
         self.housekeeper = Housekeeper(
             served, self.deliveries, clock, self.publisher, self.finisher, self.about, announce
         )
@@ -68,7 +68,7 @@ class Runtime:
             claimer=self.claimer,
             publisher=self.publisher,
             finisher=self.finisher,
-            courier=self.courier,
+            acker=self.acker,
             housekeeper=self.housekeeper,
         )
         self.given_up = ""
@@ -79,7 +79,7 @@ class Runtime:
         """Raises redis errors when broker or store cannot be reached: a worker without a lease must not begin."""
         self.housekeeper.begin_life(self.deliveries.life)
         self.gpu.start()
-        for thread in (self.courier, self.finisher, self.publisher, self.claimer, self.housekeeper, self.intake):
+        for thread in (self.acker, self.finisher, self.publisher, self.claimer, self.housekeeper, self.intake):
             thread.start()
         self.watchdog.start()
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from workers.flow.acker import Courier
+from workers.flow.acker import Acker
 from workers.flow.claimer import Claimer
 from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
@@ -49,7 +49,7 @@ class Drain:
         claimer: Claimer,
         publisher: Publisher,
         finisher: Finisher,
-        courier: Courier,
+        acker: Acker,
         housekeeper: Housekeeper,
     ) -> None:
         self._engine = engine
@@ -59,7 +59,7 @@ class Drain:
         self._claimer = claimer
         self._publisher = publisher
         self._finisher = finisher
-        self._courier = courier
+        self._acker = acker
         self._housekeeper = housekeeper
         self._until: float | None = None
         self._status = os.EX_OK
@@ -105,7 +105,7 @@ class Drain:
         end = time.monotonic() + spare + HAND_BACK_S
         whole = self._hand_back(end)
         closed = _within(self._engine.close, end)
-        self._courier.stop()
+        self._acker.stop()
         self._housekeeper.stop()
         if not whole:
             logger.error("Store or broker do not answer: %d tasks return when the lease lapses", len(self._deliveries))
@@ -133,7 +133,7 @@ class Drain:
             if self._suspects is not None and delivery.uuid not in self._suspects:
                 self._back(delivery)
         stopped = self._finisher.stop(_left(end)) and stopped
-        if not (self._courier.flush(_left(end)) and stopped):
+        if not (self._acker.flush(_left(end)) and stopped):
             return False
         # What was kept back, and no lease over it, returns to the front by REAP; its next CLAIM finds an owner dead.
         if not _within(self._give_up_lease, end):
@@ -147,7 +147,7 @@ class Drain:
         self._finisher.release(delivery)
 
     def _give_up_lease(self) -> None:
-        self._housekeeper.lease.give_up(self._deliveries.life, self._finisher.redis, self._courier.broker)
+        self._housekeeper.lease.give_up(self._deliveries.life, self._finisher.redis, self._acker.broker)
 
 
 def _left(end: float) -> float:

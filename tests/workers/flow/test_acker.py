@@ -15,7 +15,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from tests.producers.proxy import Proxy
-from workers.flow.acker import Courier
+from workers.flow.acker import Acker
 from workers.flow.incarnation import Incarnation
 
 QUEUE = "penstock:queue:x"
@@ -35,13 +35,13 @@ def proxy(valkey_url: str) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def courier(proxy: Proxy) -> Iterator[Courier]:
-    courier = Courier(connect_consumer(proxy.url, [QUEUE]), proxy.url)
-    courier.start()
-    yield courier
-    courier.stop()
-    courier.join(60)
-    assert not courier.is_alive()
+def acker(proxy: Proxy) -> Iterator[Acker]:
+    acker = Acker(connect_consumer(proxy.url, [QUEUE]), proxy.url)
+    acker.start()
+    yield acker
+    acker.stop()
+    acker.join(60)
+    assert not acker.is_alive()
 
 
 def fetch(valkey: Redis, life: Incarnation, count: int) -> list[str]:
@@ -72,19 +72,19 @@ def waiting(valkey: Redis) -> list[str]:
     return [json.loads(raw)["headers"]["id"] for raw in valkey.lrange(QUEUE, 0, -1)][::-1]
 
 
-def test_acknowledged_messages_are_gone(valkey: Redis, life: Incarnation, courier: Courier) -> None:
+def test_acknowledged_messages_are_gone(valkey: Redis, life: Incarnation, acker: Acker) -> None:
     for name in fetch(valkey, life, 600):
-        courier.ack(life, name)
-    assert courier.flush(60)
+        acker.ack(life, name)
+    assert acker.flush(60)
     assert valkey.hlen(broker_keys.inflight(life.id)) == 0
     assert waiting(valkey) == []
     assert valkey.llen(broker_keys.DEAD) == 0
 
 
-def test_with_a_reason_the_message_is_kept(valkey: Redis, life: Incarnation, courier: Courier) -> None:
+def test_with_a_reason_the_message_is_kept(valkey: Redis, life: Incarnation, acker: Acker) -> None:
     (name,) = fetch(valkey, life, 1)
-    courier.ack(life, name, "nobody can read it")
-    assert courier.flush(60)
+    acker.ack(life, name, "nobody can read it")
+    assert acker.flush(60)
     (letter,) = (json.loads(raw) for raw in valkey.lrange(broker_keys.DEAD, 0, -1))
     assert letter["reason"] == "nobody can read it"
     assert json.loads(letter["message"])["headers"]["id"] == "task-0"
@@ -92,13 +92,13 @@ def test_with_a_reason_the_message_is_kept(valkey: Redis, life: Incarnation, cou
 
 
 def test_given_back_they_stand_in_front_and_delayed_ones_elsewhere(
-    valkey: Redis, life: Incarnation, courier: Courier
+    valkey: Redis, life: Incarnation, acker: Acker
 ) -> None:
     fetch(valkey, life, 3)
     valkey.lpush(QUEUE, Message("later", QUEUE, "default", 1, 1).envelope())
-    courier.back(life, "0")
-    courier.back(life, "1", 60.0)
-    assert courier.flush(60)
+    acker.back(life, "0")
+    acker.back(life, "1", 60.0)
+    assert acker.flush(60)
     assert waiting(valkey) == ["task-0", "later"]
     assert valkey.zcard(broker_keys.delayed(QUEUE)) == 1
     assert valkey.hlen(broker_keys.inflight(life.id)) == 1
@@ -106,33 +106,33 @@ def test_given_back_they_stand_in_front_and_delayed_ones_elsewhere(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_lost_reply_is_asked_for_again(
-    valkey: Redis, life: Incarnation, courier: Courier, proxy: Proxy, when: str
+    valkey: Redis, life: Incarnation, acker: Acker, proxy: Proxy, when: str
 ) -> None:
     fetch(valkey, life, 3)
-    courier.ack(life, "2")  # loads the scripts
-    courier.back(life, "1")
-    assert courier.flush(60)
+    acker.ack(life, "2")  # loads the scripts
+    acker.back(life, "1")
+    assert acker.flush(60)
     fault = proxy.fail(b"EVALSHA", when, times=3)  # type: ignore[arg-type]
-    courier.back(life, "0")
-    assert courier.flush(60)
+    acker.back(life, "0")
+    assert acker.flush(60)
     assert fault.hits >= 1
     assert waiting(valkey) == ["task-0", "task-1"], "returned once"
 
 
-def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Incarnation, courier: Courier) -> None:
+def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Incarnation, acker: Acker) -> None:
     fetch(valkey, life, 1)
     life.over = True
-    courier.ack(life, "0")
-    assert courier.flush(60)
+    acker.ack(life, "0")
+    assert acker.flush(60)
     assert valkey.hlen(broker_keys.inflight(life.id)) == 1, "it returns by REAP"
 
 
 def test_flush_tells_when_the_broker_is_away() -> None:
     away = "redis://127.0.0.1:1/0"
-    courier = Courier(connect_consumer(away, [QUEUE]), away)
-    courier.start()
-    courier.ack(Incarnation("w"), "0")
-    assert not courier.flush(0.5)
-    courier.stop()
-    courier.join(60)
-    assert not courier.is_alive()
+    acker = Acker(connect_consumer(away, [QUEUE]), away)
+    acker.start()
+    acker.ack(Incarnation("w"), "0")
+    assert not acker.flush(0.5)
+    acker.stop()
+    acker.join(60)
+    assert not acker.is_alive()

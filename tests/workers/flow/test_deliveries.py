@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from producers.broker.connect import connect_consumer
-from workers.flow.acker import Courier
+from workers.flow.acker import Acker
 from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
 from workers.flow.incarnation import Incarnation
@@ -27,10 +27,10 @@ def aborted() -> list[str]:
 
 @pytest.fixture
 def books(aborted: list[str]) -> Deliveries:
-    """Their courier keeps its errands: it has not been started."""
+    """Their acker keeps its errands: it has not been started."""
     engine: Any = SimpleNamespace(max_num_seqs=4, kv_tokens_total=400, abort=aborted.append)
     served = Served(WorkerSettings(AWAY, AWAY, "stub", name="w"), engine, {"name": "stub"}, {}, "q")
-    return Deliveries(served, Courier(connect_consumer(AWAY, served.queues), AWAY))
+    return Deliveries(served, Acker(connect_consumer(AWAY, served.queues), AWAY))
 
 
 def enter(books: Deliveries, uuid: str) -> Delivery:
