@@ -13,20 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from engine.errors import NOT_FINITE, EngineError
-from engine.logprobs import TokenLogprobs
 from engine.request import Event
 from producers.connection.log_throttle import complain
 from producers.connection.script import run, run_many, text
-from producers.contract.events import encode_prompt, encode_token, quote
 from producers.contract.record import error_json
-from producers.store.protocol import Append, append, finish, prompt, read_append
+from producers.store.protocol import Append, append, prompt, read_append
 from workers.connect import LOST, connect
 from workers.flow import probe
+from workers.flow.batch import Batch, Conclusion, finish_call, part
 from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
 from workers.flow.finisher import Finisher
@@ -35,27 +32,12 @@ from workers.flow.served import Served
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-#: Entries in one call: after an outage there may be many, and a script blocks the store.
-MAX_ENTRIES = 2000
-
 EXPIRED = error_json("expired", "The deadline passed before the task was finished.")
 #: What a worker says whose model no longer answers what it did when it was loaded.
 BROKEN = (
     f"{NOT_FINITE} also after the prompt that it answered when it was loaded, so that its weights in memory are "
     "damaged. Its tasks go to others; start it again, and test this machine's memory or GPU if it happens again"
 )
-#: The finish reason of a choice that the deadline cut off; `_late.lua` has it too.
-DEADLINE = "deadline"
-
-
-@dataclass(slots=True)
-class Conclusion:
-    """How a running task is to end. `retry`: by Celery's retry, where it has tries left."""
-
-    delivery: Delivery
-    status: str
-    error: str = "null"
-    retry: bool = False
 
 
 class Publisher(threading.Thread):
@@ -143,83 +125,21 @@ class Publisher(threading.Thread):
                 return
 
     def _publish(self) -> None:
-        batch: dict[tuple[str, int], Append] = {}
-        ends: dict[str, Conclusion] = {}
-        scored: list[Delivery] = []
+        batch = Batch()
         while self._news:
             item = self._news.popleft()
             if isinstance(item, Conclusion):
-                if not (item.delivery.ended or (item.status == "incomplete" and item.delivery.complete)):
-                    ends.setdefault(item.delivery.uuid, item)
-                continue
-            if isinstance(item, Delivery):
+                batch.conclude(item)
+            elif isinstance(item, Delivery):
                 if item.uuid in self._deliveries.running:
-                    self._said(item, 0, item.next_index(0), batch).prompt_tokens = item.prompt_tokens
-                continue
-            delivery = self._deliveries.running.get(item.request_id)
-            if delivery is not None:
-                if item.prompt_logprobs is not None:
-                    self._note_prompt(delivery, item.prompt_logprobs)
-                    scored.append(delivery)
-                for event in self._due(delivery, item):
-                    self._note(delivery, event, batch, ends)
-        self._prompt(scored, ends)
-        self._append(list(batch.values()), ends)
-        self._finish(ends)
+                    batch.count(item)
+            elif (delivery := self._deliveries.running.get(item.request_id)) is not None:
+                batch.add(delivery, item)
+        self._doubted |= batch.doubted
+        self._prompt(batch.scored, batch.ends)
+        self._append(list(batch.appends.values()), batch.ends)
+        self._finish(batch.ends)
         self._ask()
-
-    @staticmethod
-    def _note_prompt(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> None:
-        found = [(lp.logprob, lp.top) if lp else None for lp in logprobs]
-        delivery.prompt = encode_prompt(delivery.prompt_ids, found)
-        delivery.scored = True
-
-    @staticmethod
-    def _due(delivery: Delivery, event: Event) -> list[Event]:
-        """The events to publish now. Those of best_of's choices wait for each other: published in one call, no stream
-        can hold the choices of two runs."""
-        if not delivery.selects or event.error is not None:
-            return [event]
-        delivery.held.append(event)
-        return delivery.held if event.done else []
-
-    def _note(
-        self,
-        delivery: Delivery,
-        event: Event,
-        batch: dict[tuple[str, int], Append],
-        ends: dict[str, Conclusion],
-    ) -> None:
-        """Encode the event's tokens, and see whether it is the last one."""
-        choice = event.choice
-        if event.token_ids:
-            entries = _encode(event)
-            append = self._said(delivery, choice, event.index, batch)
-            append.entries += entries
-            append.discarded = delivery.discarded = event.discarded
-            delivery.entries[choice] += entries
-        if event.finish_reason is None and not event.done:
-            return
-        delivery.cached_tokens = event.cached_tokens
-        delivery.reasons[choice] = event.finish_reason
-        if event.error is not None:
-            code = "invalid_value" if event.refused else "engine_error"
-            error = error_json(code, event.error)
-            failed = Conclusion(delivery, "failed", error, retry=not event.refused)
-            (self._doubted if event.error == NOT_FINITE else ends)[delivery.uuid] = failed
-        elif event.done and "error" not in delivery.reasons:
-            end = ends.get(delivery.uuid)
-            if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
-                ends[delivery.uuid] = Conclusion(delivery, "completed")
-
-    @staticmethod
-    def _said(delivery: Delivery, choice: int, index: int, batch: dict[tuple[str, int], Append]) -> Append:
-        """What the batch says of a choice, from token `index` on."""
-        append = batch.get((delivery.uuid, choice))
-        if append is None:
-            append = batch[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, index)
-        append.scored = delivery.scored
-        return append
 
     def _ask(self) -> None:
         """Who is to blame for NaN: see `workers.flow.probe`. Where the engine is closed, a drain hands them back."""
@@ -267,17 +187,17 @@ class Publisher(threading.Thread):
         """Until the store has it all, or says that it is not ours to append."""
         held = self._deliveries.held
         while batch:
-            part, rest = _part([a for a in batch if a.claim_id in held])
-            if not part:
+            now, rest = part([a for a in batch if a.claim_id in held])
+            if not now:
                 return
             try:
-                answers = read_append(run(self._redis, append(part)))
+                answers = read_append(run(self._redis, append(now)))
             except LOST as exc:
                 complain(logger, "Cannot publish, trying again: %s", exc)
                 time.sleep(RETRY_S)
                 continue
             again: list[Append] = []
-            for one, (answer, next_index) in zip(part, answers, strict=True):
+            for one, (answer, next_index) in zip(now, answers, strict=True):
                 self.tokens += len(one.entries)
                 delivery = held.get(one.claim_id)
                 if delivery is None or answer == "ok":
@@ -319,7 +239,7 @@ class Publisher(threading.Thread):
                     self._finisher.retry(end.delivery, json.loads(end.error)["message"], otherwise)
             todo = [end for end in ends.values() if not (end.delivery.put_down or end.delivery.ended)]
             try:
-                answers = run_many(self._redis, [_finish_call(end) for end in todo])
+                answers = run_many(self._redis, [finish_call(end) for end in todo])
             except LOST as exc:
                 complain(logger, "Cannot finish %d tasks, trying again: %s", len(todo), exc)
                 time.sleep(RETRY_S)
@@ -356,51 +276,3 @@ class Publisher(threading.Thread):
         """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
         logger.warning("Task %s is not ours any more (%s)", delivery.task_id, answer)
         self._finisher.let_go(delivery, self._retry_after)
-
-
-def _encode(event: Event) -> list[str]:
-    """An event's tokens as stream entries; the finish reason stands on the choice's last token."""
-    token_ids, finish_reason = event.token_ids, event.finish_reason
-    if finish_reason is None and event.logprobs is None and len(token_ids) == 1:  # nearly every event
-        return [f"[{event.choice},{event.index},{token_ids[0]},{quote(event.texts[0])}]"]
-    last = len(token_ids) - 1
-    entries = []
-    for k, (token_id, piece) in enumerate(zip(token_ids, event.texts, strict=True)):
-        lp = event.logprobs[k] if event.logprobs else None
-        entries.append(
-            encode_token(
-                event.choice,
-                event.index + k,
-                token_id,
-                piece,
-                (lp.logprob, lp.top) if lp else None,
-                finish_reason if k == last else None,
-            )
-        )
-    return entries
-
-
-def _part(batch: list[Append]) -> tuple[list[Append], list[Append]]:
-    """As much of the batch as one call should carry, and the rest. What a task says at once stays together."""
-    size = 0
-    for k, one in enumerate(batch):
-        size += len(one.entries)
-        if size > MAX_ENTRIES and k and batch[k - 1].claim_id != one.claim_id:
-            return batch[:k], batch[k:]
-    return batch, []
-
-
-def _finish_call(end: Conclusion) -> Any:
-    d = end.delivery
-    reasons = [reason or DEADLINE for reason in d.reasons] if end.status == "incomplete" else d.reasons
-    return finish(
-        d.task_id,
-        d.uuid,
-        end.status,
-        reasons=json.dumps(reasons, separators=(",", ":")),
-        nexts=[d.next_index(choice) for choice in range(len(d.base))],
-        error=end.error,
-        prompt_tokens=d.prompt_tokens,
-        cached_tokens=d.cached_tokens,
-        scored=d.scored,
-    )
