@@ -3,5 +3,5 @@
     sender ─▶ Sender, Broker.send ─▶ queue by tier ─▶ Consumer.fetch ─▶ in flight ─▶ Consumer.put_down
 
 base has the interface, values what goes in and comes out, connect chooses an implementation by URL
-redis/ and its scripts are the one for Redis and Valkey
+redis/ and its scripts are the one for Redis and Valkey; memory/ is the same in plain Python, for one process
 """

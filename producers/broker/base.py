@@ -22,7 +22,7 @@ class NoSuchPlace(PenstockError):
 
 
 class Waker(Protocol):
-    """A thread, not yet started, that says when something may have come into one of the consumer's queues."""
+    """Says when something may have come into one of the consumer's queues, once it is started."""
 
     def start(self) -> None: ...
 
@@ -120,8 +120,9 @@ class Consumer(ABC):
 
     @abstractmethod
     def waker(self, poke: Callable[[], None]) -> Waker:
-        """`poke` is called, from the waker's thread, whenever something may have come; also for nothing. A message may
-        come unheard while a connection is made anew, so that whoever waits looks now and then all the same."""
+        """`poke` is called, from any thread, whenever something may have come; also for nothing. It must not block. A
+        message may come unheard while a connection is made anew, so that whoever waits looks now and then all the
+        same."""
 
     @abstractmethod
     def prepare(self) -> None:

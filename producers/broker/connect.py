@@ -6,31 +6,41 @@ redis:// rediss:// unix:// and Sentinels    `producers.broker.redis`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import redis
 import redis.asyncio
 
 from producers.broker.base import Broker, Consumer, Sender
+from producers.broker.memory.consumer import MemoryConsumer
+from producers.broker.memory.operator import MemoryBroker, MemorySender
+from producers.broker.memory.server import server_of
 from producers.broker.redis.consumer import RedisConsumer
 from producers.broker.redis.operator import RedisBroker, RedisSender
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
 
+MEMORY: Final = "memory://"
+
 
 def is_known(url: str) -> bool:
     """Whether one of the brokers here speaks to it. kombu may take what is not."""
-    return is_redis(url)
+    return is_redis(url) or _is_memory(url)
 
 
 def connect_broker(url: str, shared: redis.asyncio.Redis | None = None) -> Broker:
     """The asyncio side. `shared`: the store's client, where that is the same server. Raises ValueError for a URL of
     another kind."""
     _check(url)
+    if _is_memory(url):
+        return MemoryBroker(server_of(url))
     return RedisBroker(connect_async(url) if shared is None else shared)
 
 
 def connect_sender(url: str, shared: redis.Redis | None = None) -> Sender:
     """A blocking client's side, as `connect_broker`."""
     _check(url)
+    if _is_memory(url):
+        return MemorySender(server_of(url))
     return RedisSender(connect(url) if shared is None else shared)
 
 
@@ -38,10 +48,16 @@ def connect_consumer(url: str, queues: Sequence[str], timeout: float = SILENT_S)
     """A worker's side. `queues`: those it takes from, its own pool's first; `timeout`: of each answer (s). Raises
     ValueError for a URL of another kind."""
     _check(url)
+    if _is_memory(url):
+        return MemoryConsumer(server_of(url), queues)
     return RedisConsumer(url, queues, timeout)
+
+
+def _is_memory(url: str) -> bool:
+    return url.startswith(MEMORY)
 
 
 def _check(url: str) -> None:
     if not is_known(url):
-        kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        kinds = ", ".join([*(f"{scheme}://" for scheme in SCHEMES), MEMORY])
         raise ValueError(f"no broker is known for {shown(url)!r}: a broker's URL begins with {kinds}")

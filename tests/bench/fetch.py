@@ -13,7 +13,7 @@ import time
 
 from redis import Redis
 
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run, run_many
 from producers.contract import keys
@@ -68,7 +68,7 @@ def _timed(redis: Redis, batch: int, room: int, number: int) -> tuple[float, lis
     start = time.perf_counter()
     answer = run(redis, call)
     seconds = time.perf_counter() - start
-    fetched = broker.read_fetch(answer)
+    fetched = broker.read_fetch(answer, broker.places([QUEUE, keys.model_queue("m")]))
     if fetched is None or len(fetched) != (batch if room else 0):
         raise RuntimeError(f"{fetched and len(fetched)} tasks were fetched")
     return seconds, uuids

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.connection.script import Script, script
 from producers.store import protocol
 

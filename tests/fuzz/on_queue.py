@@ -24,7 +24,7 @@ from typing import Any
 from redis import Redis
 
 from producers.broker.redis import keys as broker_keys
-from producers.broker.redis import lists
+from producers.broker.redis.calls import lists
 from producers.contract import keys
 from tests.fuzz.drawing import drawn
 from tests.fuzz.ends import Ends, sent_id

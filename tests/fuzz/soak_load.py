@@ -13,7 +13,7 @@ import httpx
 from redis import Redis
 
 from producers import AsyncClient
-from producers.broker.redis import lists
+from producers.broker.redis.calls import lists
 from producers.contract import keys
 from producers.errors import PenstockError
 from tests.fuzz.drawing import drawn

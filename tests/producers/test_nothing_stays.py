@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 
 from producers import AsyncClient
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
@@ -59,7 +59,7 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     call = broker.fetch(
         "gone", [QUEUE], ["u1", "u2", "u3"], FREE, capacity=(9, 9999), plain_tokens=9, ageing_ms=9, max_redeliveries=9
     )
-    assert len(broker.read_fetch(run(valkey, call)) or ()) == 3
+    assert len(broker.read_fetch(run(valkey, call), broker.places([QUEUE])) or ()) == 3
     run(valkey, broker.back("gone", QUEUE, "u1", 600_000))
     valkey.delete(keys.lease("gone"))
     valkey.lpush(OLD, Message("long expired", OLD, "default", 1, 9).envelope())

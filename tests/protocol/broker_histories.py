@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.contract import keys
-from tests.protocol.broker_reference import Sent
 from tests.protocol.messages import good
 
 if TYPE_CHECKING:
@@ -19,9 +18,8 @@ FIRST, *_, LAST = (name for name, _ in sorted(broker.lists([QUEUE]), key=lambda 
 INC = "i1"
 
 
-def task(id_: str, tenant: str = "", seqs: int = 1, tokens: float = 100) -> Sent:
-    believed = int(tokens) if tokens == tokens else None
-    return good(id_, keys.TASK_NAME, (seqs, seqs), (tokens, believed), True, (tenant, tenant))
+def task(id_: str, tenant: str = "", seqs: int = 1, tokens: float = 100) -> bytes:
+    return good(id_, keys.TASK_NAME, seqs, tokens, True, tenant)
 
 
 def come_back(machine: BrokerMachine) -> None:
@@ -62,7 +60,7 @@ def want_room(machine: BrokerMachine) -> None:
     machine.send(FIRST, [task("a", seqs=4)])
     machine.send(LAST, [task("b")])
     machine.fetch(INC, 1, 0, [2] * 4, [8] * 4)
-    machine.a_head_waits(sorted(machine.model.ages).index(LAST), 4)
+    machine.a_head_waits(sorted(machine.model.unserved).index(LAST), 4)
     machine.fetch(INC, 1, 0, [4, 4, 4, 0], [8] * 4)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis import Redis
 
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.store import protocol
 from tests.exhaustive import few
 from tests.protocol.server import Mutant
@@ -119,7 +119,7 @@ BROKER = {
     "RECALL is held up by everybody": ("recall", "takers[listed[k + 1]] and", ""),
     "LEASE revives what lapsed": ("lease", "ARGV[4] == '0' and", "false and"),
     "LEASE lists nobody": ("lease", "redis.call('HSET', KEYS[2], ARGV[1], ARGV[5])", ""),
-    "LEASE lists who is gone again": ("lease", "ARGV[4] == '1' and KEYS[2]", "KEYS[2]"),
+    "LEASE lists who is gone again": ("lease", "if ARGV[4] == '1' then", "if true then"),
     "LEASE lasts for ever": ("lease", ", 'PX', ARGV[3])", ")"),
     "STRAYS finds what is held": ("strays", "if not held[uuid]", "if true"),
     "STRAYS finds nothing": ("strays", "if not held[uuid]", "if false"),

@@ -1,16 +1,23 @@
-"""Turns among tenants, as the real scripts give them: who floods a queue makes nobody wait, and nobody saves up."""
+"""Turns among tenants, as each broker gives them: who floods a queue makes nobody wait, and nobody saves up."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import uuid
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 from redis import Redis
 
-from producers.broker import redis as broker
+from producers.broker.base import Consumer, Sender
+from producers.broker.connect import connect_broker, connect_consumer, connect_sender
+from producers.broker.redis import calls
 from producers.broker.redis import keys as broker_keys
+from producers.broker.values import Ack, Credit, PutDown, Rules
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -19,9 +26,14 @@ QUEUE = keys.pool_queue("m", "1", "test")
 INC = "w.1"
 
 
+ROOM = 10**6
+RULES = Rules(capacity=(ROOM, 10**9), plain_tokens=100, ageing=10**6, max_redeliveries=5)
+
+
 @dataclass(slots=True)
 class Taken:
     uuid: str
+    id: str
     tenant: str
     tokens: int
 
@@ -30,54 +42,59 @@ class Taken:
 class Shop:
     """A queue, and one worker that takes from it."""
 
-    redis: Redis
+    url: str
+    sender: Sender
+    worker: Consumer
     numbers: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+    taken: Counter[str] = field(default_factory=Counter)
     served: dict[str, int] = field(default_factory=dict)
 
     def send(self, tenant: str, tokens: int = 100, *, count: int = 1, tier: str = "default") -> None:
-        with self.redis.pipeline(transaction=False) as pipe:
-            for _ in range(count):
-                self.numbers += 1
-                message = Message(f"t{self.numbers}", QUEUE, tier, 1, tokens, tenant)
-                pipe.lpush(broker_keys.list_of(message), message.envelope())
-            pipe.execute()
+        for _ in range(count):
+            self.numbers += 1
+            self.sender.send(Message(f"t{self.numbers}", QUEUE, tier, 1, tokens, tenant))
+        self.sent[tenant] += count
 
-    def take(self, count: int = 1, room: int = 10**6) -> list[Taken]:
+    def take(self, count: int = 1, room: int = ROOM, bite: int | None = None) -> list[Taken]:
         uuids = [f"u{self.numbers + k}" for k in range(1, count + 1)]
         self.numbers += count
-        call = broker.fetch(
-            INC,
-            [QUEUE],
-            uuids,
-            broker.Credit((room,) * 4, (10**9,) * 4),
-            capacity=(10**6, 10**9),
-            plain_tokens=100,
-            ageing_ms=10**9,
-            max_redeliveries=5,
-        )
-        fetched = broker.read_fetch(run(self.redis, call))
+        fetched = self.worker.fetch(INC, uuids, Credit((room,) * 4, (10**9,) * 4), RULES, bite)
         assert fetched is not None
-        sizes = [json.loads(one.raw)["headers"]["penstock"] for one in fetched]
-        found = [
-            Taken(one.uuid, said.get("tenant", ""), said["tokens"]) for one, said in zip(fetched, sizes, strict=True)
-        ]
+        found = []
+        for one in fetched:
+            headers = json.loads(one.raw)["headers"]
+            said = headers["penstock"]
+            found.append(Taken(one.uuid, headers["id"], said.get("tenant", ""), said["tokens"]))
         for one in found:
             self.served[one.tenant] = self.served.get(one.tenant, 0) + one.tokens
+            self.taken[one.tenant] += 1
         return found
 
     def sort(self) -> None:
-        """As a worker without room does, which looks again after each change of the lists."""
-        while any(self.redis.llen(name) for name, _ in broker.lists([QUEUE])):
-            assert not self.take(room=0)
+        """As workers without room do, in the end."""
+        assert not self.take(room=0, bite=10**6)
 
     def end(self, one: Taken, used: int) -> None:
-        assert run(self.redis, broker.ack(INC, one.uuid, "", used)) == 1
+        assert self.worker.put_down([Ack(INC, one.uuid, used=used)]) == [PutDown.DONE]
+
+    def weigh(self, tenant: str, weight: float) -> None:
+        async def said() -> None:
+            broker = connect_broker(self.url)
+            await broker.weigh(tenant, weight)
+            await broker.aclose()
+
+        asyncio.run(said())
 
 
-@pytest.fixture
-def shop(valkey: Redis) -> Shop:
-    valkey.set(keys.lease(INC), "{}")
-    return Shop(valkey)
+@pytest.fixture(params=["redis", "memory"])
+def shop(request: pytest.FixtureRequest, valkey_url: str, valkey: Redis) -> Iterator[Shop]:
+    url = valkey_url if request.param == "redis" else f"memory://{uuid.uuid4()}"
+    shop = Shop(url, connect_sender(url), connect_consumer(url, [QUEUE]))
+    shop.worker.take_lease(INC, "{}", 600.0)
+    yield shop
+    shop.sender.close()
+    shop.worker.close()
 
 
 def test_a_flood_of_one_tenant_does_not_make_the_first_task_of_another_wait(shop: Shop) -> None:
@@ -95,16 +112,10 @@ def test_a_tenants_own_tasks_keep_their_order(shop: Shop) -> None:
     shop.send("b", count=100)
     ids = []
     while taken := shop.take(7):
-        ids += [json.loads(_message(shop, one))["headers"]["id"] for one in taken]
+        ids += [one.id for one in taken]
     numbers = [int(task_id[1:]) for task_id in ids]
     assert [n for n in numbers if n <= 100] == list(range(1, 101))
     assert [n for n in numbers if n > 100] == list(range(101, 201))
-
-
-def _message(shop: Shop, one: Taken) -> bytes:
-    packed = shop.redis.hget(broker_keys.inflight(INC), one.uuid)
-    found: bytes = shop.redis.eval("return cmsgpack.unpack(ARGV[1])[4]", 0, packed)
-    return found
 
 
 @pytest.mark.parametrize("weights", [{}, {"a": 4, "c": 0.5}])
@@ -115,12 +126,12 @@ def test_what_waiting_tenants_are_given_differs_by_the_largest_task_at_most(
     rng = random.Random(7)
     largest = 4000
     for tenant, weight in weights.items():
-        shop.redis.hset(broker_keys.WEIGHTS, tenant, str(weight))
+        shop.weigh(tenant, weight)
     for _ in range(1000):
         tenant = rng.choice("aaaabbc")
         shop.send(tenant, rng.randint(1, 400 if tenant == "b" else largest))
     shop.sort()
-    while all(shop.redis.exists(broker_keys.turn(QUEUE, tenant)) for tenant in "abc"):
+    while all(shop.sent[tenant] > shop.taken[tenant] for tenant in "abc"):
         shop.take(rng.randint(1, 5))
         shares = [shop.served.get(tenant, 0) / weights.get(tenant, 1) for tenant in "abc"]
         assert max(shares) - min(shares) <= largest / min([1, *weights.values()])
@@ -169,7 +180,8 @@ def test_tiers_come_before_turns(shop: Shop) -> None:
     assert [one.tenant for one in shop.take(6)] == ["a", "b", "b", "a", "a", "a"]
 
 
-def test_nothing_is_kept_of_tenants_who_are_gone(shop: Shop) -> None:
+@pytest.mark.parametrize("shop", ["redis"], indirect=True)
+def test_nothing_is_kept_of_tenants_who_are_gone(shop: Shop, valkey: Redis) -> None:
     for number in range(50):
         shop.send(f"tenant-{number}", 10 + number)
     shop.sort()
@@ -177,19 +189,20 @@ def test_nothing_is_kept_of_tenants_who_are_gone(shop: Shop) -> None:
     assert len(taken) == 50
     for one in taken:
         shop.end(one, 5)
-    left = {name.decode() for name in shop.redis.keys("*")}
-    assert left == {keys.lease(INC), broker_keys.ARRIVALS, "penstock:deliveries"}
+    left = {name.decode() for name in valkey.keys("*")}
+    assert left == {keys.lease(INC), broker_keys.INCARNATIONS, broker_keys.ARRIVALS, broker_keys.DELIVERIES}
 
 
-def test_the_last_worker_leaves_everything_in_the_lists(shop: Shop) -> None:
+@pytest.mark.parametrize("shop", ["redis"], indirect=True)
+def test_the_last_worker_leaves_everything_in_the_lists(shop: Shop, valkey: Redis) -> None:
     shop.send("a", count=70)
     shop.send("b", count=40)
     shop.sort()
     shop.send("c")
     shop.take(3)
-    while run(shop.redis, broker.recall(QUEUE, [], 30)) == 30:
+    while run(valkey, calls.recall(QUEUE, [], 30)) == 30:
         pass
-    assert shop.redis.llen(QUEUE) == 111 - 3
-    assert not shop.redis.keys("penstock:turn*") + shop.redis.keys("penstock:sorted*")
-    ids = [json.loads(raw)["headers"]["id"] for raw in shop.redis.lrange(QUEUE, 0, -1)]
+    assert valkey.llen(QUEUE) == 111 - 3
+    assert not valkey.keys("penstock:turn*") + valkey.keys("penstock:sorted*")
+    ids = [json.loads(raw)["headers"]["id"] for raw in valkey.lrange(QUEUE, 0, -1)]
     assert ids == [task_id for task_id in (f"t{n}" for n in range(111, 0, -1)) if task_id in ids]

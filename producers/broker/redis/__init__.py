@@ -2,42 +2,5 @@
 
 consumer and operator implement the two faces of `producers.broker.base`; waker is a connection that hears of changes
 calls has one function a script, which gives the `Call` to send and reads its answer; scripts/ has the Lua
+keys has the names of all keys
 """
-
-from producers.broker.redis.calls import (
-    BITE,
-    PACKAGE,
-    Fetched,
-    ack,
-    adopt,
-    back,
-    fetch,
-    lease,
-    lists,
-    read_fetch,
-    read_strays,
-    reap,
-    recall,
-    scheduled,
-    strays,
-)
-from producers.broker.values import Credit
-
-__all__ = [
-    "BITE",
-    "PACKAGE",
-    "Credit",
-    "Fetched",
-    "ack",
-    "adopt",
-    "back",
-    "fetch",
-    "lease",
-    "lists",
-    "read_fetch",
-    "read_strays",
-    "reap",
-    "recall",
-    "scheduled",
-    "strays",
-]

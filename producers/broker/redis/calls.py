@@ -5,12 +5,11 @@ The preconditions and effects stand at the head of each `scripts/*.lua`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from producers.broker.redis import keys
-from producers.broker.values import Credit
+from producers.broker.values import Credit, Fetched
 from producers.connection.script import Call, script, text
 from producers.contract import keys as contract_keys
 
@@ -24,20 +23,6 @@ def lists(queues: Sequence[str]) -> list[tuple[str, int]]:
     """The lists of the queues, each with its tier's rank, best tier first."""
     ranked = sorted((rank, tier) for tier, (rank, _) in contract_keys.TIERS.items())
     return [(name, rank) for rank, tier in ranked for queue in queues for name in keys.tier_lists(queue, tier)]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """One delivery as the broker gave it. `list_name` is the list it came from, `raw` the message (JSON).
-
-    With a reason for which it was `buried`, it is none: the broker has made it a dead letter.
-    """
-
-    uuid: str
-    list_name: str
-    raw: bytes
-    condemned: bool
-    buried: str = ""
 
 
 def fetch(
@@ -83,8 +68,13 @@ def fetch(
     )
 
 
-def read_fetch(answer: Sequence[Any]) -> list[Fetched] | None:
-    """None where the incarnation's lease is gone."""
+def places(queues: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """The lists of the queues, each with its queue and its tier's rank."""
+    return {name: (queue, rank) for queue in queues for name, rank in lists([queue])}
+
+
+def read_fetch(answer: Sequence[Any], places: Mapping[str, tuple[str, int]]) -> list[Fetched] | None:
+    """`places`: of the queues that were fetched from. None where the incarnation's lease is gone."""
     if len(answer) == 1:
         return None
     found = []
@@ -92,7 +82,7 @@ def read_fetch(answer: Sequence[Any]) -> list[Fetched] | None:
         answer[::4], answer[1::4], answer[2::4], map(text, answer[3::4]), strict=True
     ):
         condemned, buried = said == "condemned", "" if uuid else said
-        found.append(Fetched(text(uuid), text(list_name), raw, condemned, buried))
+        found.append(Fetched(text(uuid), *places[text(list_name)], raw, condemned, buried))
     return found
 
 
@@ -161,12 +151,11 @@ def read_strays(answer: Sequence[Any]) -> dict[str, str]:
     return {text(uuid): text(task_id) for uuid, task_id in zip(answer[::2], answer[1::2], strict=True)}
 
 
-def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool, queue: str | None = None) -> Call:
-    """Take or renew a worker's lease; `about`: what it says of itself. On the broker, `queue` lists it with its pool's.
-    Answers 1, or 0 where it is gone."""
-    listed = () if queue is None else (keys.INCARNATIONS,)
+def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool, queue: str = "") -> Call:
+    """Take or renew a worker's lease; `about`: what it says of itself. `queue` lists it with its pool's. Answers 1, or
+    0 where it is gone."""
     return Call(
         script(PACKAGE, "lease"),
-        (contract_keys.lease(incarnation), *listed),
-        (incarnation, about, ttl_ms, int(take), queue or ""),
+        (contract_keys.lease(incarnation), keys.INCARNATIONS),
+        (incarnation, about, ttl_ms, int(take), queue),
     )

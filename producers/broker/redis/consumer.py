@@ -34,7 +34,7 @@ class RedisConsumer(Consumer):
         self._url = url
         self._redis: Redis = connect(url, timeout=timeout)
         self.queues = list(queues)
-        self._places = {name: (queue, rank) for queue in queues for name, rank in calls.lists([queue])}
+        self._places = calls.places(queues)
 
     # ---- deliveries -----------------------------------------------------------------------------------------------
 
@@ -52,10 +52,7 @@ class RedisConsumer(Consumer):
             max_redeliveries=rules.max_redeliveries,
             bite=bite or calls.BITE,
         )
-        found = calls.read_fetch(run(self._redis, call))
-        if found is None:
-            return None
-        return [Fetched(one.uuid, *self._places[one.list_name], one.raw, one.condemned, one.buried) for one in found]
+        return calls.read_fetch(run(self._redis, call), self._places)
 
     def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         answers = run_many(self._redis, [self._call(one) for one in what])

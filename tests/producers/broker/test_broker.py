@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import pytest
-from redis import Redis
 
 from producers.broker.base import Broker, Consumer, NoSuchPlace
 from producers.broker.connect import connect_broker, connect_consumer, connect_sender
@@ -16,11 +15,6 @@ from producers.contract.message import Message
 QUEUE = "penstock:queue:m@1.x"
 INC = "w.1"
 RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
-
-
-@pytest.fixture
-def url(valkey_url: str, valkey: Redis) -> str:
-    return valkey_url
 
 
 @pytest.fixture

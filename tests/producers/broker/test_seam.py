@@ -13,7 +13,11 @@ KNOWS = re.compile(
     r"|inflight|delayed|sorted|turns|rested|turn)\b",
     re.IGNORECASE,
 )
-FILES = sorted(file for kind in ("*.py", "*.lua") for file in (ROOT / "producers").rglob(kind))
+FILES = sorted(
+    file for room in ("producers", "workers") for kind in ("*.py", "*.lua") for file in (ROOT / room).rglob(kind)
+)
+#: It judges what the servers hold, and must not believe the product.
+CHECKER = ROOT / "workers" / "chaos" / "checker"
 
 
 def test_the_pattern_finds_what_it_looks_for() -> None:
@@ -22,8 +26,8 @@ def test_the_pattern_finds_what_it_looks_for() -> None:
 
 
 def test_no_command_on_a_list_and_no_key_of_the_broker_is_named_elsewhere() -> None:
-    outside = [file for file in FILES if "broker" not in file.parts]
-    assert len(outside) > 50
+    outside = [file for file in FILES if "broker" not in file.parts and CHECKER not in file.parents]
+    assert len(outside) > 100
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
         for file in outside

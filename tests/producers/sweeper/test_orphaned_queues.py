@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
@@ -43,7 +43,8 @@ def fetch(valkey: Redis, uuids: list[str], inc: str = INC) -> list[str]:
     call = broker.fetch(
         inc, [QUEUE, MODEL], uuids, free, capacity=(99, 10**6), plain_tokens=9, ageing_ms=10**9, max_redeliveries=5
     )
-    return [json.loads(one.raw)["headers"]["id"] for one in broker.read_fetch(run(valkey, call)) or ()]
+    fetched = broker.read_fetch(run(valkey, call), broker.places([QUEUE, MODEL]))
+    return [json.loads(one.raw)["headers"]["id"] for one in fetched or ()]
 
 
 def leave(valkey: Redis) -> dict[str, list[str]]:

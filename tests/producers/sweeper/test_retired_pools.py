@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
@@ -115,7 +115,7 @@ async def test_what_was_sorted_or_held_back_is_found_too(aclient: AsyncClient, v
     call = broker.fetch(
         "w2", [OLD], ["u1", "u2"], free, capacity=(9, 10_000), plain_tokens=9, ageing_ms=1000, max_redeliveries=3
     )
-    assert len(broker.read_fetch(run(valkey, call)) or ()) == 2
+    assert len(broker.read_fetch(run(valkey, call), broker.places([OLD])) or ()) == 2
     run(valkey, broker.back("w2", OLD, "u1", 60_000))
     run(valkey, broker.back("w2", OLD, "u2", 0))
     assert await RetiredPools(aclient).sweep() == Pruned(messages=4)

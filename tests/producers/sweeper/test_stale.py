@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from producers.broker import redis as broker
 from producers.broker.connect import connect_consumer
+from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
@@ -61,7 +61,7 @@ def fetch(valkey: Redis, life: Incarnation, count: int) -> list[str]:
         max_redeliveries=5,
         bite=count,
     )
-    fetched = broker.read_fetch(run(valkey, call))
+    fetched = broker.read_fetch(run(valkey, call), broker.places([QUEUE]))
     assert fetched is not None
     assert [one.uuid for one in fetched] == names
     return names

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from producers.broker import redis as broker
+from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run as call
 from producers.contract import keys

@@ -1,0 +1,124 @@
+"""A worker's side of the broker in memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from producers.broker.base import Consumer, Waker
+from producers.broker.memory.fetch import fetch
+from producers.broker.memory.server import Server
+from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
+
+CAPABILITIES: Final = Capabilities(
+    strict_order=True,
+    front_of_queue=True,
+    tenant_turns=True,
+    delay_per_message=True,
+    max_message_bytes=sys.maxsize,
+)
+#: Messages of each list that one fetch sorts, unless it is told.
+BITE: Final = 64
+
+
+class MemoryConsumer(Consumer):
+    capabilities = CAPABILITIES
+
+    def __init__(self, server: Server, queues: Sequence[str]) -> None:
+        self._server = server
+        self.queues = list(queues)
+
+    def fetch(
+        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
+    ) -> list[Fetched] | None:
+        return fetch(self._server, incarnation, self.queues, uuids, credit, rules, bite or BITE)
+
+    def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
+        with self._server.lock:
+            return [PutDown.DONE if self._put_down(one) else PutDown.GONE for one in what]
+
+    def _put_down(self, one: Ack | Back) -> bool:
+        if isinstance(one, Ack):  # it holds no records: nothing here says that a task is not settled
+            return self._server.ack(one.incarnation, one.uuid, one.reason, one.used)
+        return self._server.back(one.incarnation, self.queues[0], one.uuid, one.delay * 1000)
+
+    def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
+        with self._server.lock:
+            flying = self._server.inflight[incarnation].items()
+            return {uuid: d.id for uuid, d in flying if uuid not in set(held)}
+
+    def scheduled(self, count: int) -> list[bytes]:
+        with self._server.lock:
+            return [d.raw for d in sorted(self._server.delayed[self.queues[0]], key=lambda d: d.due)[:count]]
+
+    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
+        with self._server.lock:
+            self._server.lease(incarnation, ttl * 1000, take=True, queue=self.queues[0])
+
+    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
+        with self._server.lock:
+            return self._server.lease(incarnation, ttl * 1000, take=False)
+
+    def end_lease(self, incarnation: str) -> None:
+        with self._server.lock:
+            self._server.leases.pop(incarnation, None)
+
+    def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
+        with self._server.lock:
+            self.end_lease(incarnation)
+            self.reap(incarnation)
+            for queue in self.queues:
+                self._server.recall(queue, takers.get(queue, self.queues), sys.maxsize)
+
+    def workers(self) -> list[Listed]:
+        return workers(self._server)
+
+    def reap(self, incarnation: str) -> int:
+        with self._server.lock:
+            return self._server.reap(incarnation)
+
+    def adopt(self, source: str) -> int:
+        with self._server.lock:
+            return self._server.adopt(source, self.queues[0])
+
+    def waiting(self, queue: str) -> int:
+        server = self._server
+        with server.lock:
+            waiting = sum(len(server.lists[name]) + len(server.turns[name]) for name, _ in server.places(queue))
+            return waiting + len(server.delayed[queue])
+
+    def weights(self) -> dict[str, float]:
+        with self._server.lock:
+            return dict(self._server.weights)
+
+    def waker(self, poke: Callable[[], None]) -> Waker:
+        return MemoryWaker(self._server, poke)
+
+    def prepare(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryWaker:
+    """Is called by whoever sends; it has no thread of its own."""
+
+    def __init__(self, server: Server, poke: Callable[[], None]) -> None:
+        self._server, self._poke = server, poke
+
+    def start(self) -> None:
+        self._server.pokes.append(self._poke)
+        self._poke()
+
+    def stop(self) -> None:
+        self._server.pokes.remove(self._poke)
+
+
+def workers(server: Server) -> list[Listed]:
+    """As `producers.broker.base.Consumer.workers`."""
+    with server.lock:
+        now = server.clock()
+        left = {name: (server.leases.get(name, 0.0) - now) / 1000 for name in server.listed}
+        return [Listed(name, queue, left[name] if left[name] > 0 else None) for name, queue in server.listed.items()]

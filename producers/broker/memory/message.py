@@ -1,0 +1,89 @@
+"""Reads a message as a sender wrote it, or says why it cannot be used; as `fetch.lua` does, which reads with cjson."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from producers.contract import keys
+
+
+class Unusable(Exception):
+    """The message is to be a dead letter; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message that can be used. `generates`: it counts as sequences and tokens; 0 of either is unsaid."""
+
+    raw: bytes
+    id: str
+    tenant: str = ""
+    generates: bool = True
+    seqs: float = 0
+    tokens: float = 0
+
+    def size(self, capacity: tuple[int, int], plain_tokens: int) -> tuple[int, int]:
+        """Sequences and tokens that it takes of an engine."""
+        if not self.generates:
+            return 0, 0
+        seqs, tokens = min(self.seqs or 1, capacity[0]), min(self.tokens or plain_tokens, capacity[1])
+        return int(seqs), int(tokens)
+
+
+def read(raw: bytes) -> Sent:
+    """Raises Unusable."""
+    m = _decoded(raw)
+    headers = _of(m, "headers")
+    if not isinstance(m, dict | list):
+        raise Unusable("not a JSON object")
+    if not isinstance(_of(m, "properties"), dict | list):
+        raise Unusable("no properties")
+    if not isinstance(_of(_of(m, "properties"), "delivery_info"), dict | list):
+        raise Unusable("no delivery_info")
+    task_id, task = _of(headers, "id"), _of(headers, "task")
+    if not isinstance(task_id, str) or not task_id or not isinstance(task, str):
+        raise Unusable("no task id and name in the headers")
+    if not isinstance(_of(m, "body"), str):
+        raise Unusable("no body")
+    said = _of(headers, "penstock")
+    tenant = _of(said, "tenant")
+    return Sent(
+        raw,
+        task_id,
+        tenant if isinstance(tenant, str) else "",
+        task == keys.TASK_NAME,
+        _whole(_of(said, "n")),
+        _whole(_of(said, "tokens")),
+    )
+
+
+def task_id_of(raw: bytes) -> str | None:
+    """The id of a message, if it has one."""
+    try:
+        found = _of(_of(_decoded(raw), "headers"), "id")
+    except Unusable:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _decoded(raw: bytes) -> Any:
+    """Bytes that are not UTF-8 come through; half of a pair of surrogates, written as an escape, does not."""
+    try:
+        json.dumps(json.loads(raw.decode("latin-1")), ensure_ascii=False).encode()
+        return json.loads(raw.decode(errors="surrogateescape"))
+    except (ValueError, RecursionError) as error:
+        raise Unusable("not JSON") from error
+
+
+def _of(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _whole(value: Any) -> float:
+    """A size from a header; 0 where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        return 0
+    return value if math.isinf(value) else math.floor(value)

@@ -1,0 +1,173 @@
+"""The side of senders, gateways, sweepers and operators, of the broker in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from math import inf
+
+from producers.broker.base import Broker, NoSuchPlace, Sender
+from producers.broker.memory.consumer import CAPABILITIES, workers
+from producers.broker.memory.server import Server
+from producers.broker.values import Depth, Depths, Listed, Waiting, check_weight
+from producers.contract import keys
+from producers.contract.message import Message
+
+_TIERS = {rank: tier for tier, (rank, _) in keys.TIERS.items()}
+
+
+class MemorySender(Sender):
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def send(self, message: Message) -> None:
+        rank = keys.TIERS[message.tier][0]
+        name = next(name for name, its in self._server.places(message.queue) if its == rank)
+        with self._server.lock:
+            self._server.push(name, message.envelope().encode())
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryBroker(Broker):
+    capabilities = CAPABILITIES
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def ping(self) -> None:
+        pass
+
+    async def send(self, message: Message) -> None:
+        MemorySender(self._server).send(message)
+
+    # ---- what there is --------------------------------------------------------------------------------------------
+
+    async def waiting(self, queue: str) -> Waiting:
+        server = self._server
+        with server.lock:
+            return Waiting(self._depth(queue).waiting, server.taken, queue in server.listed.values())
+
+    async def waiting_of(self, queue: str, tenant: str) -> int:
+        with self._server.lock:
+            return sum(len(self._server.turns[name].queues.get(tenant, ())) for name, _ in self._lists(queue))
+
+    async def depths(self, queues: Sequence[str]) -> Depths:
+        with self._server.lock:
+            found = {queue: self._depth(queue) for queue in queues}
+            return Depths(found, dict(self._server.listed), len(self._server.dead))
+
+    def _depth(self, queue: str) -> Depth:
+        server, found = self._server, Depth(delayed=len(self._server.delayed[queue]))
+        for name, tier in self._lists(queue):
+            found.waiting[tier] += len(server.lists[name]) + len(server.turns[name])
+            found.tenants[tier] += len(server.turns[name].queues)
+        found.in_flight = sum(len(server.inflight[inc]) for inc, its in server.listed.items() if its == queue)
+        return found
+
+    def _lists(self, queue: str) -> Iterator[tuple[str, str]]:
+        """Each list of the queue, with its tier."""
+        return ((name, _TIERS[rank]) for name, rank in self._server.places(queue))
+
+    async def workers(self) -> list[Listed]:
+        return workers(self._server)
+
+    # ---- what dead workers left -----------------------------------------------------------------------------------
+
+    async def reap(self, incarnation: str) -> int:
+        with self._server.lock:
+            return self._server.reap(incarnation)
+
+    async def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
+        with self._server.lock:
+            return self._server.recall(queue, takers, count)
+
+    async def due(self, queue: str) -> int:
+        with self._server.lock:
+            return self._server.due(queue, inf, 1000)
+
+    async def prune(
+        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
+    ) -> tuple[int, int]:
+        removed = left = 0
+        for name, _ in self._lists(queue):
+            messages = list(self._server.lists[name])
+            gone = {
+                raw: id_
+                for at in range(0, len(messages), page)
+                for raw, id_ in (await over(messages[at : at + page])).items()
+            }
+            with self._server.lock:
+                kept = [raw for raw in self._server.lists[name] if raw not in gone]
+                removed += len(self._server.lists[name]) - len(kept)
+                left += len(kept)
+                self._server.lists[name][:] = kept
+                for task_id in gone.values():
+                    self._server.reaped.pop(task_id, None)
+                    self._server.returned.pop(task_id, None)
+        return removed, left
+
+    async def forget(self, queue: str) -> None:
+        with self._server.lock:
+            for name, _ in self._lists(queue):
+                for some in (self._server.lists, self._server.turns, self._server.unserved):
+                    some.pop(name, None)
+            self._server.delayed.pop(queue, None)
+
+    async def tidy(self) -> None:
+        with self._server.lock:
+            for name in list(self._server.unserved):
+                if not self._server.lists[name] and not self._server.turns[name]:
+                    del self._server.unserved[name]
+
+    # ---- dead letters ---------------------------------------------------------------------------------------------
+
+    async def letters(self, start: int, count: int) -> list[bytes]:
+        with self._server.lock:
+            return self._server.dead[start : start + count]
+
+    async def remove_letter(self, entry: bytes) -> bool:
+        with self._server.lock:
+            there = entry in self._server.dead
+            if there:
+                self._server.dead.remove(entry)
+            return there
+
+    async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
+        with self._server.lock:
+            if place not in self._server.lists:
+                raise NoSuchPlace(f"{place} is no list of this broker")
+            if not await self.remove_letter(entry):
+                return False
+            self._server.push(place, message)
+            self._server.reaped.pop(task_id, None)
+            return True
+
+    async def now_ms(self) -> int:
+        return int(self._server.clock())
+
+    # ---- tenants --------------------------------------------------------------------------------------------------
+
+    async def tenants(self, queues: Sequence[str]) -> tuple[dict[str, dict[str, int]], int]:
+        found: dict[str, dict[str, int]] = {}
+        unsorted = 0
+        with self._server.lock:
+            for name, tier in [one for queue in queues for one in self._lists(queue)]:
+                unsorted += len(self._server.lists[name])
+                for tenant, waiting in self._server.turns[name].queues.items():
+                    found.setdefault(tenant, dict.fromkeys(keys.TIERS, 0))[tier] += len(waiting)
+        return found, unsorted
+
+    async def weights(self) -> dict[str, float]:
+        with self._server.lock:
+            return dict(self._server.weights)
+
+    async def weigh(self, tenant: str, weight: float) -> None:
+        check_weight(weight)
+        with self._server.lock:
+            self._server.weights[tenant] = weight
+            if weight == 1:
+                del self._server.weights[tenant]
+
+    async def aclose(self) -> None:
+        pass
