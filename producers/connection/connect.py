@@ -1,10 +1,10 @@
 """Connections to the store and the broker, by URL: for every process, blocking or asyncio, pooled or single.
 
     redis:// rediss:// unix://                          the server itself
-    sentinel:// redis+sentinel:// rediss+sentinel://    whom to ask where the primary is (sentinel.py)
+    sentinel:// redis+sentinel:// rediss+sentinel://    Sentinels that know the primary (sentinel.py)
 
-Each new connection finds the primary, and looks what it is (`producers.connection.hello`). One whose server was demoted
-is closed, so that the next finds the new one. redis-py's own retries are off: they would hide lost replies from
+Each new connection finds the primary and checks it (`producers.connection.hello`). A connection to a demoted server is
+closed, and the next one finds the new primary. redis-py's own retries are off: they would hide lost replies from
 `producers.client.steps`, where a submit must know of them.
 """
 
@@ -32,12 +32,12 @@ from producers.connection.hello import check_hello, not_hello
 from producers.connection.trouble import NotPrimary
 
 SCHEMES: Final = ("redis", "rediss", "unix", *sentinel.SCHEMES)
-#: A server that says nothing for this long (s) is taken for lost.
+#: Silence (s) after which a server counts as lost.
 SILENT_S: Final = 5.0
-#: Connections of one client for commands; readers share one more, whatever their number.
+#: Most connections of one client for commands. All its readers share one more.
 POOL: Final = 16
-#: What the kernel does about a peer that vanished without a word: it asks after 5 s of silence, three times, 2 s apart,
-#: and waits no longer than 10 s for what was sent to be taken. Names that a system lacks are left out.
+#: TCP options that detect a vanished peer: keepalive probes after 5 s of silence, three times, 2 s apart, and at most
+#: 10 s (in ms) for an acknowledgement. Options that a system lacks are left out.
 TCP: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 MOVED: Final = "the Sentinels name another primary, connecting to that"
 DEMOTED: Final = "the server was demoted to a replica, connecting to its primary"
@@ -49,8 +49,10 @@ def is_redis(url: str) -> bool:
 
 
 def connect(url: str, *, timeout: float | None = SILENT_S, protocol: int = 2, decode: bool = False) -> redis.Redis:
-    """A client with a bounded pool; `timeout`: of each answer (s). `decode`: answers are text, in which what is no
-    UTF-8 is replaced. Raises ValueError for a URL of another kind."""
+    """A client with a bounded pool. Raises ValueError for a URL of another kind.
+
+    `timeout`: longest wait for each answer (s). `decode`: answers are text, with bytes that are not UTF-8 replaced.
+    """
     return redis.Redis.from_pool(connection_pool(url, timeout=timeout, protocol=protocol, decode=decode))
 
 
@@ -62,7 +64,7 @@ def connection_pool(
     protocol: int = 2,
     decode: bool = False,
 ) -> redis.BlockingConnectionPool:
-    """`connect`'s pool. `mixin`: goes before its connections' class. Raises ValueError for a URL of another kind."""
+    """The pool of `connect`. `mixin`: a class put before its connections' class. Raises as `connect` does."""
     plain, sentinels = _read(url)
     options: dict[str, Any] = {
         "socket_timeout": timeout,
@@ -81,10 +83,10 @@ def connection_pool(
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
-    """`connect` for asyncio, where the caller sets the time limits.
+    """`connect` for asyncio, without time limits: the caller sets them.
 
     With a socket timeout, redis-py sends through `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
-    that comes when the sending is done: `asyncio.timeout` around a command, say, would then have no effect.
+    that comes as the sending ends. `asyncio.timeout` around a command would then have no effect.
     """
     plain, sentinels = _read(url)
     options: dict[str, Any] = {
@@ -105,8 +107,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
 
 
 def kombu_url(url: str) -> str:
-    """The same broker as kombu names it, which differs for Unix sockets, for TLS and for Sentinels, and knows no
-    options but those of TLS."""
+    """The broker's URL in kombu's form, which differs for Unix sockets, TLS and Sentinels. Keeps only TLS options."""
     if sentinel.is_sentinel(url):
         plain, sentinels = sentinel.split(url)
         host, port = sentinels.addresses[0]
@@ -122,14 +123,14 @@ def kombu_url(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """The URL as it may be shown: neither user nor password, nor what follows the path (it may name them, too)."""
+    """The URL without user, password and query (which may hold passwords, too), for messages."""
     scheme, mark, rest = url.partition("://")
     place = (rest if mark else url).rpartition("@")[2].partition("?")[0]
     return f"{scheme}{mark}{place}" if mark else place
 
 
 class _Checked(AbstractConnection):
-    """Looks at the server before it is used, and closes when that becomes a replica."""
+    """A connection that closes when its server becomes a replica."""
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         tcp: Any = super()
@@ -141,7 +142,7 @@ class _Checked(AbstractConnection):
 
 
 class _Found(AbstractConnection):
-    """Asks Sentinels where to connect to."""
+    """A connection that asks Sentinels for its address, and closes when the primary has moved."""
 
     def __init__(self, *, sentinels: sentinel.Sentinels, **options: Any) -> None:
         self._sentinels = sentinels
@@ -169,8 +170,7 @@ class _AsyncChecked(AsyncAbstractConnection):
         try:
             await super().send_packed_command(*args, **options)
         except RuntimeError as error:
-            # It ended while nobody looked, for which uvloop has an error of its own, which would be taken for a fault
-            # of ours. Nothing of the command was sent.
+            # uvloop's own error for a connection that ended unnoticed. Nothing of the command was sent.
             raise redis.ConnectionError(f"the connection is closed: {error}") from error
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
@@ -231,20 +231,20 @@ def _class(*parts: type | None) -> type:
 
 
 def _read(url: str) -> tuple[str, sentinel.Sentinels | None]:
-    """The URL as redis-py reads it, and whom to ask for the primary."""
+    """The URL in redis-py's form, and the Sentinels to ask for the primary, or None."""
     if not is_redis(url):
         kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ValueError(f"{shown(url)!r} is not spoken to here: a server's URL begins with {kinds}")
+        raise ValueError(f"{shown(url)!r} is not supported: a server's URL begins with {kinds}")
     return _split(url) if sentinel.is_sentinel(url) else (url, None)
 
 
-#: All connections of a process see one primary: where one has moved to, the others follow before they send anything.
+#: Cached, so that a process's connections share Sentinels: when one moves, the others follow before they send.
 _split = cache(sentinel.split)
 
 
 def _options(url: str, protocol: int) -> dict[str, Any]:
     options: dict[str, Any] = {"protocol": protocol}
-    if not url.startswith("unix:"):  # whose connections know none of these
+    if not url.startswith("unix:"):  # Unix sockets have none of these options
         named = {getattr(socket, name): value for name, value in TCP.items() if hasattr(socket, name)}
         options |= {"socket_connect_timeout": SILENT_S, "socket_keepalive": True, "socket_keepalive_options": named}
     return options

@@ -1,4 +1,4 @@
-"""What a server is, by its answer to HELLO: each new connection asks before anything else.
+"""Checks a server by its answer to HELLO, the first command of each new connection.
 
 HELLO -> kind, version, role -> UnusableServer, NotPrimary, or it is used
 """
@@ -13,12 +13,12 @@ from redis.exceptions import RedisError, ResponseError
 from producers.connection.script import text
 from producers.connection.trouble import NotPrimary, UnusableServer, trouble
 
-#: Scripts that say what they do when memory is full (`#!lua flags=allow-oom`) need it. Valkey began later.
+#: Least Redis version: scripts with flags (`#!lua flags=allow-oom`) need it. Every Valkey version is later.
 REDIS: Final = (7, 0)
 
 
 def check_hello(answer: Mapping[Any, Any] | Sequence[Any], where: str) -> None:
-    """Raises UnusableServer, or NotPrimary. `answer`: HELLO's; `where`: the server, as it may be shown."""
+    """Check HELLO's answer. Raises UnusableServer or NotPrimary. `where`: the server's name for messages."""
     pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
     said = {text(name): text(value) for name, value in pairs}
     kind = f"{said['server']} {said['version']}"
@@ -42,7 +42,7 @@ def check_hello(answer: Mapping[Any, Any] | Sequence[Any], where: str) -> None:
 
 
 def not_hello(error: ResponseError, where: str) -> RedisError:
-    """What to raise where HELLO is refused: before Redis 6 there was none."""
+    """The exception to raise if HELLO is refused. Servers before Redis 6 do not know it."""
     if trouble(error) is not None:
         return error
     return UnusableServer(

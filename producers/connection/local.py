@@ -1,4 +1,4 @@
-"""The broker and store of the system on this machine, for callers who name none."""
+"""Finds the broker and store of the system on this machine, for callers that name none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-#: The data directory of `penstock up`, unless it is told another.
+#: The default data directory of `penstock up`.
 DATA_DIR: Final = Path(".penstock")
 #: The file in a data directory with the port of its server, which listens on HOST.
 PORT: Final = "port"
@@ -17,7 +17,7 @@ def servers(broker: str | None, store: str | None) -> tuple[str, str]:
     """URLs of the broker and the store; the store is the broker unless given.
 
     Without a `broker`: BROKER_URL and STORE_URL, else the server of `penstock up` in the current directory. Raises
-    ValueError where there is none of these.
+    ValueError if none of these exists.
     """
     if broker is None:
         broker, store = os.environ.get("BROKER_URL"), store or os.environ.get("STORE_URL")
@@ -31,6 +31,6 @@ def _server_here() -> str:
         return f"redis://{HOST}:{int(file.read_text())}/0"
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no broker is given, and `penstock up` has not run in this directory ({file} says no port): give a URL, "
+            f"no broker is given, and `penstock up` has not run in this directory ({file} holds no port): give a URL, "
             "or set BROKER_URL; `penstock up` prints its own"
         ) from error

@@ -1,4 +1,4 @@
-"""Log lines about what is tried again and again: not one a try, but one every few seconds for each cause."""
+"""Throttled warnings about retries: one every few seconds for each cause, not one for each try."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Final
 
 from producers.connection.trouble import said
 
-#: No two lines about one cause within this (s).
+#: Least time (s) between two lines about one cause.
 EVERY_S: Final = 5.0
 
 _lock = threading.Lock()
-#: By logger, message and kind of cause: when the next may be said, and how many were not.
+#: (logger, message, kind of cause) -> (time from which the next line is allowed, number of suppressed lines).
 _said: dict[tuple[str, str, type], tuple[float, int]] = {}
 
 
 def complain(log: logging.Logger, message: str, *args: object) -> None:
-    """Warn, unless the same was said a moment ago. The last argument is the cause: another kind of it is news; one that
-    says nothing is named."""
+    """Log a warning, unless the same one was logged within EVERY_S.
+
+    The last argument is the cause: another kind of cause is logged at once. An exception without text is shown by its
+    name.
+    """
     key = log.name, message, type(args[-1])
     now = time.monotonic()
     with _lock:

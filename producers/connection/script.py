@@ -1,10 +1,10 @@
-"""Lua scripts as values: a `Call` says which script with which keys and arguments; `run` sends it.
+"""Lua scripts as values: a `Call` holds a script, its keys and its arguments; `run` sends it.
 
     call = protocol.cancel("t1")          # pure: nothing is sent
     accepted, status = run(redis, call)   # or `await arun(redis, call)`, or `run_many(redis, calls)`
 
-A server that does not know a script (it is new, or was told to forget them: SCRIPT FLUSH) is sent its text with the
-call, in one command, so that nobody's flush can come between.
+A server that does not know a script (it is new, or got SCRIPT FLUSH) gets the script's text with the call, in one
+command, so that no flush can come between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INCLUDE = "-- include: "
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A Lua file's text and the SHA-1 by which the server knows it."""
+    """A Lua script's text, and its SHA-1 for EVALSHA."""
 
     text: str
     sha: str
@@ -35,8 +35,10 @@ class Script:
 
 @cache
 def script(package: str, name: str) -> Script:
-    """`<package>/scripts/<name>.lua`; a line `-- include: FILE` is replaced by that file's text. Raises RuntimeError
-    where the package is not whole."""
+    """Load `<package>/scripts/<name>.lua`. A line `-- include: FILE` is replaced by that file's text.
+
+    Raises RuntimeError if the package's files are missing.
+    """
     files = _files(package)
     lines = []
     for line in files[f"{name}.lua"].splitlines():
@@ -47,21 +49,22 @@ def script(package: str, name: str) -> Script:
 
 @cache
 def _files(package: str) -> dict[str, str]:
-    """All of them at once, when the first is used: whoever installs another version under a process that runs must not
-    take away, or change, what it has not called yet."""
+    """All scripts of a package, read together at first use: installing another version must not change them later."""
     folder = resources.files(package) / "scripts"
     try:
         found = {file.name: file.read_text("utf-8") for file in folder.iterdir() if file.name.endswith(".lua")}
-    except OSError as error:  # which would look like a server that is away
-        raise RuntimeError(f"{folder} cannot be read ({error}): install Penstock again, and start this anew") from error
+    except OSError as error:  # an OSError would look like an unreachable server
+        raise RuntimeError(
+            f"{folder} cannot be read ({error}): install Penstock again and restart this process"
+        ) from error
     if not found:
-        raise RuntimeError(f"{folder} has no scripts: install Penstock again, and start this anew")
+        raise RuntimeError(f"{folder} has no scripts: install Penstock again and restart this process")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a script, not yet sent."""
+    """One call of a script, not sent yet."""
 
     script: Script
     keys: Sequence[str]
@@ -73,7 +76,7 @@ class Call:
 
     @property
     def whole(self) -> tuple[Any, ...]:
-        """For a server that does not know the script: it does from then on."""
+        """The command with the script's text, for a server that does not know the script; it then keeps it."""
         return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
 
 
@@ -94,10 +97,10 @@ async def arun(redis: AsyncRedis, call: Call) -> Any:
 
 
 def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
-    """Send all calls in one round trip. An error of the call's own is returned in its place, as an exception object.
+    """Send all calls in one round trip. A call's own error is returned in its place, as an exception object.
 
-    Raises redis errors when the round trip failed, or the server takes no such call from anybody just now
-    (`producers.connection.trouble`): then any of the calls may have run.
+    Raises redis errors if the round trip failed, or the server takes no such calls now
+    (`producers.connection.trouble`). Any of the calls may have run then.
     """
     if not calls:
         return []
@@ -121,5 +124,5 @@ def _pipeline(redis: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 def text(value: Any) -> str:
-    """A reply as str, whatever `decode_responses` says."""
+    """A reply as str, with and without `decode_responses`."""
     return value.decode() if isinstance(value, bytes) else str(value)

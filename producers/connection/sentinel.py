@@ -1,11 +1,10 @@
-"""Where the primary is, by asking Sentinels, at each new connection.
+"""Asks Sentinels for the primary's address at each new connection.
 
     redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/NAME[/DB][?OPTIONS]
 
-as other tools on redis-py write it; `rediss+sentinel://` is with TLS to all, `sentinel://` short for the first. User
-and password are the primary's; those of the Sentinels, if they have any, are the options `sentinel_username` and
-`sentinel_password`. Other options are redis-py's. What a Sentinel says is checked: `producers.connection.hello` takes
-no replica.
+This is the form of other tools on redis-py. `rediss+sentinel://` uses TLS to all servers; `sentinel://` is short for
+`redis+sentinel://`. User and password are the primary's; the Sentinels' own are the options `sentinel_username` and
+`sentinel_password`. Other options are redis-py's. `producers.connection.hello` checks that the address is no replica's.
 """
 
 from __future__ import annotations
@@ -29,37 +28,39 @@ from producers.connection.script import text
 
 SCHEMES: Final = {"sentinel": "redis", "redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 PORT: Final = 26379
-#: A Sentinel that says nothing for this long (s) is passed over.
+#: Silence (s) after which a Sentinel is skipped.
 PATIENCE_S: Final = 1.0
-#: How often they are asked whether the primary is still that (s), and how soon after none of them answered.
+#: Interval (s) of asking again for the primary, and the pause (s) after none of them answered.
 ASK_S: Final = 1.0
 ASK_AGAIN_S: Final = 5.0
-#: While none of them answers, whoever connects again and again is told what is known, without asking, for so long (s).
+#: Time (s) after a failed round in which connections get the last known address without asking.
 RETRY_S: Final = 1.0
-#: Whom was asked, and what came of it.
+#: A Sentinel's address and the error that asking it gave.
 Failure = tuple[tuple[str, int], Exception]
 FORM: Final = "redis+sentinel://[:PASSWORD@]HOST:PORT,HOST:PORT/NAME/DB"
 
 
 @dataclass(slots=True)
 class Sentinels:
-    """Those that watch the primary called `name`. `addresses`: the one that answered last goes first."""
+    """The Sentinels that watch the primary called `name`. `addresses`: the one that answered last comes first."""
 
     name: str
     addresses: list[tuple[str, int]]
     tls: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    """Of connections to Sentinels: `username`, `password`, `ssl_...`."""
+    """Options of connections to Sentinels: `username`, `password`, `ssl_...`."""
     current: tuple[str, int] | None = None
-    """The primary, as it was when last asked for."""
+    """The primary's address, as last answered."""
     _ask_at: float = 0.0
     _silent_until: float = 0.0
     _silence: Exception | None = None
-    """What came of it when none of them answered, and until when they are not asked again to connect."""
+    """The error of the last round without an answer; until `_silent_until` no new round is made."""
 
     def due(self) -> bool:
-        """Whether to ask again, before something is sent to the primary that was: it may go on for seconds after it was
-        replaced, and what it is told then is lost. One that asks is enough for all connections."""
+        """Whether to ask again before sending: a replaced primary may go on for seconds, and writes to it are lost.
+
+        It answers True once per interval: one connection asks for all.
+        """
         now = time.monotonic()
         if now < self._ask_at:
             return False
@@ -67,7 +68,7 @@ class Sentinels:
         return True
 
     def primary(self) -> tuple[str, int]:
-        """Host and port. Raises redis.ConnectionError where no Sentinel knows."""
+        """The primary's host and port. Raises redis.ConnectionError if no Sentinel answers and none is known."""
         if time.monotonic() < self._silent_until:
             return self._as_before()
         failures: list[Failure] = []
@@ -141,7 +142,7 @@ class Sentinels:
         self._silence = kind(f"no Sentinel says where the primary {self.name!r} is ({said})")
 
     def _as_before(self) -> tuple[str, int]:
-        """The primary that was, while no Sentinel answers: it may well serve, and is looked at like any other."""
+        """The last known primary while no Sentinel answers: it may still serve, and HELLO checks it. Else raises."""
         if self.current is not None:
             return self.current
         assert self._silence is not None
@@ -149,19 +150,19 @@ class Sentinels:
 
 
 def is_sentinel(url: str) -> bool:
-    """Whether Sentinels are to be asked for the server."""
+    """Whether the URL names Sentinels."""
     return url.partition("://")[0] in SCHEMES
 
 
 def split(url: str) -> tuple[str, Sentinels]:
-    """A URL of redis-py's own with what concerns the primary, and whom to ask where that is. Raises ValueError."""
+    """Split a URL of Sentinels into redis-py's URL for the primary and its Sentinels. Raises ValueError."""
     scheme, _, rest = url.partition("://")
     rest, _, query = rest.partition("?")
     place, _, path = rest.partition("/")
     user, at, hosts = place.rpartition("@")
     name, _, db = path.partition("/")
     if not name or not hosts or ";" in url or (db and not db.isdigit()):
-        raise ValueError(f"a URL of Sentinels looks like {FORM}")
+        raise ValueError(f"a URL of Sentinels must be {FORM}")
     asked = dict(parse_qsl(query))
     theirs = {key: asked.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in asked}
     sentinels = Sentinels(unquote(name), [_address(host) for host in hosts.split(",")], SCHEMES[scheme] == "rediss")
@@ -177,5 +178,5 @@ def _address(place: str) -> tuple[str, int]:
         host, port = place, str(PORT)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{place!r} is no HOST:PORT of a Sentinel; a URL of Sentinels looks like {FORM}")
+        raise ValueError(f"{place!r} is not a Sentinel's HOST:PORT; a URL of Sentinels must be {FORM}")
     return host, int(port)

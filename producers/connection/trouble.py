@@ -1,4 +1,4 @@
-"""What is wrong with a server, by the error that it gave: the place that tells passing trouble from a call's own."""
+"""Classifies a server's errors: trouble of the server itself, or the call's own error."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from redis import exceptions as redis
 
 
 class Trouble(Enum):
-    """What becomes of a call that failed so. None of them says anything of the call itself."""
+    """Kinds of a server's trouble. None of them is the fault of the call."""
 
     AWAY = "away"
-    """Not reached, starting, failing over or busy: the same call may do in a moment. It may have been done."""
+    """Unreachable, starting, failing over or busy: a retry may succeed soon. The call may have been done."""
     FULL = "full"
-    """Memory or disk are full: nothing new is taken until there is room. It was not done."""
+    """Memory or disk is full: no writes until space is free. The call was not done."""
     DENIED = "denied"
-    """Wrong password, or not allowed to this user: until somebody changes that. It was not done."""
+    """Wrong password or missing permission, until an operator changes it. The call was not done."""
     UNUSABLE = "unusable"
-    """Not a kind of server that can be used."""
+    """A kind of server that Penstock cannot use."""
 
 
-#: For programs, in errors that callers are shown.
+#: Error codes in callers' errors, for programs.
 CODES: Final[dict[Trouble | None, str]] = {
     Trouble.FULL: "storage_full",
     Trouble.DENIED: "access_denied",
@@ -31,21 +31,21 @@ CODES: Final[dict[Trouble | None, str]] = {
 
 
 class UnusableServer(redis.RedisError):
-    """A cluster, a Sentinel or a version too old; the message says what to use instead."""
+    """The server is a cluster, a Sentinel or too old; the message says what to use instead."""
 
 
 class NotPrimary(redis.ConnectionError):
-    """A replica: given by mistake, or a primary that was demoted, or a failover that is not over."""
+    """The server is a replica: named by mistake, a demoted primary, or an unfinished failover."""
 
 
-#: The word that a server's error begins with, or that stands in a script's error.
+#: Words that a server's error begins with, or that a script's error contains.
 _WORDS: Final = {
     Trouble.FULL: "OOM|MISCONF",
     Trouble.DENIED: "NOPERM|NOAUTH|WRONGPASS|DENIED",
     Trouble.AWAY: "READONLY|LOADING|MASTERDOWN|CLUSTERDOWN|NOREPLICAS|BUSY|TRYAGAIN|NOSCRIPT|UNBLOCKED",
 }
 _PATTERNS: Final = [(trouble, re.compile(rf"(?:^|-)(?:{words})\b")) for trouble, words in _WORDS.items()]
-#: redis-py takes the word off these errors' texts. The first that fits counts.
+#: Exception classes whose text redis-py strips of that word. The first match counts.
 _CLASSES: Final = (
     (UnusableServer, Trouble.UNUSABLE),
     ((redis.AuthenticationError, redis.AuthorizationError, redis.NoPermissionError), Trouble.DENIED),
@@ -63,7 +63,7 @@ _CLASSES: Final = (
         Trouble.AWAY,
     ),
 )
-#: What SCRIPT KILL and a user's own ACL make of a script that runs.
+#: Texts of errors that SCRIPT KILL or an ACL raises in a running script.
 _SAID: Final = (
     ("killed by user", Trouble.AWAY),
     ("user executing the script can't", Trouble.DENIED),
@@ -72,12 +72,12 @@ _SAID: Final = (
 
 
 def said(error: BaseException) -> str:
-    """What it says, or its name where it says nothing. redis-py's `repr` does not hold what was said."""
+    """The error's text, or its class's name without one. redis-py's `repr` lacks the text."""
     return str(error) or type(error).__name__
 
 
 def trouble(error: BaseException) -> Trouble | None:
-    """None where the error is the call's own: the same call would fail again on any server."""
+    """The server's trouble that an error shows; None for the call's own error, which any server would repeat."""
     for classes, found in _CLASSES:
         if isinstance(error, classes):
             return found

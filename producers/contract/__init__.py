@@ -1,5 +1,5 @@
-"""What callers and workers agree on: the formats, each described where it is written.
+"""The formats that callers and workers share. Each module describes its format.
 
-task (what a caller asks for; chat: its messages) -> message (how it travels) -> record (its state) -> events (its
-stream) -> result keys names every key and channel; blocks is the compacted form of a stream
+task (a caller's request; chat: its messages) -> message (on the queue) -> record (its state) -> events (its stream)
+-> result. keys names every key and channel; blocks is the compacted form of a stream.
 """

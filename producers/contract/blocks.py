@@ -1,7 +1,7 @@
-"""A compacted stream's blocks, as they stand in `penstock:result:<id>`.
+"""A compacted stream's blocks, the fields of the hash `penstock:result:<id>`.
 
-The hash's field k holds the entries of positions k * 1000 to k * 1000 + 999 as they stood in the stream: their JSON, a
-line each, compressed (zlib, RFC 1950).
+The hash's field k holds the stream entries of positions k * 1000 to k * 1000 + 999: their JSON, a line each, compressed
+(zlib, RFC 1950).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
-#: Entries in a block: what a reader takes in at a time.
+#: Entries in a block; readers read one block at a time.
 BLOCK: Final = 1000
-#: Of zlib's nine, where its size hardly falls any more on streams.
+#: zlib's compression level; higher ones hardly make streams smaller.
 LEVEL: Final = 6
 
 

@@ -1,4 +1,4 @@
-"""The messages of a chat, checked and made into what chat templates take."""
+"""Checks the messages of a chat and turns them into the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Final
 from producers.errors import InvalidTask, shown
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-#: Parts of a content are texts, each of them a paragraph of its own.
+#: Separator that joins a content's text parts.
 BETWEEN_PARTS: Final = "\n"
-#: A message may have these, and templates may read them.
+#: Further fields of a message that templates may read.
 PASSED_ON: Final = ("name", "tool_call_id", "reasoning_content")
-#: An assistant's message comes with these when it is sent back as it was received: they hold nothing then. Whatever
-#: else a message has, such as an id or another service's `cache_control`, is a client's own, and not looked at.
+#: Fields that an assistant's message has, empty, when clients send it back as received. Any other field, such as an id
+#: or another service's `cache_control`, is ignored.
 EMPTY_AS_RECEIVED: Final = ("refusal", "annotations", "audio", "function_call", "tool_calls")
 _PART: Final = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
-#: What OpenAPI says of a message.
+#: The JSON schema of a message, for OpenAPI.
 MESSAGE: Final[dict[str, Any]] = {
     "type": "object",
     "required": ["role"],
@@ -38,7 +38,10 @@ MESSAGE: Final[dict[str, Any]] = {
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """`role`, `content` (a string), and what else templates may use. Raises InvalidTask naming message and part."""
+    """Check messages. Returns dicts with `role`, `content` (a string) and the fields that templates may read.
+
+    Raises InvalidTask, which names the message and the field.
+    """
     if not isinstance(value, list):
         raise _refused("messages", value, "a list of messages", "invalid_type")
     if not value:
@@ -67,7 +70,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
                 code="unsupported_parameter",
                 param=f"{place}.{name}",
             )
-    # Last: without what is not offered here, such as a refusal, a content may be lacking.
+    # Checked last: an unsupported field, such as a refusal, explains a missing content better.
     if content is None and role == "assistant":
         read["content"] = None if calls else ""  # an answer without text, as clients send it back
     else:
@@ -97,7 +100,7 @@ def _text_part(part: Any, place: str) -> str:
 
 
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
-    """Templates want a call's arguments as an object; OpenAI sends them as JSON text."""
+    """Check a tool call. Its arguments become an object for templates; OpenAI sends them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _refused(place, call, "an object with id, type and function (name, arguments)", "invalid_type")

@@ -1,13 +1,13 @@
-"""Stream entries, as they stand in `penstock:stream:<id>` and go over `penstock:tokens:<id>`.
+"""Stream entries: stored in `penstock:stream:<id>` and sent over `penstock:tokens:<id>`.
 
 An entry is JSON, in the stream's field `e`; its position is its entry id less one (`1-0` is position 0).
 
 - token: `[choice, index, token id, "text"]`, then optionally the logprobs `[logprob, [[token id, logprob], ...]]` or
-  null, then on a choice's last token its finish reason. The text may be empty: half a character is held back.
+  null, then on a choice's last token its finish reason. The text may be empty: part of a character is held back.
 - prompt: `{"prompt": first index, "token_ids": [...], "logprobs": [...]}`, before the first token, in pieces of at most
-  512 tokens: of each token of the prompt the logprobs as above, null for the very first.
+  512 tokens. `logprobs` has an element as above for each token, null for the prompt's first.
 - terminal: `{"end": status, "reasons": [...], "usage": {...}, "error": null | {...}}`; nothing follows it.
-- any other object is of a kind that a later version adds: readers pass over it.
+- any other object is of a kind that a later version adds; readers skip it.
 
 A channel message is `[position of the first entry, entry, ...]`.
 """
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any, Final
 
-#: A string as JSON, not escaped beyond need.
+#: Encodes a string as JSON with the fewest escapes.
 quote: Final = encode_basestring
 
-#: Tokens of a prompt in one entry.
+#: Most tokens of a prompt in one entry.
 PROMPT_PIECE: Final = 512
 
 #: A token's logprob, then the alternatives: (logprob, ((token id, logprob), ...)).
@@ -56,11 +56,11 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """How likely a part of the prompt was: of each token given those before it; the prompt's first has None."""
+    """Log probabilities of a part of the prompt, one a token given those before it; None for the first token."""
 
     position: int
     first: int
-    """Place in the prompt of the first token."""
+    """Index in the prompt of the part's first token."""
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs | None, ...]
 
@@ -76,7 +76,7 @@ def encode_token(
     logprobs: Logprobs | None = None,
     finish_reason: str | None = None,
 ) -> str:
-    """A token's entry. Hand-made JSON: this runs once a token, and is five times faster than `json.dumps`."""
+    """A token's entry as JSON. Built by hand, five times faster than `json.dumps`, since it runs once a token."""
     head = f"[{choice},{index},{token_id},{quote(text)}"
     if logprobs is None and finish_reason is None:
         return head + "]"
@@ -85,7 +85,7 @@ def encode_token(
 
 
 def encode_prompt(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[str]:
-    """The entries of a prompt's log probabilities, one for each token."""
+    """The entries of a prompt's log probabilities, in pieces of PROMPT_PIECE tokens."""
     return [
         json.dumps(
             {

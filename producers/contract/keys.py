@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Service tier -> (rank: lower goes first, kombu priority: the list it is put into).
-#: kombu gives a message without a priority 0, its first list: hence `default` is 0.
+#: Service tier -> (rank: lower goes first, kombu priority: the list of its messages).
+#: kombu puts a message without a priority into list 0, so `default` is 0.
 TIERS: Final[dict[str, tuple[int, int]]] = {
     "priority": (0, 3),
     "default": (1, 0),
@@ -18,13 +18,13 @@ TIERS: Final[dict[str, tuple[int, int]]] = {
 
 TASK_NAME: Final = "penstock.generate"
 
-SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; what the sweeper looks at
-DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks that have one, or were cancelled
-UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final ones whose message nobody has put down
-SETTLED: Final = "penstock:settled"  # zset: task id -> ms; whose streams are to be compacted
+SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; tasks whose message may not be sent yet
+DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks with a deadline or a cancel
+UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final tasks that are not settled
+SETTLED: Final = "penstock:settled"  # zset: task id -> ms; settled tasks whose streams are not compacted
 SWEEPER: Final = "penstock:sweeper"  # string with a TTL: the sweeper that leads
-SWEPT: Final = "penstock:swept"  # hash: what sweepers did -> how often
-READERS: Final = "penstock:readers"  # zset: task id -> ms; when the lease of its reader ends
+SWEPT: Final = "penstock:swept"  # hash: a sweeper's duty -> how often it was done
+READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of the pool that serves it
 POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
@@ -36,27 +36,27 @@ def task(task_id: str) -> str:
 
 
 def stream(task_id: str) -> str:
-    """Stream: one entry a token, then the terminal entry; entry ids are position + 1."""
+    """Stream: one entry a token, then the terminal entry. An entry's id is its position + 1."""
     return f"penstock:stream:{task_id}"
 
 
 def result(task_id: str) -> str:
-    """Hash: the stream, once compacted; number of a block -> its entries (`producers.contract.blocks`)."""
+    """Hash: the compacted stream; block number -> entries (`producers.contract.blocks`)."""
     return f"penstock:result:{task_id}"
 
 
 def channel(task_id: str) -> str:
-    """Channel: the same entries as they are made, each message `[position, entry, ...]`."""
+    """Channel: new entries of the stream; each message is `[position, entry, ...]`."""
     return f"penstock:tokens:{task_id}"
 
 
 def control(incarnation: str) -> str:
-    """Channel: words to one worker, e.g. `cancel <task id>`."""
+    """Channel: commands to one worker, such as `cancel <task id>`."""
     return f"penstock:control:{incarnation}"
 
 
 def lease(incarnation: str) -> str:
-    """String with a TTL: this worker incarnation is alive (its value is what it says of itself, JSON)."""
+    """String with a TTL: the lease of a worker incarnation. Its value is the worker's state (JSON)."""
     return f"penstock:lease:{incarnation}"
 
 

@@ -1,8 +1,7 @@
-"""The broker's message for a task: Celery's protocol 2 (docs.celeryq.dev, Message Protocol), as kombu
-puts it on a list.
+"""The broker's message for a task, in Celery's protocol 2 (docs.celeryq.dev, Message Protocol), as kombu writes it.
 
-It carries no prompt: the task stands in its record, the message only says that it is there and how big it is. The sync
-client lets Celery write it, the asyncio client writes it here; a test compares the two field by field.
+It carries no prompt: the task is in its record, and the message only announces it with its size. The sync client lets
+Celery write the message, the asyncio client writes it here; a test compares the two field by field.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from producers.contract.record import Record
 
 _NO_CALLBACKS: Final = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 _BODY: Final = base64.b64encode(json.dumps([[], {}, _NO_CALLBACKS]).encode()).decode()
-#: Celery's reply queue of a sender; nobody replies to a task whose result is ignored, but Celery always names one.
+#: The sender's reply queue. Results are ignored, so nothing replies, but Celery's messages always name one.
 _REPLY_TO: Final = str(uuid.uuid4())
 
 
@@ -35,17 +34,17 @@ class Message:
     n: int
     tokens: int
     tenant: str = ""
-    """With whom it shares its turn; empty: with all who name none."""
+    """The task's tenant; empty: all tasks without one share a turn."""
 
     @classmethod
     def of(cls, record: Record) -> Message:
-        """The message of a record, for sending it again. Raises KeyError or ValueError for a broken record."""
+        """The message of a record, to send it again. Raises KeyError or ValueError for a broken record."""
         fields = record.fields
         tenant = fields.get("tenant", "")
         return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]), tenant)
 
     def options(self) -> dict[str, Any]:
-        """Celery's `send_task` options for it."""
+        """The message as options of Celery's `send_task`."""
         return {
             "task_id": self.id,
             "root_id": self.id,
@@ -56,7 +55,7 @@ class Message:
         }
 
     def envelope(self) -> str:
-        """What kombu would put into the queue."""
+        """The message as JSON text, as kombu would put it on a list."""
         headers = {
             "lang": "py",
             "task": keys.TASK_NAME,
@@ -103,7 +102,7 @@ class Message:
 
 
 def id_of(headers: Mapping[str, Any]) -> str | None:
-    """The task's id; None where it says none that could be one: half of a pair of surrogates is in no key."""
+    """The task's id; None without a usable one. A lone surrogate cannot be part of a key."""
     task_id = headers.get("id")
     if not isinstance(task_id, str) or not task_id:
         return None
@@ -111,7 +110,7 @@ def id_of(headers: Mapping[str, Any]) -> str | None:
 
 
 def is_plain(headers: Mapping[str, Any]) -> bool:
-    """Whether no Penstock client sent it: those say its size. A sender's own header of that name says nothing to us."""
+    """Whether the message is plain Celery's: Penstock clients send a valid `penstock` header with the task's size."""
     said = headers.get("penstock")
     if not isinstance(said, dict) or said.get("v") != 1:
         return True

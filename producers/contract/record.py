@@ -6,21 +6,21 @@
 | `status` | submitting, queued, in_progress, completed, failed, cancelled, incomplete |
 | `task` | the task as accepted (JSON, see `producers.contract.task`) |
 | `model`, `queue`, `tier`, `n` | name, pool queue, service tier, choices |
-| `tenant` | on whose turn it is fetched, where it names one |
-| `prompt_tokens`, `tokens` | prompt length, of a text once it was taken up; KV tokens that it may need |
-| `created`, `queued`, `started`, `first`, `finished`, `settled` | when (server time, ms); `first`: the first token |
-| `deadline`, `ttl` | ms; seconds that it is kept once settled |
-| `nonce` | names the submit that made it |
+| `tenant` | the task's tenant, if it names one |
+| `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
+| `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
+| `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
+| `nonce` | id of the submit that made the record |
 | `plain` | 1: made at the claim of a plain Celery message |
-| `cancel` | when a cancel was accepted (ms) |
+| `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
-| `deaths`, `claims` | owners lost while they held it; times it was taken up |
-| `lost` | those owners (JSON): incarnation, when that was noticed, entries in the stream by then; the first 32 |
-| `stuck`, `mark` | owners lost since its last new entry; the stream's length when it was last taken up |
+| `deaths`, `claims` | number of owners that died holding it; number of starts |
+| `lost` | the first 32 of those owners (JSON): incarnation, time of notice, entries in the stream at that time |
+| `stuck`, `mark` | number of owners that died since its last new entry; the stream's length at its last start |
 | `next:<choice>` | index of the choice's next token |
 | `prompt` | stream entries that hold the prompt's log probabilities, before token 0 |
 | `discarded` | tokens made for candidates of `best_of` that are not among the choices |
-| `end` | the final status: its terminal entry stands in the stream |
+| `end` | the final status; the stream has its terminal entry |
 | `reasons`, `usage`, `error` | JSON: a finish reason per choice; token counts; `{code, message, param}` or null |
 """
 
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def status(self) -> str:
-        """As callers see it: `submitting` is the client's business, to others the task is queued."""
+        """The status that callers see: a `submitting` task counts as queued."""
         status = self.fields["status"]
         return "queued" if status == "submitting" else status
 
@@ -81,7 +81,7 @@ class Record:
 
     @property
     def width(self) -> int:
-        """Choices that are made, of which `n` are given."""
+        """Number of choices that are generated, of which `n` are returned."""
         return int(self.task.get("best_of") or self.n)
 
     @property
@@ -99,7 +99,7 @@ class Record:
 
     @property
     def scored(self) -> bool:
-        """The prompt's log probabilities stand in the stream."""
+        """Whether the stream has the prompt's log probabilities."""
         return "prompt" in self.fields
 
     @property

@@ -1,4 +1,4 @@
-"""A task's outcome, put together from its record and its stream."""
+"""A task's result, collected from its record and its stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMES = ("created", "queued", "started", "first", "finished")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a task's `n` outputs. `logprobs`: one entry a token, or None where none were asked for."""
+    """One of a task's `n` outputs. `logprobs`: one element a token, or None if none were requested."""
 
     index: int
     text: str
@@ -27,7 +27,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The final state of a task. `times` are server milliseconds by name, where the task got that far."""
+    """The final state of a task. `times`: name -> server time in ms, as far as the task got."""
 
     id: str
     model: str
@@ -38,9 +38,9 @@ class Result:
     error: dict[str, Any] | None
     times: dict[str, int]
     prompt_token_ids: tuple[int, ...] | None = None
-    """The prompt as the model read it, where its logprobs were asked for."""
+    """The prompt's token ids, if its log probabilities were requested."""
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
-    """Of each token of the prompt; None for the first."""
+    """Log probabilities of the prompt's tokens; None for the first token."""
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """What a plain Celery task's AsyncResult gives."""
+    """The value of a plain Celery task's AsyncResult."""
     return {
         "id": result.id,
         "model": result.model,
@@ -109,7 +109,7 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 def failure(error: Mapping[str, Any] | None) -> TaskFailed:
-    """What it raises for a failed one; `error` as in the record."""
+    """The exception of a failed plain Celery task's AsyncResult. `error`: as in the record."""
     error = error or {}
     return TaskFailed(
         error.get("message", "The task failed."), "failed", error.get("code", "failed"), error.get("param")

@@ -1,7 +1,7 @@
-"""A task as a caller states it: the edge, where outside input is checked.
+"""A task as a caller writes it, and its validation at the edge.
 
-Whatever is refused here was never queued. The limits are those of `engine.params.SamplingParams`, so that no worker
-refuses what was accepted here (a test compares the two).
+A refused task is never queued. The limits are those of `engine.params.SamplingParams`, so that no worker refuses an
+accepted task (a test compares the two).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_TTL_S: Final = 30 * 24 * 3600
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 MAX_TENANT: Final = 200
-#: Log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
+#: Most log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
-#: Log probabilities of a task's output, alternatives included: some fifty megabytes as text.
+#: Most log probabilities of a task's output, alternatives included: some fifty megabytes as text.
 MAX_LOGPROBS: Final = 1 << 20
-#: Output tokens that a task with best_of may give: one call publishes them, for some tenths of a second of the store.
+#: Most output tokens of a task with best_of. One call publishes them and keeps the store busy for tenths of a second.
 MAX_BEST_TOKENS: Final = 16_384
-#: What a task leaves open, unless the model's card has a default of its own.
+#: Defaults of sampling parameters, unless the model's card has its own.
 DEFAULTS: Final[Mapping[str, float]] = {
     "temperature": 1.0,
     "top_k": 0,
@@ -49,16 +49,16 @@ DEFAULTS: Final[Mapping[str, float]] = {
     "typical_p": 1.0,
     "repetition_penalty": 1.0,
 }
-#: Longer names (characters) are cut in an error's `param`, and are nobody's slip of the pen.
+#: Longest name (characters) in an error's `param`; longer ones are cut and get no spelling hint.
 MAX_LABEL: Final = 64
-#: Tokens of text are not counted here: about one for three bytes, which is on the safe side for most text.
+#: Estimated bytes a token of text, which overestimates the tokens of most texts.
 BYTES_PER_TOKEN: Final = 3
-#: Output tokens assumed of a task that sets no max_tokens.
+#: Assumed output tokens of a task without max_tokens.
 ASSUMED_OUTPUT: Final = 256
 
 
 def _prompt(value: Any) -> Any:
-    """Refuse by hand what a union of types would refuse with one message per member, and per token."""
+    """Check a prompt by hand: pydantic's union would give one message per member and token. Raises InvalidTask."""
     if isinstance(value, str):
         try:
             size = len(value.encode())
@@ -88,7 +88,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _messages(value: Any) -> Any:
-    """As a prompt: bounded by their size as JSON, which is what is kept of them."""
+    """Check messages. Like a prompt, they are limited by size, here as stored JSON. Raises InvalidTask."""
     messages = read_messages(list(value) if isinstance(value, tuple) else value)
     try:
         size = len(_json(messages))
@@ -112,7 +112,7 @@ def _tuple(value: Any) -> Any:
 
 
 def _biases(value: Any) -> Any:
-    """JSON's keys are strings: decimal ones are token ids."""
+    """Turn decimal string keys, as JSON has them, into token ids."""
     if not isinstance(value, Mapping):
         return value
     return {int(k) if isinstance(k, str) and _DECIMAL.fullmatch(k) else k: bias for k, bias in value.items()}
@@ -137,19 +137,22 @@ Messages = Annotated[
     tuple[dict[str, Any], ...],
     BeforeValidator(_messages, json_schema_input_type=MessageList),
 ]
-#: What OpenAPI says of a prompt; `_prompt` sees to it.
+#: A prompt's JSON schema, for OpenAPI; `_prompt` enforces it.
 PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
 PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
 
 
 def _no_default(schema: dict[str, Any]) -> None:
-    """What stands for a prompt that was left out is none that may be given."""
+    """Remove the schema's default: it marks a missing prompt and is not a valid one."""
     del schema["default"]
 
 
 class Task(BaseModel):
-    """One generation. Raises InvalidTask naming the field, its value and its limits; types are not converted."""
+    """One generation task. Types are not converted.
+
+    Raises InvalidTask, which names the field, its value and its limits.
+    """
 
     model_config = ConfigDict(
         strict=True,
@@ -254,8 +257,8 @@ class Task(BaseModel):
                 return
             except ValidationError as error:
                 refusal = _refusal(error)
-            # Out here, so that it does not have the ValidationError as its context: that one, which is Rust, holds what
-            # a validator raised, and the garbage collector does not see through it. Neither would ever be freed.
+            # Raised outside `except`, so that the ValidationError is not its context. That Rust object holds the
+            # validator's exception invisibly to the garbage collector: such a cycle would never be freed.
             raise refusal
 
     @model_validator(mode="after")
@@ -282,32 +285,32 @@ class Task(BaseModel):
 
     @classmethod
     def parse(cls, fields: Any) -> Self:
-        """A task from parsed JSON. Raises InvalidTask, also where that is not an object."""
+        """A task from parsed JSON. Raises InvalidTask, also if it is not an object."""
         if not isinstance(fields, Mapping):
             raise InvalidTask(f"a task is a JSON object, not {shown(fields)}", code="invalid_type")
         return cls(**{str(name): value for name, value in fields.items()})
 
     @classmethod
     def parse_json(cls, body: str | bytes) -> Self:
-        """A task from JSON text. Raises InvalidTask where that is not UTF-8 or not JSON."""
+        """A task from JSON text. Raises InvalidTask, also if it is not UTF-8 or not JSON."""
         return cls.parse(read_json(body))
 
     def to_json(self) -> str:
-        """The task as its record keeps it: with its prompt or its messages."""
+        """The task as JSON for its record, with its prompt or its messages."""
         return self.model_dump_json(exclude={"messages" if self.messages is None else "prompt"})
 
     @property
     def prompt_tokens(self) -> int | None:
-        """The prompt's length, where it came as token ids."""
+        """The prompt's length, if it came as token ids; else None."""
         return None if isinstance(self.prompt, str) or self.messages is not None else len(self.prompt)
 
     @property
     def width(self) -> int:
-        """Choices that are made, of which `n` are given."""
+        """Number of choices that are generated, of which `n` are returned."""
         return self.best_of or self.n
 
     def kv_tokens(self, context_length: int) -> int:
-        """KV tokens that the task may need, as can be told without a tokenizer: prompt once, output for each choice."""
+        """KV tokens that the task may need, estimated without a tokenizer: the prompt once, the output per choice."""
         prompt = self.prompt_tokens
         if prompt is None:
             text = str(self.prompt).encode() if self.messages is None else _json(self.messages)
@@ -316,7 +319,7 @@ class Task(BaseModel):
         return min(prompt + output * self.width, context_length * self.width)
 
     def check(self, card: Mapping[str, Any]) -> None:
-        """Raise InvalidTask where the model of this card (`engine.text.card`) cannot run the task."""
+        """Raise InvalidTask if the model of this card (`engine.text.card`) cannot run the task."""
         context, vocabulary = int(card["context_length"]), int(card["vocab_size"])
         if "generate" not in card["capabilities"]:
             raise InvalidTask(f"model {shown(self.model)} generates no text", param="model", code="unsupported_model")
@@ -343,7 +346,7 @@ class Task(BaseModel):
         output = max(self.min_tokens, 1) if self.max_tokens is None else self.max_tokens
         self._check_size(prompt, context)
         if prompt + output > context:
-            # OpenAI's words: clients that shorten a conversation know an overflow by how the message begins.
+            # OpenAI's words: clients recognise an overflow by the message's beginning and shorten the conversation.
             raise InvalidTask(
                 f"This model's maximum context length is {context} tokens. However, you requested "
                 f"{'' if self.prompt_tokens else 'at least '}{prompt + output} tokens ({prompt} in the prompt, "
@@ -352,7 +355,7 @@ class Task(BaseModel):
                 param="prompt" if prompt >= context else "max_tokens",
                 code="context_length_exceeded",
             )
-        # The last token of an output needs no place.
+        # The last token of an output needs no place in the KV cache.
         capacity, needed = int(card.get("kv_capacity", context)), max(prompt, prompt + output - 1)
         if needed > capacity:
             raise InvalidTask(
@@ -363,14 +366,14 @@ class Task(BaseModel):
             )
 
     def _check_size(self, prompt: int, context: int) -> None:
-        """How much is stored at once is bounded."""
+        """Raise InvalidTask if the task would store too much at once."""
         if self.prompt_logprobs is not None and (wanted := (self.prompt_logprobs + 1) * prompt) > MAX_PROMPT_LOGPROBS:
             raise InvalidTask(
                 f"prompt_logprobs is {self.prompt_logprobs}: with {prompt} prompt tokens these are {wanted} log "
                 f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
                 param="prompt_logprobs",
             )
-        # Without max_tokens, `resolved` sets as many as may be.
+        # Without max_tokens, `resolved` sets the most that is allowed.
         output = self.min_tokens if self.max_tokens is None else self.max_tokens
         if self.logprobs is not None and (wanted := (self.logprobs + 1) * output * self.n) > MAX_LOGPROBS:
             raise InvalidTask(
@@ -387,7 +390,7 @@ class Task(BaseModel):
             )
 
     def resolved(self, card: Mapping[str, Any]) -> Self:
-        """The task as the worker will run it: checked, the card's defaults filled in, a seed stamped."""
+        """The task as the worker will run it: checked, with the card's defaults and a seed. Raises InvalidTask."""
         self.check(card)
         usual = {**DEFAULTS, **card.get("defaults", {})}
         filled = {name: usual[name] for name in DEFAULTS if getattr(self, name) is None}
@@ -401,7 +404,7 @@ class Task(BaseModel):
 
 
 def read_json(body: str | bytes) -> Any:
-    """JSON text, parsed. Raises InvalidTask where it is not UTF-8 or not JSON."""
+    """Parse JSON text. Raises InvalidTask if it is not UTF-8 or not JSON."""
     try:
         return json.loads(body if isinstance(body, str) else body.decode())
     except UnicodeDecodeError as error:
@@ -411,13 +414,13 @@ def read_json(body: str | bytes) -> Any:
 
 
 def label(name: str) -> str:
-    """A caller's name for something, as an error's `param` gives it: in ASCII, cut where it is absurdly long."""
+    """A caller's name for an error's `param`: in ASCII, cut after MAX_LABEL characters."""
     short = name if len(name) <= MAX_LABEL else f"{name[:MAX_LABEL]}..."
     return short if short.isascii() else ascii(short)[1:-1]
 
 
 def likely(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that was probably meant."""
+    """The name among `names` that was probably meant; None without a close one."""
     return next(iter(difflib.get_close_matches(name, names, 1)), None) if len(name) <= MAX_LABEL else None
 
 
@@ -428,7 +431,7 @@ def _unknown(name: str) -> InvalidTask:
 
 
 def _refusal(error: ValidationError) -> InvalidTask:
-    """Pydantic's first complaint, in our words."""
+    """Pydantic's first error as an InvalidTask."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidTask):

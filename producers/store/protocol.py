@@ -1,6 +1,6 @@
-"""The store's side of the protocol: one function a script, each giving the `Call` to send and reading its answer.
+"""The store's side of the protocol: one function for each script, which returns the `Call` to send.
 
-The preconditions and effects stand at the head of each `scripts/*.lua`.
+The head of each `scripts/*.lua` has its precondition, effect and answers.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from producers.contract.record import Record
 
 PACKAGE: Final = "producers.store"
 
-#: A submit older than this is refused (ms): long before the sweeper looks, so that a retry cannot revive a swept task.
+#: Age (ms) at which a submit is refused, well before the sweeper acts: a retry cannot revive a swept task.
 SUBMIT_WINDOW_MS: Final = 15_000
-#: The sweeper re-sends a record that was `submitting` for this long (ms).
+#: Time (ms) after which the sweeper sends the message of a record that is still `submitting`.
 SWEEP_AGE_MS: Final = 30_000
-#: A settled record and its stream are kept this long (s), unless the task says otherwise.
+#: Time (s) for which a settled record and its stream are kept, unless the task has a `ttl`.
 DEFAULT_TTL_S: Final = 24 * 3600
-#: A task is given up when this many workers died on it with no new token, or STRETCH times as many in all.
+#: Worker deaths without a new token after which a task is given up; or STRETCH times as many deaths in all.
 MAX_DEATHS: Final = 3
-#: `claim.lua` has it too.
+#: `claim.lua` has the same number.
 STRETCH: Final = 4
 
 
 def admit(task_id: str, nonce: str, asked_ms: int, record: Mapping[str, str | int]) -> Call:
-    """Answers `new`, `mine` (this very request came before), `exists` or `late`."""
+    """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists` or `late`."""
     pairs = [part for item in record.items() for part in item]
     return Call(
         script(PACKAGE, "admit"),
@@ -38,28 +38,31 @@ def admit(task_id: str, nonce: str, asked_ms: int, record: Mapping[str, str | in
 
 
 def queued(task_id: str) -> Call:
-    """Answers the status after it, or `gone`."""
+    """QUEUED: mark a record as queued. Answers its status then, or `gone`."""
     return Call(script(PACKAGE, "queued"), (keys.task(task_id), keys.SUBMITTING), (task_id,))
 
 
 def cancel(task_id: str) -> Call:
-    """Answers `[accepted 0|1, status]`."""
+    """CANCEL: cancel a task. Answers `[accepted 0|1, status]`."""
     return Call(script(PACKAGE, "cancel"), (keys.task(task_id), keys.stream(task_id)), (task_id,))
 
 
 def unread(task_id: str, over_ms: int) -> Call:
-    """`over_ms`: when its reader lease ended, as LAPSED answered. Answers `[1, accepted 0|1, status]`, or `[0]`."""
+    """UNREAD: cancel a task whose reader lease ended at `over_ms`, as LAPSED answered.
+
+    Answers `[1, accepted 0|1, status]`, or `[0]` if the lease was renewed.
+    """
     return Call(script(PACKAGE, "unread"), (keys.task(task_id), keys.stream(task_id), keys.READERS), (task_id, over_ms))
 
 
 def expire(task_id: str) -> Call:
-    """For a task whose deadline has passed and that nobody runs. Answers the status after it, or `gone`."""
+    """EXPIRE: end a task whose deadline has passed and that no worker runs. Answers its status then, or `gone`."""
     return Call(script(PACKAGE, "expire"), (keys.task(task_id), keys.stream(task_id), keys.DEADLINES), (task_id,))
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What CLAIM said: `lost`, `done`, `busy`, or `settle` and `go` with the record."""
+    """CLAIM's answer: `lost`, `done`, `busy`, or `settle` or `go` with the record."""
 
     answer: str
     record: Record | None = None
@@ -74,7 +77,10 @@ def claim(
     condemned: bool = False,
     max_deaths: int = MAX_DEATHS,
 ) -> Call:
-    """`plain`: the record's fields, where the message came from plain Celery and may have no record yet."""
+    """CLAIM: take a task for a delivery; `read_claim` reads the answer.
+
+    `plain`: the record's fields, for a plain Celery message, which may have no record yet.
+    """
     pairs = [part for item in (plain or {}).items() for part in item]
     return Call(
         script(PACKAGE, "claim"),
@@ -84,7 +90,7 @@ def claim(
 
 
 def is_last_chance(record: Record, max_deaths: int) -> bool:
-    """Whether the task is given up if the worker that has it now dies, too. Never where one death is enough."""
+    """Whether the task is given up if its current worker dies, too. False if a single death is enough."""
     left = min(max_deaths - record.stuck, STRETCH * max_deaths - record.deaths)
     return left <= 1 < max_deaths
 
@@ -98,7 +104,7 @@ def read_claim(task_id: str, answer: Sequence[Any]) -> Claimed:
 
 @dataclass(slots=True)
 class Append:
-    """One sequence's news: `entries` are stream entries (JSON), the first of them the choice's token `index`."""
+    """One sequence's new entries. `entries`: stream entries (JSON); the first is the choice's token `index`."""
 
     task_id: str
     claim_id: str
@@ -106,15 +112,15 @@ class Append:
     index: int
     entries: list[str] = field(default_factory=list)
     scored: bool = False
-    """The prompt's entries were published before: without them nothing is appended."""
+    """Whether the prompt's entries were published before; nothing is appended if they are missing."""
     discarded: int = 0
-    """Tokens of candidates of best_of that are not published."""
+    """Number of unpublished tokens of best_of's candidates."""
     prompt_tokens: int = 0
-    """The prompt's length, of a text that the record does not count yet; 0 where there is nothing to say."""
+    """Length of a text prompt that the record does not have yet; 0: no news."""
 
 
 def append(batch: Sequence[Append]) -> Call:
-    """One call for a whole engine step; `read_append` gives an (answer, next) for each."""
+    """APPEND: one call for a whole engine step. `read_append` gives (answer, next) for each sequence."""
     names: list[str] = []
     args: list[str | int] = []
     for a in batch:
@@ -129,7 +135,10 @@ def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
 
 
 def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
-    """`entries`: see `producers.contract.events.encode_prompt`. Answers `ok`, `other` or `cancel`."""
+    """PROMPT: append a prompt's log probabilities (`producers.contract.events.encode_prompt`).
+
+    Answers `ok`, `other` or `cancel`.
+    """
     return Call(script(PACKAGE, "prompt"), (keys.task(task_id), keys.stream(task_id)), (task_id, claim_id, *entries))
 
 
@@ -145,8 +154,11 @@ def finish(
     cached_tokens: int = 0,
     scored: bool = False,
 ) -> Call:
-    """`reasons`: JSON array, a finish reason a choice; `error`: JSON; `scored`: the prompt's entries were published.
-    Answers `[won, status]`, `[other]` or `[resend, next ...]`."""
+    """FINISH: make a record final. Answers `[won, status]`, `[other]` or `[resend, next ...]`.
+
+    `reasons`: JSON array with a finish reason for each choice. `nexts`: each choice's number of tokens. `error`: JSON.
+    `scored`: the prompt's entries were published.
+    """
     return Call(
         script(PACKAGE, "finish"),
         (keys.task(task_id), keys.stream(task_id)),
@@ -155,12 +167,15 @@ def finish(
 
 
 def settle(task_id: str, default_ttl_s: int = DEFAULT_TTL_S) -> Call:
-    """Answers 1, or 0 where the record is not final."""
+    """SETTLE: mark a final record as settled. Answers 1, or 0 if the record is not final."""
     return Call(script(PACKAGE, "settle"), (keys.task(task_id), keys.stream(task_id)), (task_id, default_ttl_s))
 
 
 def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL_S) -> Call:
-    """Answers `settled`, `owned`, `message` (it needs its own, and that is not seen to be `gone`), `gone` or `open`."""
+    """ORPHAN: settle a final task without its message. Answers `settled`, `owned`, `message`, `gone` or `open`.
+
+    `gone`: the caller has seen that the message no longer exists. `message`: the task needs its message to be settled.
+    """
     return Call(
         script(PACKAGE, "orphan"),
         (keys.task(task_id), keys.stream(task_id), keys.UNSETTLED),
@@ -169,8 +184,10 @@ def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL
 
 
 def compact(task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes]) -> Call:
-    """`settled_ms`: as the record says; `blocks`: see `producers.contract.blocks`. Answers `done`, `gone`, `unsettled`
-    or `changed`."""
+    """COMPACT: replace a settled stream by its blocks (`producers.contract.blocks`).
+
+    `settled_ms`: the record's `settled`. Answers `done`, `gone`, `unsettled` or `changed`.
+    """
     return Call(
         script(PACKAGE, "compact"),
         (keys.task(task_id), keys.stream(task_id), keys.result(task_id), keys.SETTLED),
@@ -179,10 +196,10 @@ def compact(task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes]
 
 
 def release(task_id: str, claim_id: str) -> Call:
-    """Answers 1, or 0 where another holds the claim."""
+    """RELEASE: give a claim up. Answers 1, or 0 if another delivery holds it."""
     return Call(script(PACKAGE, "release"), (keys.task(task_id),), (claim_id,))
 
 
 def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool) -> Call:
-    """Take or renew a worker's lease here; `about`: what it says of itself. Answers 1, or 0 where it is gone."""
+    """LEASE: take or renew a worker's lease here. `about`: the worker's state (JSON). Answers 1, or 0 if gone."""
     return Call(script(PACKAGE, "lease"), (keys.lease(incarnation),), (about, ttl_ms, int(take)))

@@ -1,4 +1,4 @@
-"""Whether a server can be used: what a process looks at before it starts."""
+"""Checks broker and store before a process starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from producers.errors import PenstockError
 
 log = logging.getLogger(__name__)
 
-#: What a user needs, for who has to write its ACL.
+#: The permissions that Penstock's user needs, in the syntax of ACLs.
 RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
 
 
@@ -25,9 +25,9 @@ class ServerRefused(PenstockError):
 
 
 def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
-    """Raises ServerRefused where the server cannot be used as `role` (broker or store), and says why.
+    """Check a server. Raises ServerRefused, with the reason, if it cannot be used as `role` (broker or store).
 
-    One that is away is refused only where it must answer. What is not forbidden, and likely no good, is logged.
+    An unreachable server is refused only if it must answer. Bad settings that Penstock can run with are logged.
     """
     try:
         with closing(connect(url)) as client:
@@ -43,7 +43,7 @@ def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
 
 
 def _may(client: Redis) -> None:
-    """Whether this user may do what Penstock does. Raises what the server says, which names the command or the key."""
+    """Check the user's permissions. Raises the server's error, which names the command or the key."""
     probe = Call(script(__package__, "probe"), ("penstock:task:probe",), ("penstock:tokens:probe",))
     try:
         client.script_load(probe.script.text)

@@ -98,9 +98,9 @@ def test_callers_commands_load_neither_engine_nor_server() -> None:
     [
         (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny"), "cannot reach the broker"),
         (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny", "--log-level", "loud"), "--log-level"),
-        (("gateway", "--broker", "amqp://x"), "is not spoken to here"),
+        (("gateway", "--broker", "amqp://x"), "is not supported"),
         (("gateway", "--broker", "redis://x", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1 port 8000"),
-        (("sweeper", "--broker", "amqp://x"), "is not spoken to here"),
+        (("sweeper", "--broker", "amqp://x"), "is not supported"),
         (("up", "--store", "redis://x"), "--store needs --broker"),
         (("up", "--model", "nowhere/at/all", "--port", "0"), "no model 'nowhere/at/all'"),
         (("up", "--model", "tiny", "--model", "tiny", "--port", "0"), "two models are named 'tiny'"),

@@ -263,7 +263,7 @@ class TestRefusal:
             ({"config.json": None}, "has no config.json"),
             ({"tokenizer.json": None}, "has no tokenizer.json"),
             ({"model.safetensors": None, "pytorch_model.bin": b""}, "no model.safetensors; it has pytorch_model.bin"),
-            ({"model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "which is not a safetensors"),
+            ({"model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "not a safetensors"),
             ({"model.safetensors.index.json": b'{"weight_map": {"a": "x.safetensors"}}'}, "has no x.safetensors"),
             ({"model.safetensors.index.json": b"[]"}, "cannot be read as a weight map"),
         ],

@@ -58,7 +58,7 @@ def test_a_reference_for_another_process_means_the_same(tmp_path: Path, monkeypa
 
 def test_a_folder_may_have_an_equals_sign(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "lr=0.1")
-    with pytest.raises(Refused, match=r"cannot be part of a queue: write NAME=lr=0\.1"):
+    with pytest.raises(Refused, match=r"cannot be part of a queue's name: write NAME=lr=0\.1"):
         find_model("lr=0.1")
     assert find_model("good=lr=0.1").folder == tmp_path / "lr=0.1"
 
