@@ -1,4 +1,4 @@
-"""What keeps a worker or a command from its work."""
+"""Errors that keep a worker or a command from its work."""
 
 
 class Refused(Exception):

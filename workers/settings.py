@@ -1,4 +1,4 @@
-"""What one worker process is told: where the queue and the store are, which model it serves, how patient it is."""
+"""Settings of one worker process: where queue and store are, which model it serves, how patient it is."""
 
 from __future__ import annotations
 

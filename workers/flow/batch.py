@@ -1,4 +1,4 @@
-"""What the publisher makes of a step's news: tokens to append, prompts to score, tasks to end. No I/O.
+"""Turns a step's news into tokens to append, prompts to score and tasks to end. No I/O.
 
 Event of a choice -> entries of its stream, and whether the task ends with it -> APPEND, FINISH
 """
@@ -25,7 +25,7 @@ DEADLINE = "deadline"
 
 @dataclass(slots=True)
 class Conclusion:
-    """How a running task is to end. `retry`: by Celery's retry, where it has tries left."""
+    """The end that a running task is to have. `retry`: by Celery's retry, where it has tries left."""
 
     delivery: Delivery
     status: str
@@ -46,7 +46,7 @@ class Batch:
     """Ends in NaN: the request is to blame, or the model."""
 
     def conclude(self, end: Conclusion) -> None:
-        """It is to end so, unless it has ended, or ends otherwise already."""
+        """End it so, unless it has ended or another end came first."""
         if not (end.delivery.ended or (end.status == "incomplete" and end.delivery.complete)):
             self.ends.setdefault(end.delivery.uuid, end)
 
@@ -91,7 +91,7 @@ class Batch:
                 self.ends[delivery.uuid] = Conclusion(delivery, "completed")
 
     def _said(self, delivery: Delivery, choice: int, index: int) -> Append:
-        """What the batch says of a choice, from token `index` on."""
+        """The choice's Append, made from token `index` on if there is none yet."""
         append = self.appends.get((delivery.uuid, choice))
         if append is None:
             append = self.appends[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, index)
@@ -128,7 +128,7 @@ def _encode(event: Event) -> list[str]:
 
 
 def part(batch: list[Append]) -> tuple[list[Append], list[Append]]:
-    """As much of the batch as one call should carry, and the rest. What a task says at once stays together."""
+    """Split off as much as one call should carry; return it and the rest. One task's appends stay together."""
     size = 0
     for k, one in enumerate(batch):
         size += len(one.entries)

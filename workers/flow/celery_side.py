@@ -1,4 +1,4 @@
-"""What Celery says of a delivery: run it, acknowledge it, reject it, revoke it.
+"""Takes what Celery says of a delivery: run it, acknowledge it, reject it, revoke it.
 
 kombu's callbacks -> Request -> EnginePool -> take_job, run -> claimer
                                            -> take_beside -> a thread of the pool's own
@@ -21,7 +21,7 @@ from workers.flow.served import Served
 
 
 class CelerySide:
-    """Named by the delivery's UUID, which Celery knows as its tag; one that is not ours any more is passed over."""
+    """Deliveries are named by UUID, which Celery knows as the tag. One that is not ours any more is passed over."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class CelerySide:
     # ---- the intake -----------------------------------------------------------------------------------------------
 
     def condemn(self, delivery: Delivery, headers: dict[str, Any], decode: Decode) -> None:
-        """Its workers died before they could claim it: Celery must not decode it before others claimed it and lived."""
+        """Claim what killed workers before they claimed it. `decode` gives it to Celery once a worker claimed it and lived."""
         if headers["task"] == keys.TASK_NAME:
             self._own(delivery, headers, None)
             self._claimer.submit(delivery, decode)
@@ -114,11 +114,11 @@ class CelerySide:
             self._finisher.bury(delivery, "its workers died before they could run it")
 
     def unreadable(self, delivery: Delivery, reason: str) -> None:
-        """No more than its id can be read: it is kept as a dead letter."""
+        """Keep a message of which only the id can be read as a dead letter."""
         self._finisher.bury(delivery, reason)
 
     def _own(self, delivery: Delivery, headers: dict[str, Any], arguments: dict[str, Any] | None) -> None:
-        """From now on the pool acknowledges it. `arguments`: see `plain_fields`."""
+        """Let the pool acknowledge it from now on. `arguments`: see `plain_fields`."""
         delivery.owned = True
         if is_plain(headers):
             delivery.plain = plain_fields(self._served, self._clock.server_ms(), headers, arguments)

@@ -105,7 +105,7 @@ class Claimer(threading.Thread):
             self._next_suspect()
 
     def _claim(self, deliveries: list[Delivery]) -> list[Claimed | Exception]:
-        """Until the store answers; an error is one task's own. A repeated CLAIM of a delivery repeats its answer."""
+        """Ask until the store answers; an error is one task's own. A CLAIM said again repeats its answer."""
         while True:
             try:
                 answers = run_many(self._redis, [self._call(delivery) for delivery in deliveries])
@@ -190,7 +190,7 @@ class Claimer(threading.Thread):
                 self._queue.put(self._later.popleft())
 
     def _release(self, deliveries: list[Delivery]) -> None:
-        """Until the store answers."""
+        """RELEASE them; ask until the store answers."""
         while deliveries and not self._stopping:
             try:
                 run_many(self._redis, [release(delivery.task_id, delivery.uuid) for delivery in deliveries])

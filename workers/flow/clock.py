@@ -1,4 +1,4 @@
-"""What is to be done later, and the store's time. The housekeeper's thread does it."""
+"""Keeps actions for later and the store's time. The housekeeper's thread runs the actions."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Job:
 
 @dataclass(slots=True)
 class Plain:
-    """What a plain Celery message asks for: the fields of a record to be made, and why it is no task, if so (JSON)."""
+    """A plain Celery message's request: the fields of its record to be made, and the error (JSON) if it is no task."""
 
     fields: dict[str, str | int]
     error: str | None = None
@@ -98,7 +98,7 @@ class Delivery:
         return all(self.reasons)
 
     def next_index(self, choice: int) -> int:
-        """Of the next token, as far as this worker knows."""
+        """The next token's index, as far as this worker knows."""
         return self.base[choice] + len(self.entries[choice])
 
     @property

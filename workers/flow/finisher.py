@@ -94,7 +94,7 @@ class Finisher(threading.Thread):
         self._queue.put(_Ending(delivery, RETRY, message, otherwise=otherwise))
 
     def release(self, delivery: Delivery, delay: float = 0.0) -> None:
-        """Not finished here: RELEASE, then BACK; whoever claims it next goes on from its next token."""
+        """RELEASE, then BACK, unfinished; whoever claims it next goes on from its next token."""
         self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True))
 
     def let_go(self, delivery: Delivery, delay: float = 0.0) -> None:
@@ -191,7 +191,7 @@ class Finisher(threading.Thread):
         job.on_done((failed, value, time.monotonic() - started))
 
     def _outcome(self, end: _Ending) -> Any:
-        """What the task's body is to return or raise."""
+        """The value that the task's body is to return or raise."""
         if end.status == RETRY:
             return Fault(end.error)
         if end.status in ("failed", DEAD):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Incarnation:
-    """Never reused: the worker's name and a random suffix."""
+    """A name that is never reused: the worker's and a random suffix."""
 
     worker: str
     id: str = field(init=False)

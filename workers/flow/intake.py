@@ -220,7 +220,7 @@ class Intake(threading.Thread):
             self._give_back()
 
     def _size(self, headers: dict[str, Any], rank: int) -> Size:
-        """As FETCH reckons it."""
+        """The delivery's size, reckoned as FETCH does."""
         if headers["task"] != keys.TASK_NAME:
             return Size(rank, 0, 0)
         said = headers.get("penstock")
@@ -237,7 +237,7 @@ def _bounded(value: Any, default: int, cap: int) -> int:
 
 
 def _seconds_until(eta: Any) -> float:
-    """Of a header; what is no time is left to Celery, which refuses it."""
+    """Seconds until a header's time; 0 for what is no time, which Celery refuses."""
     try:
         due = datetime.fromisoformat(eta)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""How much room the engine has for what is still in the queue.
+"""Counts the room that the engine has for what is still in the queue.
 
 The ledger counts what was fetched and has not been put down, by tier. A tier's credit is the free room plus the room
 that lower tiers hold, because the engine preempts those: so a full batch of low-tier work never hides a waiting
@@ -18,7 +18,7 @@ NO_CREDIT = Credit((0, 0, 0, 0), (0, 0, 0, 0))
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a delivery takes up: its tier's rank, sequences, and KV tokens at most."""
+    """A delivery's size: its tier's rank, sequences, and KV tokens at most."""
 
     rank: int
     seqs: int

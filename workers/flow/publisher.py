@@ -142,7 +142,7 @@ class Publisher(threading.Thread):
         self._ask()
 
     def _ask(self) -> None:
-        """Who is to blame for NaN: see `workers.flow.probe`. Where the engine is closed, a drain hands them back."""
+        """Ask the model who is to blame for NaN (`probe`). If the engine is closed, a drain hands the tasks back."""
         if self._doubted and not self._asked:
             self._asked, self._doubted = self._doubted, {}
             with suppress(EngineError):
@@ -158,7 +158,7 @@ class Publisher(threading.Thread):
             self._conclude(end)
 
     def _prompt(self, deliveries: list[Delivery], ends: dict[str, Conclusion]) -> None:
-        """Until the store has their prompts' log probabilities, which come before their tokens."""
+        """Publish their prompts' log probabilities, before their tokens; try until the store has them."""
         while todo := [delivery for delivery in deliveries if not delivery.put_down]:
             try:
                 answers = run_many(self._redis, [prompt(d.task_id, d.uuid, d.prompt) for d in todo])
@@ -175,7 +175,7 @@ class Publisher(threading.Thread):
             return
 
     def _not_ok(self, delivery: Delivery, answer: str, ends: dict[str, Conclusion]) -> None:
-        """What was to be published was not taken: the task is cancelled, or not ours."""
+        """End or let go a task of which the store took nothing: it is cancelled, or not ours."""
         if answer == "cancel":
             self._engine.abort(delivery.uuid)
             ends[delivery.uuid] = Conclusion(delivery, "cancelled")
@@ -184,7 +184,7 @@ class Publisher(threading.Thread):
             ends.pop(delivery.uuid, None)
 
     def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
-        """Until the store has it all, or says that it is not ours to append."""
+        """APPEND; try until the store has it all, or says that it is not ours to append."""
         held = self._deliveries.held
         while batch:
             now, rest = part([a for a in batch if a.claim_id in held])

@@ -83,7 +83,7 @@ class Housekeeper(threading.Thread):
         self._control.listen(life)
 
     def renew_soon(self) -> None:
-        """What the lease says has changed."""
+        """Renew at once: what the lease says has changed."""
         self._renew_at = 0.0
         self._clock.wake()
 

@@ -1,4 +1,4 @@
-"""What is in flight under this worker's name and not in its books.
+"""Gives back what is in flight under this worker's name and not in its books.
 
 A server that fails over, or is killed with `appendfsync everysec`, forgets the last that it was told: that a task was
 settled and its message acknowledged, say. Then a live worker owns what it knows nothing of, and nobody else may take it

@@ -48,7 +48,7 @@ class Consumer(Stock):
 
 
 def _without_arguments(message: Any) -> Any:
-    """It is refused: nobody reads its headers after those who log them. The broker has the message as it came."""
+    """Strip a refused message of its copies of the arguments before it is logged. The broker keeps it as it came."""
     for name in ARGUMENTS:
         message.headers.pop(name, None)
     return message

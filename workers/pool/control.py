@@ -29,7 +29,7 @@ def fixed(state: Any, n: int = 1, **_: Any) -> dict[str, str]:
 
 
 def _shown(payload: dict[str, Any], hostname: str) -> dict[str, Any]:
-    """As Celery shows one, with the sender's short form of its arguments."""
+    """One message in the form that Celery shows, with the sender's short form of its arguments."""
     headers, properties = payload["headers"], payload["properties"]
     return {
         "eta": headers["eta"],

@@ -107,7 +107,7 @@ class EnginePool(BasePool):
             self.runtime.celery.ack(delivery.uuid)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
-        """Nothing more: Celery announces the revocation next, and `EngineRequest` passes that on."""
+        """Do nothing: Celery announces the revocation next, and `EngineRequest` passes that on."""
 
     def on_close(self) -> None:
         self.runtime.intake.stop()

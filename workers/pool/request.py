@@ -25,6 +25,6 @@ class EngineRequest(Request):
             super().acknowledge()
 
     def reject(self, requeue: bool = False) -> None:
-        """As `acknowledge`."""
+        """Reject once, as `acknowledge`."""
         with _acknowledging:
             super().reject(requeue)

@@ -96,7 +96,7 @@ class Runtime:
         self.stop(min(left, self.served.settings.drain), why)
 
     def give_up(self, why: str, suspects: Collection[str] | None) -> None:
-        """This process is broken: hand its tasks over, end it with a status that says so. Any thread.
+        """Hand the tasks of this broken process over, and end it with a status that says so. Any thread.
 
         `suspects`: see `Drain.begin`. What is broken cannot be stopped, but nothing that it does later counts: its
         requests are dropped, its claims released or its incarnation over.
@@ -108,7 +108,7 @@ class Runtime:
             self.stop(0.0, why, os.EX_SOFTWARE, suspects)
 
     def _device_lost(self, why: str, suspects: set[str]) -> None:
-        """No task is to blame for memory that failed."""
+        """Give up; no task is to blame for memory that failed."""
         self.give_up(f"the device is lost: {why}", frozenset() if ECC_ERROR in why else suspects)
 
     # ---- how it is ------------------------------------------------------------------------------------------------
@@ -123,15 +123,15 @@ class Runtime:
         return found
 
     def faults(self) -> list[str]:
-        """What is wrong with it."""
+        """Reasons why it is broken or stuck; empty where it is well."""
         return [*([self.given_up] if self.given_up else []), *self.watchdog.reasons]
 
     def __json__(self) -> str:
-        """As `inspect stats` shows the transport's options, of which this is one."""
+        """The form in which `inspect stats` shows the transport's options, of which this is one."""
         return self.served.settings.name
 
     def about(self) -> str:
-        """What the lease says of this worker (JSON)."""
+        """The lease's text about this worker (JSON)."""
         served, stats, gpu = self.served, self.served.engine.stats(), self.gpu.latest
         return json.dumps(
             {

@@ -121,7 +121,7 @@ class Drain:
         return self._until - time.monotonic()
 
     def _hand_back(self, end: float) -> bool:
-        """Whether all of it was taken by store and broker. The lease may be left to lapse: nothing is under it."""
+        """Hand all back; True if store and broker took it. The lease may be left to lapse: nothing is under it."""
         left = list(self._deliveries.held.values())
         if left:
             logger.warning("The drain is over: handing %d tasks back", len(left))
@@ -155,7 +155,7 @@ def _left(end: float) -> float:
 
 
 def _within(action: Callable[[], None], end: float) -> bool:
-    """Whether it came to its end in time; it goes on otherwise."""
+    """Run it on a thread; True if it ended in time, else it goes on."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(_left(end))

@@ -1,4 +1,4 @@
-"""What the driver says of the GPU that this worker has to itself, for its lease (NVML, through nvidia-ml-py).
+"""Reads the state of this worker's GPU from the driver, for its lease (NVML, through nvidia-ml-py).
 
 A thread of its own asks: a driver in trouble may not answer for long, and no lease must wait for it. Without the
 package, the driver or a GPU there are no facts, and a line in the debug log says why.
@@ -55,12 +55,12 @@ class GpuFacts(threading.Thread):
             self._stopping.wait(PERIOD_S)
 
     def stop(self) -> None:
-        """It may be waiting for the driver: it is not waited for."""
+        """End soon. It may be waiting for the driver, so nobody should join it."""
         self._stopping.set()
 
 
 def open_nvml(uuid: str) -> Callable[[], Facts] | None:
-    """What looks at the GPU with this UUID (or part of one, under MIG); None where there is nothing to ask."""
+    """A function that reads the GPU with this UUID (or part of one, under MIG); None where there is nothing to ask."""
     try:
         import pynvml
     except ImportError:

@@ -36,7 +36,7 @@ class Health:
                 self.wfile.write(data)
 
             def log_message(self, *_: Any) -> None:
-                """Nothing: a probe comes every few seconds."""
+                """Log nothing: a probe comes every few seconds."""
 
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)

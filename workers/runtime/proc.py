@@ -33,7 +33,7 @@ def argv_of(pid: int) -> list[str]:
 
 
 def command_of(argv: list[str]) -> str:
-    """Of `penstock worker ...` and `python -m workers.cli worker ...`, `worker`; of a server SERVER; else empty."""
+    """`worker` for `penstock worker ...` and `python -m workers.cli worker ...`; SERVER for a server; else empty."""
     for name, command in pairwise(argv):
         if name == "workers.cli" or os.path.basename(name) == "penstock":
             return command
@@ -43,7 +43,7 @@ def command_of(argv: list[str]) -> str:
 
 
 def option(argv: list[str], name: str) -> str | None:
-    """What `--name VALUE` or `--name=VALUE` says; None where it is not given."""
+    """The value in `--name VALUE` or `--name=VALUE`; None where it is not given."""
     for word, value in pairwise([*argv, ""]):
         if word == name:
             return value

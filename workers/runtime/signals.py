@@ -24,7 +24,7 @@ class News:
         self._at = 0.0
 
     def is_new(self, sig: signal.Signals) -> bool:
-        """Whether `sig`, which comes just now, is not the one before it once more."""
+        """True unless `sig`, which comes just now, is the one before it once more."""
         now = time.monotonic()
         if sig is self._last and now < self._at + SAME_S:
             return False
@@ -33,8 +33,8 @@ class News:
 
 
 def coming() -> asyncio.Queue[signal.Signals]:
-    """Those that come to this process from now on, in the loop that runs. What is ignored stays so, as SIGHUP under
-    nohup."""
+    """A queue of the signals that come to this process from now on, in the running loop. What is ignored stays so, as
+    SIGHUP under nohup."""
     loop, came, news = asyncio.get_running_loop(), asyncio.Queue[signal.Signals](), News()
 
     def heard(sig: signal.Signals) -> None:

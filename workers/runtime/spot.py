@@ -1,4 +1,4 @@
-"""Whether the machine is about to be taken away: asks AWS's instance metadata, and drains in the time that is left.
+"""Asks AWS's instance metadata whether the machine is about to be taken away, and drains in the time that is left.
 
 Of a spot instance, `spot/instance-action` is there two minutes before it is stopped or terminated. ECS and Fargate say
 the same by SIGTERM, Kubernetes by `penstock drain` in a preStop hook: those need nothing of this.

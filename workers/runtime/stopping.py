@@ -1,4 +1,4 @@
-"""How a worker process hears that it is to stop.
+"""Hears the signals that end a worker process.
 
 The kernel's note of each signal comes to a thread of its own, so that neither a model that loads for minutes nor an
 event loop that waits for a broker keeps it from being heard.
@@ -34,7 +34,7 @@ class Stopping(threading.Thread):
         self._kernels.setblocking(False)
 
     def install(self) -> None:
-        """On the main thread. SIGHUP stays ignored where it is, as under nohup."""
+        """Begin to hear; call it on the main thread. SIGHUP stays ignored where it is, as under nohup."""
         for sig in SIGNALS:
             if sig is not signal.SIGHUP or signal.getsignal(sig) is not signal.SIG_IGN:
                 signal.signal(sig, lambda *_: None)
@@ -42,7 +42,7 @@ class Stopping(threading.Thread):
         self.start()
 
     def serve(self, drain: Callable[[float, str], None], seconds: float) -> None:
-        """From now on a signal drains: `drain` is told for how long, at most `seconds`, and why."""
+        """Let signals drain from now on: `drain` is told for how long, at most `seconds`, and why."""
         with self._lock:
             self._drain, self._seconds = drain, seconds
 

@@ -101,7 +101,7 @@ def _quiet(worker: Any) -> Any:
 
 
 def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], str]:
-    """Until the store takes it: one that is full, or fails over, is no reason to load the model again."""
+    """Announce the model; try until the store takes it. A full store, or a failover, is no reason to load again."""
     with connect(url) as store:
         while True:
             try:

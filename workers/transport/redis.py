@@ -40,11 +40,11 @@ class QoS(stock.QoS):
         virtual.QoS.ack(self, delivery_tag)
 
     def forget(self, delivery_tag: str) -> None:
-        """It was not taken up, and never will be acknowledged here."""
+        """Drop a message that was not taken up, and never will be acknowledged here."""
         self._delivered.pop(delivery_tag, None)
 
     def restore_visible(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: leases and REAP bring back what a dead worker held."""
+        """Do nothing: leases and REAP bring back what a dead worker held."""
 
     def restore_unacked(self, client: Any = None) -> None:
         """The channel closes: what no pool has taken up goes back to the front of its list."""
