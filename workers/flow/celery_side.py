@@ -106,7 +106,10 @@ class CelerySide:
     # ---- the intake -----------------------------------------------------------------------------------------------
 
     def condemn(self, delivery: Delivery, headers: dict[str, Any], decode: Decode) -> None:
-        """Claim what killed workers before they claimed it. `decode` gives it to Celery once a worker claimed it and lived."""
+        """Claim what killed workers before they could claim it.
+
+        `decode` gives it to Celery, once a worker has claimed it and lived.
+        """
         if headers["task"] == keys.TASK_NAME:
             self._own(delivery, headers, None)
             self._claimer.submit(delivery, decode)
