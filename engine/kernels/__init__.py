@@ -1,10 +1,10 @@
-"""The operations that models are made of, one set a device, chosen in one place: `select`.
+"""The operations that models are made of. Each kernel set implements them for a device; `select` picks the set.
 
-reference.py is every operation in plain torch and the oracle of the others; gpu.py is CUDA's, of the kernels in
-triton/; native/ is the CPU's, in C++. Where these are not at hand, sdpa.py replaces attention by padded batches, and
-cpu.py (sampled.py, pieces.py) what torch does faster on a CPU; deterministic/ has sets whose rows depend on nothing but
-themselves. A set also says in which dtype it computes. Weights come in through `prepare_linear`, which may repack or
-quantise them (fp8.py, packed.py); attention reads the paged cache by what ragged.py or groups.py say of a step.
+reference: every operation in plain torch, the test oracle of the other sets
+gpu: CUDA, with the kernels in triton/; native/: CPUs, in C++; fallback/: CPUs and CUDA without these, with torch
+deterministic/: sets in which a row's result depends on nothing but the row; compressed_kv: sets with an 8-bit KV cache
+`prepare_linear` takes the weights, and may repack or quantise them (fp8, packed)
+attention reads the paged KV cache as ragged or groups describe a step; a set also has a compute dtype
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-#: By the names that EngineConfig has for them.
+#: The sets by their names in EngineConfig.
 _SETS: dict[str, type[Kernels]] = {one.name: one for one in (Reference, Ragged, Sdpa, Cpu)}
 
 
@@ -58,12 +58,12 @@ def select(
     deterministic: bool = False,
     kv_cache_dtype: str = "auto",
 ) -> Kernels:
-    """The set for weights of `dtype` on `device`, the one that is asked for by name or the device's own.
+    """Pick the kernel set for weights of `dtype` on `device`: the named one, or the device's default.
 
-    Where a CPU only emulates `dtype`, weights are still rounded to it, but held and computed in fp32: measured
-    5 to 8 times as fast at 8 rows and more, for twice the memory. Raises EngineError where the set is not for `device`,
-    or `quantization` ("none" or "fp8") is not for the device, the dtype or the set, or there is no `deterministic` one,
-    or none whose cache has `kv_cache_dtype` ("auto", "int8" or "fp8").
+    If a CPU only emulates `dtype`, weights are rounded to it, but held and computed in fp32. That was measured 5 to 8
+    times as fast at 8 rows and more, for twice the memory. Raises EngineError if no set has this combination of
+    `device`, `dtype`, `name`, `quantization` ("none" or "fp8"), `deterministic` and `kv_cache_dtype` ("auto", "int8" or
+    "fp8").
     """
     if kv_cache_dtype != "auto":
         return _compressed(device, dtype, name, quantization, kv_cache_dtype, deterministic)
@@ -123,8 +123,8 @@ def _compressed_gpu(
 
 
 def _deterministic(device: torch.device, dtype: torch.dtype, ordinary: Kernels) -> Kernels:
-    """The set that stands for the ordinary one: native kernels for themselves, as their rows always depend on nothing
-    else."""
+    """The deterministic counterpart of a set. Native kernels are their own, because their rows never depend on
+    others."""
     if isinstance(ordinary, Native):
         return _native(dtype, deterministic=True)
     if ordinary.name == "cpu":

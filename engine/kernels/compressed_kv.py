@@ -1,8 +1,8 @@
-"""Keys and values of 8 bits each: how they lie in the cache of every set, and the sets that widen them by torch.
+"""KV caches of 8 bits: their layout in every kernel set, and the sets that widen them with torch.
 
-Each key and each value of a head is rounded by itself when it is written, and is as wide again when it is gathered.
-"int8": -127 to 127 times one scale, which lies behind the numbers as fp32; "fp8": e4m3 as it is, no scale, as its
-exponent covers what keys and values are. The cache is bytes in both.
+Each key and each value of a head is rounded by itself when it is written, and widened when it is gathered. "int8" has
+numbers from -127 to 127 and one scale, stored after them as fp32. "fp8" is plain e4m3 without a scale, because its
+exponent covers the range of keys and values. Both caches are bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.kernels.deterministic import DeterministicCpu
 from engine.kernels.fallback.cpu import Cpu
 from engine.kernels.fp8 import FP8, LARGEST
 
-#: Of "int8": what lies behind each key and each value.
+#: The bytes of the scale after each key and each value, for "int8".
 SCALE_BYTES: Final = 4
 
 
@@ -29,7 +29,7 @@ class _Compressed(Cpu):
         return self._widen(keys), self._widen(values)
 
     def _narrow(self, x: Tensor) -> Tensor:
-        """uint8 [tokens, kv_heads, cache_width] of [tokens, kv_heads, head_dim]."""
+        """Round keys or values [tokens, kv_heads, head_dim] to bytes, uint8 [tokens, kv_heads, cache_width]."""
         raise NotImplementedError
 
     def _widen(self, packed: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Int8Kv(_Compressed):
 
     def _narrow(self, x: Tensor) -> Tensor:
         wide = x.float()
-        # A vector of zeros has any scale; what is no number makes one that is none.
+        # A vector of zeros may have any scale. NaN inputs give NaN scales.
         scales = wide.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
         q = (wide / scales).round().nan_to_num(0.0).to(torch.int8)
         return torch.cat((q.view(torch.uint8), scales.view(torch.uint8)), -1)
@@ -81,7 +81,7 @@ class DeterministicFp8Kv(Fp8Kv, DeterministicCpu):
     name = "cpu-fp8-kv-deterministic"
 
 
-#: (kv_cache_dtype, deterministic) -> the set
+#: The sets by (kv_cache_dtype, deterministic).
 COMPRESSED: Final[dict[tuple[str, bool], type[Cpu]]] = {
     ("int8", False): Int8Kv,
     ("int8", True): DeterministicInt8Kv,

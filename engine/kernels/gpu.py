@@ -1,4 +1,4 @@
-"""CUDA: what the kernels in triton/ replace, and cuBLAS for the dense products."""
+"""The kernel set for CUDA: Triton kernels (triton/), and cuBLAS for dense products."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def interpreted() -> bool:
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
-    """Also of tensors without memory, by the GPU that kernels are compiled for."""
+    """Whether the GPU multiplies 8-bit floats. For tensors without memory, this is the GPU that kernels are compiled
+    for."""
     if device.type != "meta":
         return multiplies_fp8(device)
     major, minor = CAPABILITY
@@ -37,7 +38,8 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 class Gpu(Reference):
-    """Everything here can be recorded into a CUDA graph, once it ran outside of one: kernels are compiled then.
+    """The kernel set for CUDA. All its operations can be recorded in a CUDA graph after a first run, which compiles
+    them.
 
     On a CPU it runs in Triton's interpreter (TRITON_INTERPRET=1), for tests.
     """
@@ -49,21 +51,21 @@ class Gpu(Reference):
     def __init__(
         self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None, kv_cache_dtype: str = "auto"
     ) -> None:
-        """`multiprocessors`: how many attention is cut for; None asks the GPU. `kv_cache_dtype`: "auto" is
-        `compute_dtype`, "int8" and "fp8" are as compressed_kv.py has them."""
+        """`multiprocessors`: the number to split attention for; None asks the GPU. `kv_cache_dtype`: "auto" is
+        `compute_dtype`; see compressed_kv.py for "int8" and "fp8"."""
         super().__init__(compute_dtype)
         self._kind = KINDS[kv_cache_dtype]
         if self._kind != PLAIN:
             self.cache_dtype = torch.uint8
             self.name = f"{self.name}-{kv_cache_dtype}-kv"
         self._attention = PagedAttention(multiprocessors)
-        # cuBLAS may else add the parts of a sum over the inputs in half precision, which costs digits and saves nothing
-        # that was published for decoding, where reading the weights is what takes long. For the whole process.
+        # Without this, cuBLAS may add partial sums in half precision. That loses digits, and no gain is published for
+        # decoding, whose time goes into reading weights. The setting applies to the whole process.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
-        """As `prepare_linear`, of a weight that is packed already."""
+        """Like `prepare_linear`, for a packed weight."""
         self.keeps(weight.shape, weight.nbytes)
         return int4_linear(weight, bias) if isinstance(weight, Int4Weight) else int8_linear(weight, bias)
 
@@ -116,7 +118,7 @@ class Gpu(Reference):
 
 
 class Fp8Gpu(Gpu):
-    """All products but that of the output head in 8-bit floats (kernels/fp8.py). Computes in bfloat16."""
+    """The CUDA set with all products but the output head in 8-bit floats (kernels/fp8.py). It computes in bfloat16."""
 
     name = "triton-fp8"
 

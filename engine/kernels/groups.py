@@ -1,4 +1,4 @@
-"""What attention has to know about a step besides its tensors."""
+"""The description of a step for attention in padded batches."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Sequences that have the same number of tokens in this step and similar contexts: one padded batch.
+    """One padded batch: sequences with the same number of tokens in this step and similar contexts.
 
-    The group's token rows are `row .. row + len(kv_lens) * query_len`, sequence after sequence. Query j of
-    sequence i stands at place `kv_lens[i] - query_len + j` of its block table, and sees every place up to its own, or
-    as many of them as the layer's window lets it.
+    The group's token rows are `row .. row + len(kv_lens) * query_len`, sequence after sequence. Query j of sequence i
+    is at place `kv_lens[i] - query_len + j` of its block table. It sees every place up to its own, within the layer's
+    window.
     """
 
     row: int
     query_len: int
     kv_lens: tuple[int, ...]
-    """Tokens in each sequence's block table once this step's have been written. Known to the host, so that no kernel
-    has to ask the device for a length."""
+    """The tokens in each sequence's block table, this step's included. The host knows them, so that no kernel waits for
+    the device."""
     block_tables: Tensor
-    """int64 [sequences, blocks of the longest]; padded with the block of zeros."""
+    """int64 [sequences, blocks of the longest], padded with the zero block."""
     mask: Tensor | None
-    """bool [sequences, 1, query_len, padded context], True where a query sees, or what `additive` makes of that; None
-    where no sequence has anything in its table but this step's tokens, and each sees all before it: attention is a
-    plain lower triangle. Also None for sets that are not `masked`."""
+    """bool [sequences, 1, query_len, padded context], True where a query sees, or the result of `additive`.
+
+    None if attention is a plain lower triangle: all tables hold only this step's tokens, and each query sees all tokens
+    before it. Also None for sets that are not `masked`.
+    """
     skipped: tuple[int, ...] = ()
-    """Tokens of each sequence before its table begins: behind the window."""
+    """The number of each sequence's tokens before its table begins, because they fell out of the window."""
 
     @property
     def rows(self) -> slice:
@@ -37,9 +39,9 @@ class AttentionGroup:
 
 
 def visibility(kv_lens: Tensor, query_len: int, padded: int, window: int | None) -> Tensor:
-    """bool [sequences, 1, query_len, padded]: which places each query of a group sees.
+    """The places that each query of a group sees, bool [sequences, 1, query_len, padded].
 
-    `kv_lens` is int64 [sequences] on the device, `padded` the places that the group's block tables span.
+    `kv_lens`: int64 [sequences] on the device. `padded`: the number of places that the group's block tables span.
     """
     query = torch.arange(query_len, device=kv_lens.device)
     last_seen = ((kv_lens - query_len)[:, None] + query)[:, None, :, None]
@@ -49,7 +51,8 @@ def visibility(kv_lens: Tensor, query_len: int, padded: int, window: int | None)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to scores: 0 where a query sees and -inf where it does not. One that is so is itself."""
+    """An additive mask: 0 where a query sees and -inf elsewhere. A mask that is already additive is returned
+    unchanged."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
@@ -57,10 +60,10 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A step, as the layers of one KV group see it."""
+    """A step of one KV group, in padded batches."""
 
     slots: Tensor
-    """int64 [tokens]: where each token's K and V go, as block * block_size + offset."""
+    """int64 [tokens]: the KV slot of each token, block * block_size + offset."""
     groups: tuple[AttentionGroup, ...]
     window: int | None = None
-    """How many places a query sees, its own included; None for all before it."""
+    """The number of places that a query sees, its own included. None: all before it."""

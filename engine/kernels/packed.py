@@ -1,8 +1,8 @@
-"""Weights of 4 and 8 bits, as they lie in memory: the one place that knows the layout.
+"""The memory layout of weights of 4 and 8 bits. No other module knows it.
 
-Both are cut along the inputs into tiles, and a tile holds the rows of all outputs one after the other: what a program
-reads for some outputs and one tile is one piece of memory. In 4 bits, a tile is two planes of inputs, the first in the
-low halves of its bytes, the second in the high ones, so that a plane comes out of its bytes by a mask, in order.
+Both are cut along the inputs into tiles. A tile holds the rows of all outputs one after another, so that a program
+reads some outputs of one tile as one contiguous piece. With 4 bits, a tile is two planes of inputs. The first plane is
+in the low halves of the bytes, the second in the high halves, so that a mask extracts a plane in order.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Inputs that a byte of 4-bit weights is apart from its other half, at most; and the inputs of an 8-bit tile.
+#: The most inputs of a 4-bit plane, and of an 8-bit tile.
 _PLANE = 64
 _TILE = 128
-#: Tensor cores multiply so many inputs at once: no group may be narrower.
+#: The fewest inputs of a group, because tensor cores multiply so many inputs at once.
 _LEAST = 16
-#: What stands for 0 in symmetric 4-bit weights.
+#: The number that stands for 0 in symmetric 4-bit weights.
 MIDDLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """weight[n, k] = (q[n, k] - zero) * scale, with q from 0 to 15, and scale and zero those of n and of k's group."""
+    """A 4-bit weight: weight[n, k] = (q[n, k] - zero) * scale. q is 0 to 15; scale and zero are those of n and k's
+    group."""
 
     packed: Tensor
-    """uint8 [tiles, outputs, plane]: of [t, n, i], the low half is input (2 t) * plane + i, the high one
+    """uint8 [tiles, outputs, plane]. The low half of [t, n, i] is input (2 t) * plane + i, the high half is input
     (2 t + 1) * plane + i. Inputs beyond the last are MIDDLE."""
     scales: Tensor
     """[groups, outputs], floating."""
     zeros: Tensor | None
-    """uint8 [groups, outputs]; None where all are MIDDLE."""
+    """uint8 [groups, outputs]; None if all are MIDDLE."""
     group: int
     """Consecutive inputs that have one scale; all of them, or a multiple of 16 that divides them."""
     shape: tuple[int, int]
@@ -40,12 +41,12 @@ class Int4Weight:
 
     @property
     def plane(self) -> int:
-        """Inputs in half a tile: no plane is in two groups."""
+        """The inputs of half a tile. No plane is in two groups."""
         return self.packed.shape[2]
 
     @classmethod
     def pack(cls, q: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Int4Weight:
-        """From `q`, integers from 0 to 15 [outputs, inputs]. Raises ValueError for a group that cannot be."""
+        """Pack `q`, integers from 0 to 15 [outputs, inputs]. Raises ValueError for an invalid group."""
         outputs, inputs = q.shape
         plane = _within(group, inputs, _PLANE)
         padded = F.pad(q.to(torch.uint8), (0, -inputs % (2 * plane)), value=MIDDLE)
@@ -55,7 +56,7 @@ class Int4Weight:
 
     @classmethod
     def quantise(cls, weight: Tensor, group: int, *, symmetric: bool = True) -> Int4Weight:
-        """`weight` [outputs, inputs] rounded to nearest, group by group; scales in its dtype."""
+        """Round `weight`, [outputs, inputs], to nearest, group by group. Scales have its dtype."""
         outputs, inputs = weight.shape
         _within(group, inputs, _PLANE)
         grouped = weight.float().view(outputs, -1, group)
@@ -65,7 +66,7 @@ class Int4Weight:
         else:
             low, high = low.clamp(max=0), high.clamp(min=0)
             scale = (high - low) / 15
-        # Divided by what is kept of the scale; a group of zeros has any.
+        # Divide by the scale as it is stored. A group of zeros may have any scale.
         scales = torch.where(scale > 0, scale, 1).to(weight.dtype)
         zeros = None if symmetric else (-low / scales.float()).round().clamp(0, 15)
         middle = MIDDLE if zeros is None else zeros[..., None]
@@ -93,7 +94,7 @@ class Int4Weight:
         return Int4Weight(self.packed.index_select(1, outputs), scales, zeros, self.group, shape).dequantise()
 
     def values(self) -> Tensor:
-        """uint8 [outputs, inputs]: q."""
+        """The numbers q, uint8 [outputs, inputs]."""
         outputs, inputs = self.shape
         halves = torch.stack((self.packed & 15, self.packed >> 4), 2).transpose(0, 1)
         return halves.reshape(outputs, -1)[:, :inputs]
@@ -106,10 +107,10 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """weight[n, k] = q[n, k] * scale, with q from -128 to 127, and scale that of n and of k's group."""
+    """An 8-bit weight: weight[n, k] = q[n, k] * scale. q is -128 to 127; scale is that of n and k's group."""
 
     packed: Tensor
-    """int8 [tiles, outputs, tile]: [t, n, i] is input t * tile + i. Inputs beyond the last are 0."""
+    """int8 [tiles, outputs, tile]. [t, n, i] is input t * tile + i. Inputs beyond the last are 0."""
     scales: Tensor
     """[groups, outputs], floating."""
     group: int
@@ -119,12 +120,12 @@ class Int8Weight:
 
     @property
     def tile(self) -> int:
-        """Inputs of a tile: none is in two groups."""
+        """The inputs of a tile. No tile is in two groups."""
         return self.packed.shape[2]
 
     @classmethod
     def pack(cls, q: Tensor, scales: Tensor, group: int) -> Int8Weight:
-        """From `q`, integers from -128 to 127 [outputs, inputs]. Raises ValueError for a group that cannot be."""
+        """Pack `q`, integers from -128 to 127 [outputs, inputs]. Raises ValueError for an invalid group."""
         outputs, inputs = q.shape
         tile = _within(group, inputs, _TILE)
         padded = F.pad(q.to(torch.int8), (0, -inputs % tile))
@@ -133,8 +134,8 @@ class Int8Weight:
 
     @classmethod
     def quantise(cls, weight: Tensor, group: int | None = None) -> Int8Weight:
-        """`weight` [outputs, inputs] rounded to nearest, group by group; None: one scale an output. Scales in its
-        dtype."""
+        """Round `weight`, [outputs, inputs], to nearest, group by group. `group` None: one scale for each output.
+        Scales have its dtype."""
         outputs, inputs = weight.shape
         group = inputs if group is None else group
         _within(group, inputs, _TILE)
@@ -162,7 +163,7 @@ class Int8Weight:
         return Int8Weight(self.packed.index_select(1, outputs), scales, self.group, shape).dequantise()
 
     def values(self) -> Tensor:
-        """int8 [outputs, inputs]: q."""
+        """The numbers q, int8 [outputs, inputs]."""
         outputs, inputs = self.shape
         return self.packed.transpose(0, 1).reshape(outputs, -1)[:, :inputs]
 
@@ -172,7 +173,8 @@ class Int8Weight:
 
 
 def _within(group: int, inputs: int, most: int) -> int:
-    """The longest run of inputs, a power of two up to `most`, that begins wherever a group does. Raises ValueError."""
+    """The longest run of inputs, a power of two up to `most`, that never crosses a group's border. Raises
+    ValueError."""
     if group == inputs:
         return most
     if group < 1 or inputs % group or group % _LEAST:

@@ -1,8 +1,9 @@
-"""A step as tensors alone, one row a sequence and no padding between them; and its operations in plain torch.
+"""Ragged batches: a step described by device tensors alone, without padding between sequences, and its operations in
+plain torch.
 
-Whatever a kernel needs to know about a sequence it reads on the device, so that a CUDA graph recorded once can be
-replayed with other lengths, tables and slots in the same tensors. The operations here are the oracle of the kernels
-that do so, and what a device without them falls back on: they ask the device for lengths.
+A kernel reads all it needs about a sequence on the device. So a CUDA graph recorded once can be replayed with other
+lengths, tables and slots in the same tensors. The operations here are the test oracle of such kernels, and the fallback
+of devices without them. They do ask the device for lengths.
 """
 
 from __future__ import annotations
@@ -17,44 +18,43 @@ from engine.kernels.groups import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """A step, as the layers of one KV group see it.
+    """A step of one KV group, as a ragged batch.
 
-    Query j of sequence i stands at place `kv_lens[i] - (its query count) + j` of its block table, and sees every place
-    up to its own, or as many of them as the window lets it. A windowed group's table may begin at the first block that
-    is still held: lengths and places are relative to that.
+    Query j of sequence i is at place `kv_lens[i] - (its query count) + j` of its block table. It sees every place up to
+    its own, within the window. A windowed group's table may begin at the first block that is still held; lengths and
+    places are relative to that block.
     """
 
     slots: Tensor
-    """int64 [tokens]: where each token's K and V go, as block * block_size + offset. -1 is padding: nothing is
-    written."""
+    """int64 [tokens]: the KV slot of each token, block * block_size + offset. -1 is padding, which is not written."""
     query_starts: Tensor
-    """int32 [sequences + 1]: the token rows of sequence i are query_starts[i] .. query_starts[i + 1]. It repeats for a
-    sequence that is padding; rows from query_starts[-1] on belong to none, and come out zero."""
+    """int32 [sequences + 1]: the token rows of sequence i are query_starts[i] .. query_starts[i + 1]. A padding
+    sequence has none. Rows from query_starts[-1] on belong to no sequence, and their results are zero."""
     kv_lens: Tensor
-    """int32 [sequences]: places of the block table that are filled once this step's are written. 0 is padding: rows
-    come out zero."""
+    """int32 [sequences]: the filled places of the block table, this step's included. 0 is padding: its rows' results
+    are zero."""
     tables: Tensor
-    """int32 [rows, width]: block tables. What lies behind a sequence's last block may be anything."""
+    """int32 [rows, width]: block tables. Entries after a sequence's last block are arbitrary."""
     table_rows: Tensor
-    """int32 [sequences]: which row of `tables` is whose."""
+    """int32 [sequences]: the row of each sequence in `tables`."""
     most_queries: int
-    """Bound on the tokens of one sequence, known to the host. 1: every sequence decodes."""
+    """An upper bound of the tokens of one sequence, known to the host. 1: every sequence decodes."""
     most_places: int
-    """Bound on `kv_lens`, known to the host; under a graph, the largest that the graph is for."""
+    """An upper bound of `kv_lens`, known to the host. In a recorded graph, the graph's upper bound."""
     window: int | None = None
-    """How many places a query sees, its own included; None for all before it."""
+    """The number of places that a query sees, its own included. None: all before it."""
     positions: Tensor | None = None
-    """int64 [tokens], from each sequence's first token: tells what lies before a table."""
+    """int64 [tokens], counted from each sequence's first token, which tells how many tokens precede a table."""
 
 
-#: What attention has to know about a step, in either layout.
+#: The description of a step for attention, in either layout.
 Attended = AttentionBatch | RaggedBatch
 
 
 def ragged_attention(
     query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """As Reference.paged_attention, sequence after sequence in fp32. Returns [tokens, heads, head_dim]."""
+    """Reference.paged_attention, sequence after sequence in fp32. Returns [tokens, heads, head_dim]."""
     out = torch.zeros_like(query)
     starts, rows = batch.query_starts.tolist(), batch.table_rows.tolist()
     for i, kv_len in enumerate(batch.kv_lens.tolist()):
@@ -70,10 +70,10 @@ def ragged_attention(
 def causal(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, window: int | None
 ) -> Tensor:
-    """Attention of the last tokens of one sequence over all of it, in fp32.
+    """Attention of the last tokens of one sequence over the whole sequence, in fp32.
 
-    `query` is [queries, heads, head_dim], `keys` and `values` [places, kv_heads, head_dim]; the last query stands at
-    the last place. Query head h reads KV head h // (heads / kv_heads). Returns the shape and dtype of `query`.
+    `query`: [queries, heads, head_dim]. `keys`, `values`: [places, kv_heads, head_dim]. The last query is at the last
+    place. Query head h reads KV head h // (heads / kv_heads). Returns the shape and dtype of `query`.
     """
     queries, places, share = len(query), len(keys), query.shape[1] // keys.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys.float().repeat_interleave(share, 1)) * scale
@@ -89,7 +89,7 @@ def causal(
 
 
 def write_ragged(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """As Reference.write_kv, but rows whose slot is -1 are left out."""
+    """Reference.write_kv, but without rows whose slot is -1."""
     own = slots >= 0
     flat = cache.view(2, -1, *cache.shape[3:])
     flat[0].index_copy_(0, slots[own], key[own])

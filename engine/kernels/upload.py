@@ -1,4 +1,4 @@
-"""Host arrays to the device, all of a step's in one transfer."""
+"""Copies host arrays to the device, all of a step's arrays in one transfer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Offset granularity in the shared buffer; views of every dtype start where they may.
+#: The alignment of arrays in the shared buffer, which suits views of every dtype.
 _ALIGN = 16
 
 
 def upload(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors of their own shapes and dtypes. Does not wait for the device.
+    """Copy arrays to tensors of the same shapes and dtypes. It does not wait for the device.
 
     On the CPU the tensors share memory with the arrays.
     """
@@ -25,8 +25,8 @@ def upload(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
     for array in arrays:
         places.append(total)
         total += -(-array.nbytes // _ALIGN) * _ALIGN
-    # Pinned, since a copy from pageable memory waits for what the device is doing. torch's allocator of pinned
-    # memory hands a buffer out again only when the copies that read it have ended.
+    # Pinned, because a copy from pageable memory waits for the device's current work. torch's allocator reuses a
+    # pinned buffer only after the copies from it have ended.
     staging = torch.empty(max(total, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = staging.numpy()
     for array, place in zip(arrays, places, strict=True):

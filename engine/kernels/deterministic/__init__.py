@@ -1,8 +1,9 @@
-"""Kernel sets under which a row's result does not depend, to the bit, on what else is computed beside it.
+"""Kernel sets in which a row's result does not depend, to the bit, on other rows.
 
-agreement.py finds out which sizes of a call give a row the same bits in every place, and calls nothing else; chunks.py
-cuts a step's contexts at the same places whatever a step computes of them, attention.py attends to each chunk by itself
-and joins them in order; cpu.py is the set that replaces these parts of the CPU's.
+agreement: finds by trial the call sizes that give a row the same bits in every place, and calls only those
+chunks: cuts contexts into chunks at fixed places, whatever part of them a step computes
+attention: attends to each chunk by itself and joins the results in order
+cpu, gpu: the sets for CPUs and for CUDA
 """
 
 from engine.kernels.deterministic.cpu import DeterministicCpu

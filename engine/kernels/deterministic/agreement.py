@@ -1,9 +1,9 @@
-"""Which sizes of a call give a row the same bits, found by trying.
+"""Finds by trial the call sizes that give a row the same bits in every place.
 
-A call of one size, on one machine, with so many threads, is one program: it does the same operations in the same order
-whatever the numbers are. So each of its places has one order of summation, and two places with different ones give the
-same bits for random numbers about as seldom as two random numbers are equal, in each of some hundred outputs. What
-agreed once is therefore the same for good, and it is enough to call nothing else.
+A call of one size, on one machine, with a fixed number of threads, runs the same operations in the same order, whatever
+the numbers. So each place in the call has one order of summation. Two places with different orders give the same bits
+for random numbers about as rarely as two random numbers are equal, in each of some hundred outputs. So sizes that
+agreed once always agree, and calling only those sizes is enough.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from engine.kernels.layer import PreparedLinear
 
-#: Rows of calls that are tried. Dense enough that padding a batch up to one of them adds at most a quarter.
+#: The row counts to try, dense enough that padding a batch to the next one adds at most a quarter.
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-#: Multiplications and additions that one trial may take, but for the smallest sizes.
+#: The most multiplications and additions of one trial, except for the smallest sizes.
 _MOST_WORK = 1 << 31
 _SMALL = 16
-#: torch's allocations begin at multiples of it; elsewhere a library may choose another program.
+#: The alignment of torch's allocations in bytes. For other addresses a library may run another program.
 _ALIGNED = 64
 
 
 def agreeing(rows_of: Callable[[int], Tensor], sizes: Sequence[int]) -> tuple[tuple[int, ...], bytes]:
     """The largest set of `sizes` that give a row the same bits in every place, ascending, and these bits.
 
-    `rows_of(size)` [any number, width]: what calls of that size made of one and the same row, in all of their places.
-    Empty where not even two places of any one size agree.
+    `rows_of(size)`: [any number, width], the results of calls of that size for the same row in every place. Returns an
+    empty set if the places of no size agree.
     """
     found: dict[bytes, list[int]] = {}
     for size in sizes:
@@ -43,7 +43,8 @@ def agreeing(rows_of: Callable[[int], Tensor], sizes: Sequence[int]) -> tuple[tu
 
 
 def agreeing_rows(run: PreparedLinear, weight: Tensor) -> tuple[tuple[int, ...], bytes]:
-    """Of a product `run` by `weight` [outputs, inputs]: the counts of rows that agree, always some, and the bits."""
+    """The row counts that agree (always at least one), and the bits, of a product `run` with `weight`, [outputs,
+    inputs]."""
     outputs, inputs = weight.shape
     most = max(_SMALL, _MOST_WORK // (outputs * inputs))
     row = torch.randn(1, inputs, generator=torch.Generator().manual_seed(inputs)).to(weight.dtype)
@@ -51,7 +52,7 @@ def agreeing_rows(run: PreparedLinear, weight: Tensor) -> tuple[tuple[int, ...],
 
 
 class FixedRows:
-    """A product that is called with agreeing counts of rows only."""
+    """A product that is only called with row counts that agree."""
 
     def __init__(self, run: PreparedLinear, outputs: int, sizes: tuple[int, ...]) -> None:
         self._run = run
@@ -59,7 +60,7 @@ class FixedRows:
         self._sizes = sizes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` [rows, inputs] -> [rows, outputs]."""
+        """Multiply `x`, [rows, inputs]. Returns [rows, outputs]."""
         rows = len(x)
         pieces = cut(rows, self._sizes)
         if pieces == (rows,):
@@ -85,12 +86,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def cut(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """`rows` as a sum of `sizes`, ascending ones, the last of which may have to be padded."""
+    """Split `rows` into a sum of `sizes`, which are ascending. The last part may need padding."""
     pieces = []
     while rows > 0:
         over = next((size for size in sizes if size >= rows), sizes[-1])
         under = max((size for size in sizes if size <= rows), default=over)
-        # Reading the weights once more costs as much as some rows.
+        # Another pass over the weights costs as much as some rows.
         size = over if over - rows <= max(rows // 4, 2) else under
         pieces.append(size)
         rows -= size

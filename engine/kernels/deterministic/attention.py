@@ -1,7 +1,7 @@
-"""Attention in chunks of fixed size: each by itself in fp32 sums, then joined from the first to the last.
+"""Attention in chunks of fixed size: each chunk by itself, then joined in fp32 from the first to the last.
 
-A chunk that a query does not see adds exactly nothing, so that neither a batch's longest context nor what a window has
-dropped changes a bit.
+A chunk that a query does not see adds exactly nothing. So neither a batch's longest context nor blocks dropped behind a
+window change a bit.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from engine.errors import EngineError
 from engine.kernels.deterministic.agreement import agreeing
 from engine.kernels.deterministic.chunks import CHUNK, ChunkedGroup, Tile
 
-#: Rows of a tile that are tried.
+#: The row counts of tiles to try.
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-#: More in one tile reads keys and values seldomer, and computes more scores that are hidden.
+#: The most rows of a tile. Larger tiles read keys and values less often, but compute more hidden scores.
 _MOST_ROWS = 64
-#: Units of a call that are tried: one alone may be cut among threads, several are divided among them.
+#: The unit counts of calls to try: a single unit may be split among threads, several are distributed among them.
 _UNITS = (1, 2, 3, 8)
 
 
 class ChunkedAttention:
-    """Of one model: all its layers have heads of one shape."""
+    """Chunked attention of one model, whose layers all have heads of one shape."""
 
     def __init__(self, share: int, kv_heads: int, head_dim: int, softcap: float | None, dtype: torch.dtype) -> None:
-        """`share`: query heads of one KV head. Raises EngineError where no tile is the same in all its places."""
+        """`share`: query heads of one KV head. Raises EngineError if no tile size gives the same bits in all places."""
         self.share = share
         self._kv_heads = kv_heads
         self._head_dim = head_dim
@@ -44,7 +44,7 @@ class ChunkedAttention:
         return next(size for size in self._sizes if size >= rows)
 
     def _trial(self, rows: int, softcap: float | None) -> Tensor:
-        """What becomes of one query in every place of tiles of so many rows, in calls of several numbers of units."""
+        """The results of one query in every place of tiles of `rows` rows, in calls of several unit counts."""
         generator = torch.Generator().manual_seed(self._head_dim)
 
         def normal(*shape: int) -> Tensor:
@@ -78,8 +78,8 @@ class ChunkedAttention:
         scale: float,
         softcap: float | None,
     ) -> None:
-        """`out`, `query` [sequences, query_len, heads, head_dim]; `keys`, `values` [sequences, kv_heads, places of all
-        chunks, head_dim]."""
+        """Write the attention of `query` to `out`. Both: [sequences, query_len, heads, head_dim]. `keys`, `values`:
+        [sequences, kv_heads, places of all chunks, head_dim]."""
         for tile in group.tiles:
             out[:, tile.queries] = self._tile(query[:, tile.queries], keys, values, tile, scale, softcap)
 
@@ -88,7 +88,7 @@ class ChunkedAttention:
     ) -> Tensor:
         sequences, queries, heads, head_dim = query.shape
         kv_heads, used, count = keys.shape[1], queries * self.share, tile.seen.shape[1]
-        # The query heads of one KV head become its rows: K and V are read once for all of them.
+        # The query heads of one KV head become its rows, so that K and V are read once for all of them.
         folded = query.new_zeros(sequences, 1, kv_heads, tile.rows, head_dim)
         own = query.view(sequences, queries, kv_heads, self.share, head_dim).transpose(1, 2)
         folded[:, 0, :, :used] = own.reshape(sequences, kv_heads, used, head_dim)
@@ -104,7 +104,7 @@ class ChunkedAttention:
         sums = sums.view(sequences, count, *sums.shape[1:]).masked_fill(~tile.seen, float("-inf"))
         weights = sums.sub_(sums.amax(1, keepdim=True)).exp_()
         parts = parts.mul_(weights[..., None])
-        # Not torch's sum: its order goes with how many there are.
+        # Not torch's sum, whose order depends on the number of chunks.
         total = parts.new_zeros(sequences, kv_heads, tile.rows)
         joined = torch.zeros_like(parts[:, 0])
         for chunk in range(count):
@@ -118,9 +118,12 @@ class ChunkedAttention:
     def _attend(
         query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """(softmax(scores) values [units, kv_heads, rows, head_dim], log of the sum of exp(scores), fp32 [units,
-        kv_heads, rows]), by units of one chunk. `query` [units, kv_heads, rows, head_dim], `keys` and `values` [units,
-        kv_heads, CHUNK, head_dim], `mask` [units, 1, rows, CHUNK]."""
+        """Attend to units of one chunk each.
+
+        `query`: [units, kv_heads, rows, head_dim]. `keys`, `values`: [units, kv_heads, CHUNK, head_dim]. `mask`:
+        [units, 1, rows, CHUNK]. Returns softmax(scores) values, [units, kv_heads, rows, head_dim], and the log of the
+        sum of exp(scores), fp32 [units, kv_heads, rows].
+        """
         if softcap is None:
             out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, keys, values, 0.0, False, attn_mask=mask, scale=scale
@@ -134,7 +137,7 @@ class ChunkedAttention:
 
 
 def _units(places: Tensor, chunks: slice) -> Tensor:
-    """Those chunks of `places` [sequences, kv_heads, places, head_dim] as [units, kv_heads, CHUNK, head_dim]."""
+    """The given chunks of `places`, [sequences, kv_heads, places, head_dim], as [units, kv_heads, CHUNK, head_dim]."""
     sequences, kv_heads, _, head_dim = places.shape
     cut = places.transpose(1, 2).reshape(sequences, -1, CHUNK, kv_heads, head_dim)[:, chunks]
     return cut.flatten(0, 1).transpose(1, 2)

@@ -1,7 +1,8 @@
-"""A step as attention in fixed chunks sees it: which queries, which places, what is hidden.
+"""Describes a step for attention in fixed chunks: queries, chunks and masks.
 
-Chunk c of a sequence is its places from c * CHUNK on, counted from its first token, whatever of them a step computes,
-shares or has dropped behind a window. A tile is some queries of one sequence, or one query of each of several.
+Chunk c of a sequence is its places from c * CHUNK on, counted from its first token. It does not depend on which of them
+a step computes, shares or has dropped behind a window. A tile is some queries of one sequence, or one query of each of
+several sequences.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from engine.kernels.groups import AttentionBatch, AttentionGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Places of one chunk: whole blocks of 1, 2, 4 .. 128 tokens.
+#: The places of one chunk: a whole number of blocks of 1, 2, 4 .. 128 tokens.
 CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     queries: slice
-    """Of each of its sequences' tokens in this step."""
+    """The queries, as a slice of each sequence's tokens in this step."""
     rows: int
-    """What its queries, times the heads of one KV head, are padded to."""
+    """The padded number of rows: queries times the query heads of one KV head."""
     chunks: slice
-    """Those that any of its queries sees, of all that the tables span."""
+    """The chunks that any of its queries sees, among those of the tables."""
     mask: Tensor
-    """[sequences * chunks, 1, rows, CHUNK], added to scores: 0 or -inf; 0 throughout where a row sees nothing."""
+    """[sequences * chunks, 1, rows, CHUNK], added to scores: 0 or -inf. It is all 0 for a row that sees nothing."""
     seen: Tensor
-    """bool [sequences, chunks, 1, rows]: whether the row sees anything there."""
+    """bool [sequences, chunks, 1, rows]: whether the row sees anything in the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedGroup:
-    """Sequences with as many tokens in this step; several only where that is one."""
+    """Sequences with the same number of tokens in this step. It has several sequences only if that number is one."""
 
     row: int
     query_len: int
     block_tables: Tensor
-    """int64 [sequences, blocks of all chunks]: each begins with a chunk; padded with the block of zeros."""
+    """int64 [sequences, blocks of all chunks]: each table begins with a chunk. Padded with the zero block."""
     tiles: tuple[Tile, ...]
 
     @property
@@ -65,8 +66,11 @@ def chunked(
     most_rows: int,
     dtype: torch.dtype,
 ) -> ChunkedBatch:
-    """`share`: query heads of one KV head. `padded(rows)`: to how many a tile of so many is padded; `most_rows`:
-    what it has at most. Masks are of `dtype`."""
+    """Convert a batch for chunked attention.
+
+    `share`: query heads of one KV head. `padded(rows)`: the padded size of a tile of `rows` rows. `most_rows`: the most
+    rows of a tile. `dtype`: that of masks.
+    """
     groups = [
         _chunked(one, block_size, zero_block, share, padded, most_rows, batch.window, dtype)
         for group in batch.groups
@@ -76,7 +80,7 @@ def chunked(
 
 
 def _single(group: AttentionGroup) -> list[AttentionGroup]:
-    """Sequence by sequence."""
+    """Split a group into single sequences."""
     return [
         AttentionGroup(
             group.row + i * group.query_len,
@@ -100,7 +104,7 @@ def _chunked(
     window: int | None,
     dtype: torch.dtype,
 ) -> ChunkedGroup:
-    # A windowed table begins at some block of a chunk: the blocks of that chunk before it are padding.
+    # A windowed table may begin within a chunk. The blocks of that chunk before it are padding.
     leads = [skipped % CHUNK for skipped in group.skipped]
     ends = [lead + kv_len for lead, kv_len in zip(leads, group.kv_lens, strict=True)]
     per_chunk = CHUNK // block_size
@@ -127,7 +131,7 @@ def _chunked(
 def _masks(
     own: Tensor, chunks: slice, share: int, rows: int, window: int | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A tile's mask and what it sees. `own` int64 [sequences, queries]: at which places the queries stand."""
+    """A tile's `mask` and `seen`. `own`: int64 [sequences, queries], the places of the queries."""
     places = torch.arange(chunks.start * CHUNK, chunks.stop * CHUNK).view(1, -1, 1, CHUNK)
     last = own[:, None, :, None]
     visible = places <= last

@@ -1,4 +1,4 @@
-"""CPU: a row's result depends on nothing but the row."""
+"""The deterministic set for CPUs: a row's result depends on nothing but the row."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _GELU = math.sqrt(2 / math.pi)
 
 
 class DeterministicCpu(Cpu):
-    """Products and attention by calls that were tried to agree; the rest by operations whose every element, or row, is
-    computed by itself.
+    """The deterministic set for CPUs. Products and attention use call sizes that agree. The other operations compute
+    every element, or row, by itself.
 
-    torch's silu and gelu are none of these: what is left over at the end of a thread's share of a tensor goes through
-    other code than what is taken eight at a time, with other last bits. exp and tanh have one code for both.
+    torch's silu and gelu do not: they compute the rest at the end of a thread's part of a tensor with other code than
+    whole vectors, and with other last bits. exp and tanh use the same code for both.
     """
 
     name = "cpu-deterministic"
@@ -42,7 +42,8 @@ class DeterministicCpu(Cpu):
 
     @property
     def identity(self) -> str:
-        """With what the trials gave: another machine, or number of threads, that computes otherwise says otherwise."""
+        """The name with a hash of the trials' results. It differs if a machine or number of threads computes
+        differently."""
         return f"{self.name}:{CHUNK}:{self._bits.hexdigest()}"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
@@ -54,7 +55,7 @@ class DeterministicCpu(Cpu):
         return FixedRows(run, len(weight), self._sizes[kind])
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
-        """The weight is written out: products of one shape are tried, and those of parts of it would be of many."""
+        """Dequantise the weight. Products of its parts would have many shapes, each of which would need trials."""
         return self.prepare_linear(weight.dequantise().to(self.weight_dtype), bias)
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:

@@ -1,5 +1,5 @@
-"""CUDA: a row's result depends on nothing but the row. Norms, gates, rotation and sampling of the ordinary set are so
-already: one program, or one fixed tile, sums a row."""
+"""The deterministic sets for CUDA: a row's result depends on nothing but the row. Norms, gates, rotation and sampling
+of the ordinary set already do this, because one program, or one fixed tile, sums a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from engine.kernels.triton.products.product import fixed_fp8_linear, fixed_linea
 
 
 class DeterministicGpu(Gpu):
-    """Products and attention in tiles and parts of one size; nothing asks the device how much there is of it."""
+    """The deterministic set for CUDA. Products and attention use tiles and parts of fixed sizes, independent of the
+    device's size."""
 
     name = "triton-deterministic"
 
@@ -29,7 +30,7 @@ class DeterministicGpu(Gpu):
         return self._fixed_linear(weight, bias)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
-        """The weight is written out: the kernels of few rows have other tiles than cuBLAS has for many."""
+        """Dequantise the weight, because the kernels for few rows have other tiles than cuBLAS has for many rows."""
         return self._fixed_linear(weight.dequantise().to(self.compute_dtype), bias)
 
     def prepare_fp8(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> PreparedLinear:
@@ -48,7 +49,7 @@ class DeterministicGpu(Gpu):
 
 
 class DeterministicFp8Gpu(DeterministicGpu):
-    """All products but that of the output head in 8-bit floats. Computes in bfloat16."""
+    """The deterministic CUDA set with all products but the output head in 8-bit floats. It computes in bfloat16."""
 
     name = "triton-fp8-deterministic"
 

@@ -1,4 +1,5 @@
-"""Kernels for CPUs out of torch's own operations, for machines where the native library does not run.
+"""Kernel sets made of torch's own operations, for machines without the native library or Triton.
 
-cpu is the set; sdpa attends in padded batches, sampled reads keys and values where they lie; pieces sizes the work
+cpu: the set for CPUs, with weights packed by oneDNN; sdpa: attention in padded batches, for any device
+sampled: attention of decode steps on CPUs, without gathering keys and values; pieces: sizes of work for one thread
 """

@@ -1,5 +1,5 @@
-"""CPU: weights packed once by oneDNN; decodes read K and V where they lie, other steps gather them into scratch memory
-that is used again."""
+"""The CPU set made of torch's operations, with weights packed once by oneDNN. Decode steps read keys and values in
+place; other steps gather them into scratch memory that is reused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from engine.kernels.layer import PreparedLinear
 
 
 def computes_natively(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix instructions for `dtype`, by torch's own report.
+    """Whether this CPU has matrix instructions for `dtype`, according to torch.
 
-    Without them bf16 products are emulated: a linear of 32 rows took 6 times as long as in fp32 (AVX2, torch 2.13).
+    Without them bf16 products are emulated. A product of 32 rows then took 6 times as long as in fp32 (AVX2, torch
+    2.13).
     """
     if dtype == torch.bfloat16:
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -47,22 +48,22 @@ def _gated(activate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
 
 class Cpu(Sdpa):
     name = "cpu"
-    # Gathering is what attention costs here: pad little.
+    # Attention spends most of its time gathering, so pad little.
     padding = (1.25, 64)
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         super().__init__(compute_dtype)
         self._packs = torch._C._has_mkldnn and computes_natively(compute_dtype)
         self._scratch = torch.empty(2, 0, dtype=compute_dtype)
-        # Of every layer: query heads, KV heads. None where decodes gather, too.
+        # (query heads, KV heads) of every layer. None if decode steps gather, too.
         self._heads: tuple[int, int] | None = None
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         if not self._packs:
             return super().prepare_linear(weight, bias)
         self.keeps(weight.shape, weight.nbytes)
-        # Without a batch size oneDNN picks a layout that was within 5% of the best one for every count of rows
-        # from 1 to 512, and up to twice as fast as F.linear, which packs the weight again at every call.
+        # Without a batch size oneDNN picks a layout within 5% of the best one for every count of rows from 1 to 512.
+        # It is up to twice as fast as F.linear, which packs the weight again at every call.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         run = torch.ops.mkldnn._linear_pointwise.default
 
@@ -75,14 +76,14 @@ class Cpu(Sdpa):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32 or weight.dtype != torch.float32:
             return super().rms_norm(x, weight, eps)
-        # torch's own makes eight operations of it on a CPU, and takes twice as long.
+        # torch's own rms_norm runs eight operations on a CPU, and takes twice as long.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
         return x.div(length.hypot_(_root(eps))).mul_(weight)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if cos.shape[-1] < x.shape[-1]:
             return super().rope(x, cos, sin)
-        # One pass over the whole less than a product and a sum are.
+        # One pass over the data less than a separate product and sum.
         return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class Cpu(Sdpa):
         return self.rms_norm(residual, weight, eps), residual
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
-        # A sparse product is of fp32 alone.
+        # torch's sparse product supports only fp32.
         if self.cache_dtype == torch.float32 and heads // kv_heads <= MOST_SHARED:
             forewarned()
             self._heads = heads, kv_heads
@@ -119,7 +120,7 @@ class Cpu(Sdpa):
         return super().attend_group(query, cache, group, scale, softcap)
 
     def gather(self, cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        # Fresh memory for every gather made the page faults cost more than the copy (25 to 112 ms against 3).
+        # With fresh memory for every gather, page faults cost more than the copy (25 to 112 ms compared to 3).
         sequences, blocks = tables.shape
         _, _, block_size, kv_heads, head_dim = cache.shape
         width = block_size * kv_heads * head_dim

@@ -1,20 +1,20 @@
-"""How many rows an operation takes at a time on a CPU, so that one thread does little work alone.
+"""Sizes of CPU operations that one thread runs faster alone.
 
-torch shares among threads what has more numbers than its grain. For a few times as many, waking a thread that sleeps,
-and waiting for it, takes longer than what it does.
+torch shares an operation among threads if it has more numbers than torch's grain size. For only a few times as many,
+waking a sleeping thread and waiting for it takes longer than its work.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Numbers of an operation that torch computes on the thread that calls it (at::internal::GRAIN_SIZE).
+#: The most numbers of an operation that torch runs on the calling thread alone (at::internal::GRAIN_SIZE).
 _GRAIN: Final = 32768
-#: Pieces beyond which threads pay.
+#: The number of pieces beyond which threads pay.
 _MOST: Final = 4
 
 
 def piece(rows: int, width: int) -> int:
-    """Rows of `width` numbers each to be taken at a time, of so many in all: `rows` where threads pay."""
+    """The number of rows of `width` numbers to process at one time. All `rows` if threads pay."""
     fit = (_GRAIN - 1) // width
     return fit if fit < rows <= _MOST * fit else rows

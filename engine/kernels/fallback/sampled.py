@@ -1,9 +1,9 @@
-"""Attention of decoding sequences over keys and values where they lie in the cache: nothing is gathered.
+"""Attention of decode steps over keys and values in the cache, without gathering them.
 
-Scores are a product that is computed at the places of a sparse pattern alone, one row of it for each query head; what
-they weigh is summed as the rows of an embedding table are. Both run on all threads, and no memory grows with the keys
-and values that are read. It takes about half as long as gathering them for scaled_dot_product_attention
-(tests/bench/sampled.py); but a key is read once for each query head that shares it.
+Scores are a product computed only at the places of a sparse pattern, with one row for each query head. The weighted
+values are summed like rows of an embedding table. Both run on all threads, and need no memory for the keys and values
+read. This takes about half as long as gathering them for scaled_dot_product_attention (tests/bench/sampled.py). But a
+key is read once for each query head that shares it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,38 @@ from torch import Tensor
 from engine.kernels.fallback.pieces import piece
 from engine.kernels.groups import AttentionGroup
 
-#: Query heads of one KV head: where more share it, reading each key once pays for the gathering (with 4 it takes 1.2
-#: times as long, with 7 as long, with 8 0.7 to 0.95 times).
+#: The most query heads that share a KV head. With more, gathering pays, because it reads each key once: with 4 heads it
+#: takes 1.2 times as long, with 7 as long, with 8 0.7 to 0.95 times.
 MOST_SHARED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledGroup(AttentionGroup):
-    """Sequences that compute one token each; none reads what lies behind its last place."""
+    """A group of sequences that decode one token each. No sequence reads beyond its last place."""
 
     pattern: Tensor
-    """Sparse CSR, fp32 [sequences * heads, rows of the cache's heads]: row (i, h) has the place, and head, of every key
-    that query head h of sequence i sees, then its first place up to the width of the longest. Its values are 0
-    between one product and the next."""
+    """Sparse CSR, fp32 [sequences * heads, rows of the cache's heads]. Row (i, h) has the place, and head, of every key
+    that query head h of sequence i sees, padded with its first place to the width of the longest. The values are 0
+    between products."""
     hidden: Tensor | None
-    """Added to scores [sequences, heads, width]: [sequences, 1, width], 0 or -inf; None where all see as many."""
+    """[sequences, 1, width], 0 or -inf, added to scores [sequences, heads, width]. None if all see equally many
+    places."""
 
 
 def sampled(
     group: AttentionGroup, window: int | None, block_size: int, zero_block: int, heads: int, kv_heads: int
 ) -> SampledGroup:
-    """Of a group whose sequences compute one token each, over a cache of `zero_block` + 1 blocks."""
+    """Convert a group whose sequences decode one token each, over a cache of `zero_block` + 1 blocks."""
     ends = torch.tensor(group.kv_lens)
     begins = torch.zeros_like(ends) if window is None else (ends - window).clamp_(min=0)
     seen = ends - begins
     width, sequences = int(seen.max()), len(ends)
     ahead = torch.arange(width)
     beyond = ahead >= seen[:, None]
-    # Fewer are seen than by another only from the first place on: that one is seen, too.
+    # A sequence that sees fewer places than the longest sees them from its first place on, so place 0 is valid padding.
     at = (begins[:, None] + ahead).masked_fill_(beyond, 0)
     places = group.block_tables.gather(1, at // block_size) * block_size + at % block_size
-    # 32 bits number the heads of more than half a TiB of keys, and take half the time of 64 to go through.
+    # 32 bits can number the heads of more than half a TiB of keys, and are twice as fast to read as 64 bits.
     head = torch.arange(heads, dtype=torch.int32) // (heads // kv_heads)
     columns = (places.int() * kv_heads)[:, None] + head[:, None]
     pattern = torch.sparse_csr_tensor(
@@ -71,7 +72,8 @@ def sampled(
 
 
 def sampled_attention(query: Tensor, cache: Tensor, group: SampledGroup, scale: float, softcap: float | None) -> Tensor:
-    """`query` fp32 [sequences, heads, head_dim] over one layer's `cache`; returns its shape."""
+    """Attention of `query`, fp32 [sequences, heads, head_dim], over one layer's `cache`. Returns the shape of
+    `query`."""
     sequences, heads, head_dim = query.shape
     keys, values = cache.view(2, -1, head_dim)
     pattern = group.pattern
@@ -96,8 +98,8 @@ def sampled_attention(query: Tensor, cache: Tensor, group: SampledGroup, scale: 
 
 
 def _weights(scores: Tensor, hidden: Tensor | None, softcap: float | None) -> Tensor:
-    """Softmax of `scores` [sequences, heads, width], which become 0: the next product adds them, times 0, and what is
-    no number would be none then. `hidden` as a group's."""
+    """Softmax of `scores`, [sequences, heads, width]. It then sets `scores` to 0, because the next product adds them
+    times 0, and NaNs would stay NaNs. `hidden`: see SampledGroup."""
     weights = torch.empty_like(scores)
     size = piece(len(scores), scores[0].numel())
     for first in range(0, len(scores), size):
@@ -113,8 +115,8 @@ def _weights(scores: Tensor, hidden: Tensor | None, softcap: float | None) -> Te
 
 
 def forewarned() -> None:
-    """torch says once in a process that its sparse tensors may still change. Whoever runs a worker can do nothing about
-    that; tests hold the two operations that are used here to what they give."""
+    """Suppress torch's warning, once in a process, that its sparse tensors may still change. Operators cannot act on
+    it, and tests check the two operations used here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
         torch.sparse_csr_tensor(

@@ -1,4 +1,4 @@
-"""Attention as a few padded batches through torch's scaled_dot_product_attention, on any device."""
+"""A kernel set for any device, with attention in a few padded batches by torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.kernels.reference import Reference
 
 class Sdpa(Reference):
     name = "sdpa"
-    # Launches cost more than padding on an accelerator: few groups.
+    # On an accelerator launches cost more than padding, so make few groups.
     padding = (2.0, 256)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +46,7 @@ class Sdpa(Reference):
     def attend_group(
         self, query: Tensor, cache: Tensor, group: AttentionGroup, scale: float, softcap: float | None
     ) -> Tensor:
-        """`paged_attention` of the rows of one group, [sequences * query_len, heads, head_dim]."""
+        """`paged_attention` of one group. `query`: its rows, [sequences * query_len, heads, head_dim]."""
         sequences, length = len(group.kv_lens), group.query_len
         heads, head_dim = query.shape[1:]
         kv_heads = cache.shape[3]
@@ -75,7 +75,7 @@ class Sdpa(Reference):
         return o.transpose(1, 2).reshape(query.shape)
 
     def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
-        # torch's attention makes anew of a bool mask, at every call, what it adds to scores.
+        # torch's attention would convert a bool mask to an additive one at every call.
         groups = [
             group if group.mask is None else replace(group, mask=additive(group.mask, self.compute_dtype))
             for group in batch.groups
@@ -83,7 +83,7 @@ class Sdpa(Reference):
         return AttentionBatch(batch.slots, tuple(groups), batch.window)
 
     def gather(self, cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of `tables` [sequences, blocks], each [sequences, kv_heads, padded context, head_dim]."""
+        """Gather K and V of `tables`, [sequences, blocks]: each [sequences, kv_heads, padded context, head_dim]."""
         sequences, blocks = tables.shape
         _, _, block_size, kv_heads, head_dim = cache.shape
         flat = tables.view(-1)
@@ -95,10 +95,10 @@ class Sdpa(Reference):
 
 
 def _capped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention with capped scores, which torch's own has not. Scores are made in fp32.
+    """Attention with capped scores, which torch's own does not have. Scores are computed in fp32.
 
-    `query` is [sequences, kv_heads, length, share, head_dim], `keys` and `values` [sequences, kv_heads, places,
-    head_dim], `mask` additive, None for a lower triangle. Returns the shape of `query`.
+    `query`: [sequences, kv_heads, length, share, head_dim]. `keys`, `values`: [sequences, kv_heads, places, head_dim].
+    `mask`: additive, None for a lower triangle. Returns the shape of `query`.
     """
     sequences, kv_heads, length, share, _ = query.shape
     scores = (query.flatten(2, 3) @ keys.transpose(2, 3)).float().mul_(scale / softcap).tanh_().mul_(softcap)

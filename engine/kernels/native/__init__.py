@@ -1,10 +1,11 @@
-"""The engine's own CPU kernels: C++ below a plain C ABI, called with pointers.
+"""The engine's own CPU kernels: C++ behind a plain C ABI, called with pointers.
 
-penstock.cpp is the ABI, of gemm.h (packed weights; for AVX2 its heart is tile_avx2.h), attention.h (over the paged
-cache as it lies), rows.h (norms, rotation and cache writes, gates), layers.h (all layers of a model in one call),
-peaks.h and draws.h (greedy and sampled tokens), all over one vector type (vectors.h) and one pool of threads (pool.h).
-setup.py builds it for each instruction set; library.py loads the best build that the CPU runs, and kernels.py makes of
-it a kernel set, whose weights lie in large pages (pages.py).
+penstock.cpp: the ABI; gemm.h: products with packed weights (tile_avx2.h, tile_avx512.h), quantised.h: of 4 and 8 bits
+attention.h: attention over the paged KV cache; rows.h: norms, rotation and cache writes, gates
+layers.h: all layers of a model in one call; peaks.h, draws.h: greedy and sampled tokens
+vectors.h, pool.h: the vector type and the thread pool that all of these use
+setup.py builds the library for each instruction set; library loads the best build that the CPU can run
+kernels: the kernel set; pages: large pages for its weights and KV cache
 """
 
 from engine.kernels.native.kernels import Native

@@ -1,20 +1,20 @@
-// Attention over the paged cache as it lies, for decodes and chunks of prompts alike.
+// Attention over the paged KV cache in place, for decodes and prefill chunks.
 //
 // A piece is some queries of one sequence and all query heads of one KV head: rows that read the same keys. It walks
-// the keys in tiles (scores, running softmax, sum of values), tiles in chunks of kChunk places; what chunks give is
-// joined in their order. Tiles and chunks are counted from a sequence's first token, also where its table begins behind it
-// (a window's): a row's sums are made in the same order whatever has been dropped. Where there are fewer pieces than the
-// threads can share, each chunk is a task of its own, and joining comes after: the arithmetic is the same, so a row's
-// result depends neither on the threads nor on the batch.
+// the keys in tiles (scores, running softmax, sum of values), in chunks of kChunk places. The results of chunks are
+// joined in order. Tiles and chunks count from a sequence's first token, even if its table begins later (because of a
+// window). So a row's sums have the same order, whatever blocks were dropped. If there are too few pieces for the
+// threads, each chunk becomes a task of its own, and the results are joined afterwards. The arithmetic is the same, so
+// a row's result depends neither on the threads nor on the batch.
 #pragma once
 
 #include <vector>
 
 #include "walk.h"
 
-// Rows of a piece, unless one query alone has more.
+// The most rows of a piece, unless a single query has more.
 constexpr int kPieceRows = 48;
-// Rows that are taken to compute for as long as it takes to read what they see: an estimate, to cut tasks by.
+// The number of rows whose computing takes as long as reading the keys and values: an estimate, for cutting tasks.
 constexpr int kReading = 8;
 
 INLINE void merge_states(State& all, const State& part, int64_t rows, int64_t dim) {
@@ -30,7 +30,7 @@ INLINE void merge_states(State& all, const State& part, int64_t rows, int64_t di
     }
 }
 
-// Pieces one after another as tasks of about the same work, some `most` of them: where each begins, and the end of all.
+// Groups consecutive pieces into about `most` tasks of similar work. Returns where each begins, and the end.
 INLINE std::vector<int> tasks_of(const Attention& a, const std::vector<Piece>& pieces, int most) {
     // Reading keys and values takes as long as computing some rows with them.
     auto work = [&](const Piece& p) {
@@ -54,7 +54,7 @@ template <int W> static void attend(Pool& pool, const Attention& a) {
     int share = (int)(a.heads / a.kv_heads), most = std::max(1, kPieceRows / share), rows = 0;
     std::vector<Piece> pieces;
     int partials = 0;
-    // Backwards: long chunks of prompts come last in a step, and are best begun first.
+    // Backwards, because long prefill chunks come last in a step and should be started first.
     for (int i = (int)a.sequences - 1; i >= 0; i--) {
         int queries = a.starts[i + 1] - a.starts[i], length = a.lengths[i];
         if (length == 0) continue;

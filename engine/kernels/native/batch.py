@@ -1,4 +1,4 @@
-"""A step as the native kernels read it: one row a sequence, without groups or padding."""
+"""A step in the form of the native kernels: one row for each sequence, without groups or padding."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 from engine.kernels.groups import AttentionBatch
 from engine.kernels.ragged import Attended, RaggedBatch
 
-#: kChunk of attention.h.
+#: The same as kChunk in attention.h.
 CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeBatch(AttentionBatch):
-    """Made once a step for all layers of a KV group; the arrays are int32 and contiguous."""
+    """A step of one KV group, made once for all of its layers. The arrays are int32 and contiguous."""
 
     starts: Tensor
     """[sequences + 1]: the token rows of sequence i are starts[i] .. starts[i + 1]."""
     lengths: Tensor
-    """[sequences]: places of its table that are filled."""
+    """[sequences]: the number of filled places in each table."""
     leads: Tensor
-    """[sequences]: how far behind a multiple of CHUNK, counted from the sequence's first token, its table begins."""
+    """[sequences]: the offset of each table's beginning, in tokens from the sequence's first one, modulo CHUNK."""
     tables: Tensor
     """[rows, width]."""
     table_rows: Tensor
-    """[sequences]: which row of `tables` is whose."""
+    """[sequences]: the row of each sequence in `tables`."""
 
 
 def native_batch(batch: Attended) -> NativeBatch:
     if isinstance(batch, NativeBatch):
         return batch
     if isinstance(batch, RaggedBatch):
-        # Nothing tells where such a table begins; that of a window may begin anywhere.
+        # A ragged batch does not tell where a windowed table begins, so 0 is assumed.
         return NativeBatch(
             slots=batch.slots,
             groups=(),

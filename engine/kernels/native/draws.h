@@ -1,8 +1,7 @@
-// Which tokens of a row can be the one that noise makes the largest: nearly always one, where a vocabulary has 100,000.
+// Finds the tokens of a row that Gumbel noise can make the largest: nearly always one, even of a vocabulary of 100,000.
 //
-// The noise is that of sampling/noise.py: its hash is computed as there, bit by bit, its logarithms within 2e-5. What comes
-// out are all tokens whose sum is within kMargin of the largest, so that the choice among them is left to whoever
-// computes them exactly.
+// The noise is that of sampling/noise.py: the hash is equal to the bit, the logarithms within 2e-5. The results are all
+// tokens whose sum is within kMargin of the largest. The caller computes these exactly and chooses among them.
 #pragma once
 
 #include <cmath>
@@ -11,12 +10,12 @@
 #include "vectors.h"
 
 constexpr float kMargin = 1e-3f;
-// Of the largest sum itself, where that is so large that sums are rounded coarsely.
+// An additional margin relative to the largest sum, because large sums are rounded coarsely.
 constexpr float kRelativeMargin = 1e-6f;
 
 INLINE U<LANES> fold(U<LANES> x, int shift) { return x ^ (x >> shift); }
 
-// sampling/noise.py: bits.
+// The same as `bits` in sampling/noise.py.
 INLINE U<LANES> noise_bits(U<LANES> tokens, uint32_t first, uint32_t second) {
     U<LANES> x = (tokens * 0x9e3779b1u) ^ first;
     x = fold(x, 16) * 0x7feb352du;
@@ -25,18 +24,19 @@ INLINE U<LANES> noise_bits(U<LANES> tokens, uint32_t first, uint32_t second) {
     return fold(x, 15);
 }
 
-// sampling/noise.py: gumbel.
+// The same as `gumbel` in sampling/noise.py.
 INLINE F<LANES> noise(U<LANES> bits) {
     F<LANES> u = __builtin_convertvector((I<LANES>)(bits & 0x7fffffffu), F<LANES>);
     u = (u + 0.5f) * (float)(0x1p-31 * (1 - 0x1p-23));
-    // -log(1 - u): by its series where 1 - u would round u away.
+    // -log(1 - u), by its series if 1 - u would round u away.
     F<LANES> series = u * (1.0f + u * (0.5f + u * (1.0f / 3 + u * (0.25f + u * 0.2f))));
     F<LANES> by_log = 0.0f - logarithm<LANES>(1.0f - u);
     return 0.0f - logarithm<LANES>(u < 0.015625f ? series : by_log);
 }
 
-// Of each row of `scaled` [rows, tokens], not below `floors` [rows] where there are any: `found` [rows, most], `counts`
-// [rows]. A row with more than `most` has count -1; one without any number to compare has token 0.
+// For each row of `scaled`, [rows, tokens], writes its candidates to `found`, [rows, most], and their count to
+// `counts`, [rows]. Numbers below `floors`, [rows] or null, are left out. A row with more than `most` candidates has
+// count -1. A row without any comparable number has token 0.
 static void candidates(Pool& pool, const float* scaled, const float* floors, const uint32_t* keys, int64_t rows,
                        int64_t tokens, int64_t most, int64_t* found, int64_t* counts) {
     pool.run((int)rows, [&](int row, int thread) {

@@ -1,10 +1,10 @@
-// x [rows, inputs] times a packed weight: panels of kColumns outputs, in each the inputs one after another.
+// Products of x, [rows, inputs], with a packed weight: panels of kColumns outputs, each with its inputs in order.
 //
-// fp32: [panel][input][column]. bf16: [panel][pair of inputs][column][2], so that one vector of 32-bit words holds a
-// column's two neighbouring inputs, and either becomes fp32 by a shift or a mask. Where the CPU multiplies such pairs
-// itself (DOTS), the rows are rounded to bf16 too, as models in bf16 are computed everywhere. Each output is one chain of
-// fused multiply-adds over the inputs in order, or over the pairs, whatever the number of rows and of threads: a row's
-// result does not depend on the rows beside it.
+// fp32: [panel][input][column]. bf16: [panel][pair of inputs][column][2], so that a vector of 32-bit words holds two
+// neighbouring inputs of each column, and a shift or a mask turns either into fp32. If the CPU multiplies such pairs
+// itself (DOTS), the rows are rounded to bf16 too, as is usual for models in bf16. Each output is one chain of fused
+// multiply-adds over the inputs in order, or over the pairs, whatever the number of rows and threads. So a row's result
+// does not depend on other rows.
 #pragma once
 
 #include <algorithm>
@@ -20,22 +20,23 @@
 
 constexpr int kVectors = 3;
 constexpr int kColumns = kVectors * LANES;
-// Rows of a tile: its sums fill the registers (12 of 16, 24 of 32).
+// The rows of a tile. Its sums fill the registers (12 of 16, 24 of 32).
 constexpr int kRows = LANES == 16 ? 8 : 4;
-// Bytes of a panel that several tiles read one after the other, which stay in the nearest cache, and of a task's rows that
-// are read again for each of its panels, which stay in the core's own. One with AVX-512 mostly has 1 MiB or more of that,
-// and takes in a panel from there as fast as it multiplies: tiles go through all inputs, and sums stay in registers.
+// kPiece: bytes of a panel that several tiles read in turn, small enough for the nearest cache. kStay: bytes of a
+// task's rows that are read again for each panel, small enough for the core's own cache. CPUs with AVX-512 mostly have
+// 1 MiB or more of that, and read a panel from there as fast as they multiply. So tiles go through all inputs, and sums
+// stay in registers.
 #if LANES == 16 && !defined(DOTS)
 constexpr int kPiece = 147456, kStay = 1048576;
 #else
 constexpr int kPiece = 12288, kStay = 262144;
 #endif
-// Inputs of such a piece in bf16, and from how many tiles on it is widened to fp32 once for all of them.
+// The inputs of such a piece in bf16, and the number of tiles from which it is widened to fp32 once for all of them.
 constexpr int kWide = kPiece / (2 * kColumns);
 constexpr int kWorthWidening = 8;
-// How far ahead of a single tile weights are asked for, in bytes.
+// The prefetch distance of a single tile's weights, in bytes.
 constexpr int kAhead = 1024;
-// Rows of a task.
+// The most rows of a task.
 constexpr int kTaskRows = 16 * kRows;
 
 struct Gemm {
@@ -48,7 +49,7 @@ struct Gemm {
 };
 
 #ifdef DOTS
-// What a product goes through one by one: pairs of inputs, or inputs.
+// Whether a product steps through pairs of inputs instead of single inputs.
 template <class W> constexpr bool kPairs = sizeof(W) == 2;
 #else
 template <class W> constexpr bool kPairs = false;
@@ -58,8 +59,8 @@ INLINE int64_t panels_of(int64_t outputs) { return (outputs + kColumns - 1) / kC
 INLINE int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
 template <class W> INLINE int64_t units_of(int64_t inputs) { return kPairs<W> ? pairs_of(inputs) : inputs; }
 
-// a * b + c, rounded once. Where some tiles are written by hand, all others have to be sure of it too: what compilers make
-// of the operators depends on how they are called.
+// a * b + c, rounded once. If some tiles are written by hand, all others must round in the same way, and compilers do
+// not guarantee that for the operators.
 INLINE F<LANES> fused(F<LANES> a, F<LANES> b, F<LANES> c) {
 #if !defined(PENSTOCK_TILE_BY_HAND)
     return a * b + c;
@@ -70,7 +71,7 @@ INLINE F<LANES> fused(F<LANES> a, F<LANES> b, F<LANES> c) {
 #endif
 }
 
-// Where a tile's sums go, row by row, and what they begin with: what is there already, or one row for all.
+// Where a tile's sums are stored, row by row, and their initial values: the stored ones, or one row for all.
 struct Sums {
     float* to;
     int64_t ld;
@@ -79,7 +80,7 @@ struct Sums {
 
     INLINE_MEMBER Sums below(int64_t rows) const { return {to + rows * ld, ld, from + rows * from_ld, from_ld}; }
     INLINE_MEMBER Sums begun() const { return {to, ld, to, ld}; }
-    // Asks for the lines that are written for the first time: another core may have written or read them last.
+    // Prefetches the cache lines that are written for the first time. Another core may have used them last.
     template <int M> INLINE_MEMBER void ask() const {
         if (from == to) return;
         for (int i = 0; i < M; i++)
@@ -109,8 +110,7 @@ template <int M> struct Tile {
     }
 };
 
-// What a tile asks of memory while it computes: what is at `at`, and by `step` bytes further at every input, or pair where
-// products go through pairs.
+// A tile's prefetches while it computes: at `at`, then `step` bytes further for every input, or pair of inputs.
 struct Ahead {
     const char* at;
     int64_t step;
@@ -121,12 +121,12 @@ struct Ahead {
     }
 };
 
-// As many inputs as a tile by hand takes: `x`, `w`, `inputs` and `s` are what is left.
+// Runs the handwritten tile over as many inputs as it supports, and leaves the rest in `x`, `w`, `inputs` and `s`.
 template <int M, class W>
 INLINE void take_by_hand(const float*& x, int64_t ldx, const W*& w, int64_t& inputs, Sums& s, const Ahead& ahead) {
 #ifdef PENSTOCK_TILE_BY_HAND
     if constexpr (M == kRows && (LANES == 8 || sizeof(W) == 2)) {
-        // A tile in fp32 does not ask for enough where a panel is not for several.
+        // The fp32 tile does not prefetch enough if only one tile reads the panel.
         if (inputs < 4 || (sizeof(W) == 4 && 4 * ahead.step > 128)) return;
         s.ask<M>();
         tile_by_hand(x, ldx, w, inputs / 4, s.from, s.from_ld, s.to, s.ld, ahead.at, 4 * ahead.step);
@@ -172,14 +172,14 @@ static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf
         for (int64_t pairs = inputs / 2; pairs; pairs--, w += 2 * kColumns, x += 2) {
             ahead.ask(2);
             t.add(x, ldx, columns(false).data());
-            // Read again: kept, the words would drive sums out of the registers.
+            // Read the words again: keeping them would spill sums from the registers.
             asm volatile("" : "+r"(w));
             t.add(x + 1, ldx, columns(true).data());
         }
         t.end(s);
         s = s.begun();
     }
-    // The last input of an odd number apart, for the same reason.
+    // A last single input is separate, for the same reason.
     if (inputs % 2) {
         Tile<M> t;
         t.begin(s);
@@ -189,7 +189,7 @@ static __attribute__((noinline)) void tile(const float* x, int64_t ldx, const bf
 }
 
 #ifdef DOTS
-// sums + x's lower half * w's + x's upper half * w's, of each 32-bit word.
+// sums + lower half of x * lower half of w + upper half of x * upper half of w, for each 32-bit word.
 INLINE F<LANES> add_dots(F<LANES> sums, U<LANES> x, U<LANES> w) {
 #ifdef __AVX512BF16__
     return (F<LANES>)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)w);
@@ -199,7 +199,7 @@ INLINE F<LANES> add_dots(F<LANES> sums, U<LANES> x, U<LANES> w) {
 #endif
 }
 
-// `x` and `w` are pairs; rows of `x` are `ldx` words apart.
+// A tile whose `x` and `w` are pairs. Rows of `x` are `ldx` words apart.
 template <int M>
 static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const bf16* w, int64_t pairs, Sums s,
                                            Ahead ahead) {
@@ -219,7 +219,7 @@ static __attribute__((noinline)) void tile(const uint32_t* x, int64_t ldx, const
     t.end(s);
 }
 
-// Rows of fp32 as pairs of bf16; a last input that is alone has a zero beside it.
+// Rounds rows of fp32 to pairs of bf16. A last single input is paired with a zero.
 static void round_rows(Pool& pool, const float* x, uint32_t* to, int64_t rows, int64_t inputs) {
     int64_t pairs = pairs_of(inputs);
     int tasks = (int)std::min<int64_t>(rows, rows * inputs < 16384 ? 1 : 4 * pool.threads());
@@ -242,7 +242,7 @@ INLINE void tiles(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t dep
     if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, depth, s, ahead, share);
 }
 
-// What products need before their first task.
+// Prepares a product before its first task.
 template <class W> INLINE void prepare(Pool& pool, Gemm& g) {
 #ifdef DOTS
     if constexpr (sizeof(W) == 2) {
@@ -253,12 +253,12 @@ template <class W> INLINE void prepare(Pool& pool, Gemm& g) {
 #endif
 }
 
-// A task's rows and panels.
+// The rows and panels of a task.
 struct Part {
     int64_t first, rows, begin, end;
 };
 
-// How a product is cut into tasks: few enough for each to be worth claiming, enough for threads to end together.
+// Cuts a product into tasks: few enough to be worth claiming, and enough for the threads to end together.
 struct Cut {
     int64_t panels, share, across, down;
     Cut(const Pool& pool, const Gemm& g) {
@@ -273,13 +273,13 @@ struct Cut {
     }
 };
 
-// The rows of a part as tiles read them.
+// The rows of a part in the form that tiles read.
 template <class W> INLINE auto rows_of(const Gemm& g, const Part& part) {
     if constexpr (kPairs<W>) return g.rounded + part.first * pairs_of(g.inputs);
     else return g.x + part.first * g.inputs;
 }
 
-// A piece of a panel in bf16, of 4 inputs at least and not more than kWide, for many rows: the first tile widens it.
+// The product of many rows and a piece of a bf16 panel, of 4 to kWide inputs. The first tile widens the piece.
 #ifdef PENSTOCK_WIDEN_BY_HAND
 INLINE void widened(const float* x, int64_t ldx, int64_t rows, const bf16* w, int64_t some, Sums s) {
     alignas(64) float wide[kWide * kColumns];
@@ -292,9 +292,10 @@ INLINE void widened(const float* x, int64_t ldx, int64_t rows, const bf16* w, in
 }
 #endif
 
-// c [rows, kColumns] is set to the bias, where k is 0, and the product of the units from `k` to `end` is added. What
-// several tiles read is taken in pieces, and while they compute, the next piece is on its way: it lies behind, and so
-// does the next panel. Sums go to `c` with the last piece alone: its rows are far apart, and may share places in a cache.
+// Adds the product of the units from `k` to `end` to c, [rows, kColumns], which is first set to the bias if k is 0.
+// Several tiles share a piece of the panel, and meanwhile the next piece is prefetched; it follows in memory, as does
+// the next panel. Only the last piece stores its sums to `c`, because its rows are far apart and may conflict in a
+// cache.
 template <class W>
 INLINE void product(const Gemm& g, const Part& part, int64_t p, int64_t k, int64_t end, float* c, int64_t ldc) {
     constexpr int64_t kBytes = kColumns * (kPairs<W> ? 4 : sizeof(W));
@@ -349,7 +350,7 @@ template <class W> static void gemm(Pool& pool, Gemm g) {
     });
 }
 
-// `weight` [outputs, inputs] into `packed`, which is zero and has room for whole panels.
+// Packs `weight`, [outputs, inputs], into `packed`, which is zero and has room for whole panels.
 static void pack(Pool& pool, const float* weight, float* packed, int64_t inputs, int64_t outputs) {
     pool.spread((int)panels_of(outputs), [&](int p, int) {
         int64_t first = (int64_t)p * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);

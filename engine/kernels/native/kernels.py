@@ -1,4 +1,4 @@
-"""The kernel set over the native library: fp32 arithmetic over weights in fp32 or bf16, and a KV cache in these or in 8
+"""The kernel set of the native library: fp32 arithmetic, weights in fp32 or bf16, and a KV cache in these types or in 8
 bits."""
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import Attended
 from engine.kernels.reference import Reference
 
-#: How a cache's numbers are stored, as stored.h has it.
+#: The storage kinds of a cache's numbers, as in stored.h.
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
-#: Attention takes heads of a multiple of it.
+#: Attention needs a head size that is a multiple of this.
 _HEAD_MULTIPLE = 8
-#: Of a row that is sampled: more are within rounding of each other only where logits are huge.
+#: The most candidates of a sampled row. More are that close to each other only if logits are huge.
 _MOST_CANDIDATES = 64
 
 
 class Native(Reference):
-    """A row's result depends neither on the rows beside it nor on the number of threads, to the bit."""
+    """The native kernel set. A row's result depends neither on other rows nor on the number of threads, to the bit."""
 
     masked = False
-    # One group for all that have as many tokens: nothing is padded.
+    # Sequences with the same number of tokens form one group, because nothing is padded.
     padding = (float("inf"), 0)
 
     def __init__(
@@ -46,9 +46,9 @@ class Native(Reference):
         deterministic: bool = False,
         kv_cache_dtype: str = "auto",
     ) -> None:
-        """For weights of `dtype`: bfloat16 are held as such, all others in fp32. `threads`: None is as many as torch
-        has. `deterministic`: shapes that torch would have to help with are refused. `kv_cache_dtype`: "auto" is that of
-        the weights, "int8" and "fp8" are as compressed_kv.py has them."""
+        """`dtype`: of the weights; bfloat16 is kept, others are held in fp32. `threads`: None is torch's number.
+        `deterministic`: refuse shapes that need torch's operations. `kv_cache_dtype`: "auto" is the weights' type; see
+        compressed_kv.py for "int8" and "fp8"."""
         super().__init__(torch.float32)
         self._compressed = None if kv_cache_dtype == "auto" else kv_cache_dtype
         self.name = f"native-{library.isa}" + (f"-{kv_cache_dtype}-kv" if self._compressed else "")
@@ -69,11 +69,11 @@ class Native(Reference):
         return f"{self.name}-{VERSION}"
 
     def use_threads(self, threads: int | None) -> None:
-        # What is left for torch is small; threads of its own would spin where those of the pool compute.
+        # torch has little left to do, and its threads would spin on the cores where the pool's threads compute.
         torch.set_num_threads(1)
 
     def zero_cache(self, *shape: int, device: torch.device) -> Tensor:
-        # Pages of its own: the cache may go while the weights stay.
+        # Separate pages, because the cache may be freed while the weights stay.
         return Pages().zeros(*shape, dtype=self.cache_dtype)
 
     def cache_width(self, head_dim: int) -> int:
@@ -118,7 +118,7 @@ class Native(Reference):
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
             return None
-        return NativeLayers(self._library, self._threads, layers, norm, self._kind, self.told)
+        return NativeLayers(self._library, self._threads, layers, norm, self._kind, self.report_time)
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None

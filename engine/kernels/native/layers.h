@@ -1,5 +1,5 @@
-// All layers of a decoder in one call: what each is made of stands in a table, and the operations are those that the
-// ABI also has one by one, in the same order, so that both ways give the same bits.
+// Runs all layers of a decoder in one call, from a table of their parts. The operations are the same as the ABI's
+// single ones, in the same order, so that both ways give the same bits.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,7 @@
 #include "quantised.h"
 #include "rows.h"
 
-// The structures are spelled again in layers.py: eight bytes each, so that nothing depends on how they are padded.
+// layers.py repeats these structures. Each field has eight bytes, so that nothing depends on padding.
 struct Product {
     const void* weight;
     const float* bias;  // may be null
@@ -19,23 +19,23 @@ struct Product {
 struct Layer {
     const float* input_norm;  // before attention
     Product qkv;
-    const float *query_norm, *key_norm;  // of each head; null: none
+    const float *query_norm, *key_norm;  // for each head; null: none
     Product output;
-    const float* attended_norm;  // of what attention gives, before it is added; null: none
+    const float* attended_norm;  // for attention's output, before it is added; null: none
     const float* middle_norm;  // before the feed-forward block
     Product gate_up;
     int64_t gelu;
     Product down;
-    const float* fed_norm;  // of what the feed-forward block gives, before it is added; null: none
+    const float* fed_norm;  // for the feed-forward block's output, before it is added; null: none
     int64_t heads, kv_heads, head_dim;
     double eps, scale, cap;  // cap 0: none
-    int64_t group, place, rope;  // which group's cache and which of its layers; which rotation
+    int64_t group, place, rope;  // the KV group, the layer's index in its cache, the index of its rotation
 };
 
-// What the layers of one KV group see of a step.
+// A step of one KV group.
 struct Group {
-    void* cache;  // [layers, 2, blocks, block, kv_heads, as many bytes as a head is stored in]
-    int64_t layer_bytes, half_bytes;  // from one layer to the next, from keys to values
+    void* cache;  // [layers, 2, blocks, block, kv_heads, bytes of a stored head]
+    int64_t layer_bytes, half_bytes;  // the distance from one layer to the next, and from keys to values
     int64_t kind, block;
     const int64_t* slots;
     const int32_t *starts, *lengths, *leads, *tables, *table_rows;
@@ -48,20 +48,20 @@ struct Turn {
 };
 
 struct Step {
-    float* residual;  // [tokens, width]: embeddings come in, and are overwritten
+    float* residual;  // [tokens, width]: holds embeddings at first, and is overwritten
     float* out;  // [rows, width], normed
     const float* norm;  // after the last layer
     const Group* groups;
     const Turn* turns;
-    const int64_t* wanted;  // [rows]: which tokens' states go out; of the last layer, only they are computed further
+    const int64_t* wanted;  // [rows]: the tokens to return; the last layer computes only these after attention
     int64_t rows, tokens, width;
     int64_t* spent;  // [kClasses], nanoseconds are added; null: nothing is timed
 };
 
-// What a step's time is told by; spelled again in layers.py.
+// The kernel classes for a step's times. layers.py repeats them.
 enum Class { kLinear, kNorm, kWrite, kAttention, kGate, kClasses };
 
-// Adds the time until its end.
+// Adds the time of its own life to a class.
 class Watch {
   public:
     Watch(const Step& s, Class which) : to_(s.spent ? s.spent + which : nullptr) {
@@ -111,7 +111,7 @@ INLINE void turn_and_write(Pool& pool, const Rotation& r, int64_t kind) {
 }
 
 INLINE void attend(Pool& pool, const Attention& a) {
-    // Heads of a multiple of 8 that is none of a wider vector.
+    // A head size that is a multiple of 8 but not of a wider vector.
     if (a.head_dim % LANES) attend<8>(pool, a);
     else attend<LANES>(pool, a);
 }
@@ -126,7 +126,7 @@ INLINE void step_norm(Pool& pool, const Step& s, const Layer& l, const float* x,
     timed(s, kNorm, [&] { norm(pool, x, residual, weight, out, s.tokens, s.width, (float)l.eps); });
 }
 
-// A layer until its tokens have looked at each other.
+// The first part of a layer, up to and including attention.
 static void attention_block(Pool& pool, const Layer& l, const Step& s, float* heads, float* attended) {
     const Group& g = s.groups[l.group];
     const Turn& turn = s.turns[l.rope];
@@ -150,7 +150,7 @@ static void attention_block(Pool& pool, const Layer& l, const Step& s, float* he
     });
 }
 
-// From there to its middle norm.
+// The second part of a layer, up to the middle norm.
 static void output_block(Pool& pool, const Layer& l, const Step& s, const float* attended, float* out) {
     timed(s, kLinear, [&] { multiply(pool, l.output, attended, out, s.tokens); });
     if (l.attended_norm) step_norm(pool, s, l, out, nullptr, l.attended_norm, out);
@@ -163,7 +163,7 @@ static void feed_forward_block(Pool& pool, const Layer& l, const Step& s, float*
     if (l.fed_norm) step_norm(pool, s, l, out, nullptr, l.fed_norm, out);
 }
 
-// The rows of `from` [tokens, width] that are wanted.
+// Copies the wanted rows of `from`, [tokens, width].
 static void pick(const Step& s, const float* from, int64_t width, float* to) {
     for (int64_t i = 0; i < s.rows; i++) memcpy(to + i * width, from + s.wanted[i] * width, width * sizeof(float));
 }
@@ -184,7 +184,7 @@ static void run_layers(Pool& pool, const Layer* layers, int64_t count, const Ste
         float* attended = b;
         attention_block(pool, l, now, a, attended);
         if (i + 1 == count) {
-            // What is left of a prompt's token is its key and value: who is not asked for is done.
+            // Tokens that are not wanted are done once their keys and values are cached.
             pick(s, attended, l.output.inputs, a);
             pick(s, s.residual, s.width, now.out);
             attended = a;

@@ -1,4 +1,4 @@
-"""All layers of a model in one call: the table that layers.h reads, and a step's own."""
+"""Runs all layers of a model in one native call: builds the table of layers and the step's table for layers.h."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from engine.kernels.layer import LayerParts, Told
+from engine.kernels.layer import LayerParts, ReportTime
 from engine.kernels.native.batch import NativeBatch, native_batch
 from engine.kernels.native.library import Library, Pool
 from engine.kernels.ragged import Attended
 
-#: What a product's weight is, as layers.h has it: numbers in fp32 or bf16, or the table of quantised.h.
+#: The kinds of a product's weight, as in layers.h: numbers in fp32 or bf16, or the table of quantised.h.
 FP32, BF16, QUANTISED = 0, 1, 2
-#: Kernel classes, as Class of layers.h has them and breakdown.py names them.
+#: The kernel classes, in the order of Class in layers.h, with breakdown.py's names.
 _CLASSES = ("linear", "norm", "rope and cache", "attention", "gate")
 
 
 class PackedProduct:
-    """A PreparedLinear of packed weights."""
+    """A PreparedLinear with packed weights."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class PackedProduct:
         outputs: int,
         inputs: int,
     ) -> None:
-        """`weight` is the address of numbers, or of a table, that `kept` keeps."""
+        """`weight`: the address of numbers, or of a table. `kept`: the objects that own that memory."""
         self._kept = (kept, bias)
         self._sizes = (inputs, outputs)
         self._run, self._find, self._pool = library.linear, library.peaks, pool
-        # Addresses are asked for once: the tensors stay where they are.
+        # The addresses are looked up once, because the tensors do not move.
         self._weight, self._added = weight, None if bias is None else bias.data_ptr()
         self._kind = kind
 
@@ -58,7 +58,7 @@ class PackedProduct:
         return out
 
     def peaks(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As Reference.peaks, of the product of `x`, which is not written anywhere."""
+        """Reference.peaks of the product with `x`, without storing the product."""
         x = x.contiguous()
         places, finite = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
         self._find(
@@ -79,17 +79,23 @@ class PackedProduct:
 
 
 class NativeLayers:
-    """PreparedLayers: built when a model is packed, called once a step."""
+    """A PreparedLayers: built when a model is packed, called once for each step."""
 
     def __init__(
-        self, library: Library, pool: Pool, layers: Sequence[LayerParts], norm: Tensor, kind: int, told: Told | None
+        self,
+        library: Library,
+        pool: Pool,
+        layers: Sequence[LayerParts],
+        norm: Tensor,
+        kind: int,
+        report_time: ReportTime | None,
     ) -> None:
-        """For `layers` that are `fit`. `kind`: how the cache is stored, as stored.h has it. `told`: what each call's
-        time went into."""
+        """`layers`: layers that `fit`. `kind`: the storage kind of the cache, as in stored.h. `report_time`: receives
+        each call's times by kernel class."""
         self._run, self._pool = library.layers, pool
         self._kept = (list(layers), norm)
         self._table = (_Layer * len(layers))(*map(_entry, layers))
-        self._norm, self._kind, self._told = norm.data_ptr(), kind, told
+        self._norm, self._kind, self._report_time = norm.data_ptr(), kind, report_time
 
     def __call__(
         self,
@@ -106,7 +112,7 @@ class NativeLayers:
         seen = zip(batches, caches, strict=True)
         groups = (_Group * len(batches))(*(_group(batch, cache, self._kind) for batch, cache in seen))
         turns = (_Turn * len(turned))(*(_Turn(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in turned))
-        spent = None if self._told is None else (c_int64 * len(_CLASSES))()
+        spent = None if self._report_time is None else (c_int64 * len(_CLASSES))()
         step = _Step(
             residual.data_ptr(),
             out.data_ptr(),
@@ -119,14 +125,14 @@ class NativeLayers:
             None if spent is None else ctypes.addressof(spent),
         )
         self._run(self._pool.address, self._table, len(self._table), ctypes.byref(step))
-        if self._told is not None and spent is not None:
+        if self._report_time is not None and spent is not None:
             for name, nanoseconds in zip(_CLASSES, spent, strict=True):
-                self._told(name, nanoseconds / 1e9)
+                self._report_time(name, nanoseconds / 1e9)
         return out
 
 
 def fit(layers: Sequence[LayerParts], head_multiple: int) -> bool:
-    """Whether the native call takes them all."""
+    """Whether the native call supports all these layers."""
     return all(
         all(isinstance(product, PackedProduct) for product in (one.qkv, one.output, one.gate_up, one.down))
         and one.head_dim % head_multiple == 0
@@ -196,7 +202,7 @@ def _group(batch: NativeBatch, cache: Tensor, kind: int) -> _Group:
     )
 
 
-# As layers.h has them: eight bytes each.
+# The structures of layers.h. Each field has eight bytes.
 
 
 class _Product(Structure):

@@ -1,4 +1,4 @@
-"""The compiled kernels: which builds there are, which of them this CPU runs, and the C functions of the best one."""
+"""Loads the compiled kernels: finds the best build that this CPU can run, and binds its C functions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from engine.errors import EngineError
 logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
-#: penstock_version() of the source that this file calls.
+#: The penstock_version() that this file expects.
 VERSION = 13
-#: Instruction set -> whether the CPU has it; the best one first.
+#: Maps each instruction set to a check whether the CPU has it. The best one is first.
 _BUILDS: dict[str, Callable[[], bool]] = {
     "avx512bf16": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
     "avx512": torch.cpu._is_avx512_supported,
     "avx2": torch.cpu._is_avx2_supported,
 }
-#: Where the table of sections begins, an entry's size, and how many there are: System V ABI, ELF-64 header.
+#: The ELF-64 header (System V ABI): the offset of the section table, the size of an entry, the number of entries.
 _ELF64 = struct.Struct("<40xQ10xHH2x")
-#: How long idle threads look for the next call before they sleep: calls of one step come within tens of microseconds.
+#: The time in microseconds for which idle threads poll for the next call before they sleep. The calls of one step come
+#: within tens of microseconds.
 _SPIN_US = 100
 _P, _L, _I, _F = c_void_p, c_int64, c_int, c_float
 _SIGNATURES: dict[str, list[type]] = {
@@ -49,10 +50,10 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 class Library:
-    """One build's functions, as native/penstock.cpp describes them; pointers and sizes are not checked."""
+    """The functions of one build, as native/penstock.cpp describes them. Pointers and sizes are not checked."""
 
     def __init__(self, path: Path, isa: str) -> None:
-        """Raises OSError where the file is missing, not whole or does not load, or is not of this version."""
+        """Raises OSError if the file is missing, truncated, of another version or cannot be loaded."""
         self.isa = isa
         _refuse_part(path)
         found = ctypes.CDLL(str(path))
@@ -66,9 +67,9 @@ class Library:
 
     def _bind(self, found: ctypes.CDLL) -> None:
         self.columns: int = found.penstock_columns()
-        """Outputs of a panel of packed weights."""
+        """The outputs of one panel of packed weights."""
         self.rounds = bool(found.penstock_rounds())
-        """Whether products by weights in bf16 round the rows to bf16 too."""
+        """Whether products with bf16 weights round the rows to bf16 too."""
         self.pool = found.penstock_pool
         self.pool.argtypes, self.pool.restype = [_I, _I], c_void_p
         for name, arguments in _SIGNATURES.items():
@@ -88,24 +89,25 @@ class Library:
 
 
 def _refuse_part(path: Path) -> None:
-    """Raises OSError where the end of the file is missing, as after a build that was killed: loading what is mapped but
-    not there would end this process without a word."""
+    """Raises OSError if the end of the file is missing, as after a build that was killed. Loading such a file would
+    crash this process without a message."""
     with path.open("rb") as file:
         head = file.read(_ELF64.size)
         size = file.seek(0, os.SEEK_END)
     if len(head) < _ELF64.size:
         raise OSError(f"{path} is cut off: build it again")
-    # The linker writes the table of sections last.
+    # The linker writes the section table last.
     table, entry, entries = _ELF64.unpack(head)
     if size < table + entry * entries:
         raise OSError(f"{path} is cut off: build it again")
 
 
 class Pool:
-    """Threads that share each call's work; whoever calls with its address keeps it."""
+    """A pool of threads that share each call's work. The caller must keep this object alive while it uses the
+    address."""
 
     def __init__(self, library: Library, threads: int) -> None:
-        """`threads` has the caller's in it. Raises EngineError where the system does not give so many."""
+        """`threads`: the number including the caller's. Raises EngineError if the system does not start so many."""
         self.threads = threads
         address = library.pool(threads, _SPIN_US)
         if address is None:
@@ -119,8 +121,8 @@ class Pool:
 
 @cache
 def load_library() -> Library | None:
-    """The best build for this CPU; None where there is none. Where it is not what the CPU could do, a line in the log
-    says why."""
+    """Load the best build for this CPU. None if there is none. If a better one could not be loaded, it logs the
+    reason."""
     reasons = []
     for isa, runs in _BUILDS.items():
         if platform.machine().lower() not in ("x86_64", "amd64") or not runs():

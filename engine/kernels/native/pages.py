@@ -1,8 +1,8 @@
-"""Memory for weights and the KV cache: zeros in large pages, where the system has them.
+"""Allocates zeroed memory for weights and the KV cache, in large pages if the system has them.
 
-A step reads every weight once, in order, and with pages of 4 KiB a core spends up to a fourth of that on looking up
-where they are (Zen 3, by processor time: 14.7 GB/s against 19.6). Blocks of the cache are smaller than two such pages,
-and lie anywhere: with large ones a decode's attention took 10% less.
+A step reads every weight once, in order. With pages of 4 KiB, a core spends up to a fourth of that time on looking up
+page addresses (Zen 3, by processor time: 14.7 GB/s compared to 19.6). Blocks of the KV cache are smaller than two such
+pages and scattered. With large pages, attention in decode steps took 10% less time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 _PAGE = 2 << 20
-#: Asked for at a time: only what is written takes memory.
+#: The bytes allocated at one time. Only written pages take memory.
 _CHUNK = 64 << 20
 _LINE = 64
 
 
 class Pages:
-    """Gives out memory in order; a chunk lives as long as any tensor in it. Used by one thread."""
+    """Allocates tensors one after another in chunks. A chunk lives as long as any tensor in it. Used by one thread."""
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """As torch.zeros, aligned to cache lines."""
+        """Like torch.zeros, aligned to cache lines."""
         size = prod(shape) * dtype.itemsize
         if size == 0:
             return torch.zeros(shape, dtype=dtype)
@@ -39,11 +39,11 @@ class Pages:
 
 
 def _chunk(size: int) -> Tensor:
-    """uint8, zero; begins at a large page."""
+    """A zeroed uint8 tensor that begins at a large page."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system built without them
+    with suppress(OSError):  # the system has no large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % _PAGE

@@ -1,4 +1,4 @@
-// The largest of each row of a product, without the product in memory: what greedy rows want of their logits.
+// Finds the largest of each row of a product without storing the product, for greedy sampling.
 #pragma once
 
 #include <cfloat>
@@ -7,7 +7,7 @@
 #include "gemm.h"
 #include "quantised.h"
 
-// Of each row and lane the largest so far and where it was; of each row whether all were finite.
+// For each row and lane, the largest number so far, its place, and whether any number was not finite.
 struct Peaks {
     alignas(64) float value[kTaskRows][LANES];
     alignas(64) int32_t place[kTaskRows][LANES];
@@ -19,7 +19,7 @@ struct Peaks {
         std::fill_n(&wrong[0][0], rows * LANES, 0);
     }
 
-    // `c` is of whole panels: what is behind the last column is -inf and `columns` tells it apart.
+    // `c` has whole panels. Columns from `columns` on are padding, -inf.
     void take(const float* c, int64_t rows, int64_t first, int64_t columns) {
         I<LANES> lane;
         for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -54,8 +54,8 @@ INLINE bool before(const Peak& a, float value, int32_t place) {
     return a.value > value || (a.value == value && a.place < place);
 }
 
-// `places` and `finite` [rows]. A row that is not finite has any place within the outputs.
-// `panel(part, p, c)` writes a whole panel of columns.
+// Writes `places` and `finite`, [rows]. A row that is not finite gets an arbitrary valid place. `panel(part, p, c)`
+// computes a whole panel of columns.
 template <class Panel> INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, Panel&& panel) {
     Cut cut(pool, g);
     std::vector<Peak> found(cut.across * g.rows);

@@ -1,4 +1,4 @@
-// The C ABI: pointers and sizes alone, nothing of torch or Python. Built once for each instruction set.
+// The C ABI: only pointers and sizes, without torch or Python. It is built once for each instruction set.
 #include <exception>
 
 #include "draws.h"
@@ -8,10 +8,10 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Bumped with every change of what is below.
+// Increased with every change of the functions below.
 int penstock_version() { return 13; }
 int penstock_columns() { return kColumns; }
-// Whether products by weights in bf16 round the rows to bf16 too.
+// Whether products with bf16 weights round the rows to bf16 too.
 int penstock_rounds() {
 #ifdef DOTS
     return 1;
@@ -20,7 +20,7 @@ int penstock_rounds() {
 #endif
 }
 
-// Null where the system has no more threads.
+// Returns null if the system starts no more threads.
 void* penstock_pool(int threads, int spin_us) {
     try {
         return new Pool(threads, spin_us);
@@ -40,7 +40,7 @@ void penstock_linear(void* pool, const float* x, const void* weight, const float
     multiply(*(Pool*)pool, {weight, bias, inputs, outputs, kind}, x, out, rows);
 }
 
-// Where each row of the product has its largest number, the first of equals, and whether all of its numbers are finite.
+// Finds the place of each row's largest number in the product, the first of equal ones, and whether all are finite.
 void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
                     int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite) {
     Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
@@ -49,13 +49,13 @@ void penstock_peaks(void* pool, const float* x, const void* weight, const float*
     else peaks<float>(*(Pool*)pool, g, places, finite);
 }
 
-// As draws.h says; `floors` may be null.
+// See draws.h. `floors` may be null.
 void penstock_candidates(void* pool, const float* scaled, const float* floors, const uint32_t* keys, int64_t rows,
                          int64_t tokens, int64_t most, int64_t* found, int64_t* counts) {
     candidates(*(Pool*)pool, scaled, floors, keys, rows, tokens, most, found, counts);
 }
 
-// `residual` may be null: no sum then. `out` may be `x`.
+// `residual` may be null, for no sum. `out` may be `x`.
 void penstock_norm(void* pool, const float* x, float* residual, const float* weight, float* out, int64_t rows,
                    int64_t width, float eps) {
     norm(*(Pool*)pool, x, residual, weight, out, rows, width, eps);

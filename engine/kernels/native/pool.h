@@ -1,6 +1,6 @@
-// Threads that share a call's tasks: they spin briefly for the next call, which mostly comes within microseconds, then
-// sleep. A thread that the system has put aside before it began holds up nobody: tasks are claimed one by one, and who
-// has none left takes the others'.
+// A pool of threads that share a call's tasks. They poll briefly for the next call, which mostly comes within
+// microseconds, and then sleep. A thread that the system suspends before its first task delays no other: tasks are
+// claimed one by one, and threads without tasks take those of others.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ INLINE void pause_briefly() {
 #endif
 }
 
-// Memory that only grows, aligned to cache lines.
+// Scratch memory that only grows, aligned to cache lines.
 class Scratch {
   public:
     float* take(size_t floats) {
@@ -45,7 +45,7 @@ class Scratch {
 
 class Pool {
   public:
-    // `threads` includes the caller's own. Throws std::system_error where the system has no more.
+    // `threads` includes the caller's own. Throws std::system_error if the system starts no more threads.
     Pool(int threads, int spin_us) : own(threads), spin_(std::chrono::microseconds(spin_us)), queues_(threads) {
         try {
             for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
@@ -58,20 +58,21 @@ class Pool {
 
     int threads() const { return (int)own.size(); }
 
-    // f(task, thread) for every task, on all threads, begun in order; returns when all are done.
+    // Calls f(task, thread) for every task, on all threads, started in order. Returns when all are done.
     template <class Call> void run(int tasks, Call&& f) { start(tasks, f, false); }
 
-    // The same, but each thread goes through neighbours, from a place of its own on: what neighbours read is in its cache,
-    // and what they write beside each other is not written by two at once. It helps others from their end.
+    // The same, but each thread runs neighbouring tasks, from its own starting point. So the data that neighbours read
+    // is in its cache, and no two threads write neighbouring memory at once. It then helps other threads from their
+    // last task on.
     template <class Call> void spread(int tasks, Call&& f) { start(tasks, f, true); }
 
-    std::vector<Scratch> own;  // of each thread
-    Scratch shared;  // of a call
-    Scratch step;  // of a step of several calls
+    std::vector<Scratch> own;  // one for each thread
+    Scratch shared;  // for one call
+    Scratch step;  // for a step of several calls
 
   private:
-    // A call's number, the end of its tasks here and the next one to be claimed in one word: who claims a task sees which
-    // call it is of, and a straggler from the last call does no harm.
+    // One word holds a call's number, the end of its tasks in this queue and the next task to claim. So a thread that
+    // claims a task knows its call, and a straggler from the last call does no harm.
     struct alignas(64) Queue {
         static constexpr int kBits = 20;
         static constexpr uint64_t kMask = (1 << kBits) - 1;
@@ -84,7 +85,7 @@ class Pool {
         static int end(uint64_t word) { return word >> kBits & kMask; }
         static uint64_t generation(uint64_t word) { return word >> (2 * kBits); }
 
-        // A task, or -1.
+        // Claims a task. Returns -1 if there is none.
         int first() {
             uint64_t word = left.load(std::memory_order_acquire);
             if (next(word) >= end(word)) return -1;
@@ -98,7 +99,7 @@ class Pool {
             return -1;
         }
     };
-    static constexpr int kMost = 1 << (Queue::kBits - 1);  // leaves room for the threads that find nothing left
+    static constexpr int kMost = 1 << (Queue::kBits - 1);  // leaves room for claims by threads that find no task left
 
     template <class Call> void start(int tasks, Call& f, bool apart) {
         if (workers_.empty() || tasks <= 1) {
@@ -114,7 +115,7 @@ class Pool {
     void share(int tasks) {
         done_.store(0, std::memory_order_relaxed);
         generation_++;
-        // The first one last: it is what others wait for.
+        // Fill the first queue last, because the others wait for it.
         bool apart = apart_.load(std::memory_order_relaxed);
         for (int i = threads() - 1; i >= 0; i--) {
             int64_t first = apart ? i : std::min(i, 1), parts = apart ? threads() : 1;
@@ -129,7 +130,7 @@ class Pool {
         }
         work(0);
         for (int i = 1; done_.load(std::memory_order_acquire) != tasks; i++) {
-            // Whoever has the last task may be waiting for this very core.
+            // The thread with the last task may be waiting for this core.
             if (i % 4096 == 0) std::this_thread::yield();
             else pause_briefly();
         }

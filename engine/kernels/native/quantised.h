@@ -1,9 +1,9 @@
-// x [rows, inputs] times weights of 4 or 8 bits. Rows are rounded first, to 16 bits with one scale for each block of
-// inputs, so that products are sums of integers, exact, and the rounding is far below that of the weights; a block is
-// then scaled once. As in gemm.h each output is summed in one order, whatever the rows beside it.
+// Products of x, [rows, inputs], with weights of 4 or 8 bits. Rows are first rounded to 16 bits, with one scale for
+// each block of inputs. So products are exact sums of integers, and this rounding is far finer than that of the
+// weights. Each block is then scaled once. As in gemm.h, each output is summed in one order, whatever the other rows.
 //
-// 8 bits: [panel][pair of inputs][column][2], signed. 4 bits: [panel][8 inputs][column][2] words of 16 bits, in which
-// the lowest bits are of the first pair of inputs, so that a mask and shifts give four vectors of numbers in order.
+// 8 bits: [panel][pair of inputs][column][2], signed. 4 bits: [panel][8 inputs][column][2] words of 16 bits. The lowest
+// bits hold the first pair of inputs, so that a mask and shifts extract four vectors of numbers in order.
 #pragma once
 
 #include <immintrin.h>
@@ -13,14 +13,14 @@
 #include "gemm.h"
 #include "rows.h"
 
-// Spelled again in quantised.py: eight bytes each.
+// quantised.py repeats this structure. Each field has eight bytes.
 struct Quantised {
     const void* values;
     const float* scales;   // [panel][group][column]
-    const int16_t* zeros;  // likewise; null: all are 8. Of 4 bits alone
-    int64_t bits, block;   // inputs that have one scale of the row's; a multiple of 8 that divides a group
-    const int64_t* order;  // [inputs]: which of the row's each input is; null: they are in order
-    int64_t blocks, group;  // blocks of a row, of which the last may be partly beyond the inputs; blocks of a group
+    const int16_t* zeros;  // [panel][group][column]; null: all are 8. Only for 4 bits
+    int64_t bits, block;   // block: inputs that share a scale of the row; a multiple of 8 that divides a group
+    const int64_t* order;  // [inputs]: the index in the row of each input; null: they are in order
+    int64_t blocks, group;  // blocks of a row, the last of which may extend beyond the inputs; blocks of a group
 };
 
 typedef int16_t Words __attribute__((vector_size(4 * LANES)));
@@ -29,7 +29,7 @@ typedef int8_t Bytes __attribute__((vector_size(2 * LANES)));
 
 constexpr int kMostBlock = 128;
 
-// Sums of neighbours' products.
+// The sums of the products of neighbouring pairs.
 INLINE I<LANES> pair_sums(Words a, Words b) {
 #if LANES == 16 && defined(__AVX512BW__)
     return (I<LANES>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -49,7 +49,7 @@ INLINE Words pair(const int16_t* from) {
     return (Words)(both - I<LANES>{});
 }
 
-// By value: straight into an array, several in a row would be copied in pieces, for which their readers have to wait.
+// Returns by value, because compilers copy several loads into an array in pieces, for which the readers have to wait.
 INLINE Words load_numbers(const char* from) {
     Words x;
     memcpy(&x, from, sizeof x);
@@ -59,11 +59,11 @@ INLINE Words load_numbers(const char* from) {
 struct Rounded {
     int16_t* values;  // [rows, blocks * block]
     float* scales;    // [rows, blocks]
-    int32_t* sums;    // likewise, of the values
+    int32_t* sums;    // [rows, blocks], of the values
 };
 
-// One row, zeros beyond its inputs. With 16 bits, 128 products with 8 bits are still far from overflow. A block that has
-// a number that is none gets such a scale.
+// Rounds one row, with zeros beyond its inputs. With 16 bits, 128 products with 8 bits are still far from overflow. A
+// block with a NaN or infinity gets a scale of NaN.
 INLINE void round_row(const float* x, int64_t inputs, const Quantised& q, const Rounded& to, int64_t row) {
     alignas(64) float last[kMostBlock];
     for (int64_t b = 0; b < q.blocks; b++) {
@@ -88,7 +88,7 @@ INLINE void round_row(const float* x, int64_t inputs, const Quantised& q, const 
         int16_t* values = to.values + (row * q.blocks + b) * q.block;
         I<LANES> total{};
         for (int64_t k = 0; k < q.block; k += LANES) {
-            // Rounded to even by a number that leaves no place for digits behind the point.
+            // Adding and subtracting this number rounds to an integer, ties to even.
             F<LANES> rounded = load<LANES>(from + k) * inverse + 12582912.0f - 12582912.0f;
             I<LANES> number = __builtin_convertvector(rounded, I<LANES>);
             total += number;
@@ -102,10 +102,10 @@ INLINE void round_row(const float* x, int64_t inputs, const Quantised& q, const 
     }
 }
 
-// Of 4, 8 and, widened, 16 bits: the bytes of so many inputs of a panel.
+// The bytes of `inputs` inputs of a panel, for 4, 8 and (widened) 16 bits.
 template <int BITS> INLINE int64_t bytes_of(int64_t inputs) { return inputs * kColumns * BITS / 8; }
 
-// Numbers of a panel, a pair of inputs at a time.
+// Calls call(k, numbers) for each pair of inputs of a panel.
 template <int BITS, class Call> INLINE void each_pair(const char* w, int64_t inputs, Call&& call) {
     Words numbers[kVectors];
     if constexpr (BITS == 16) {
@@ -138,7 +138,7 @@ template <int BITS, class Call> INLINE void each_pair(const char* w, int64_t inp
     }
 }
 
-// One block of a panel in 16 bits, for several tiles of rows.
+// Widens one block of a panel to 16 bits, for several tiles of rows.
 template <int BITS> INLINE void widen_block(const char* w, int64_t inputs, char* wide) {
     each_pair<BITS>(w, inputs, [&](int64_t k, const Words* numbers) {
         for (int j = 0; j < kVectors; j++)
@@ -146,7 +146,7 @@ template <int BITS> INLINE void widen_block(const char* w, int64_t inputs, char*
     });
 }
 
-// c [M, kColumns] plus M rows times the blocks from `begin` to `end` of a panel, which are at `w`.
+// Adds to c, [M, kColumns], the product of M rows and the blocks from `begin` to `end` of a panel, which are at `w`.
 template <int M, int BITS>
 static __attribute__((noinline)) void quantised_tile(const Quantised& q, const Rounded& x, int64_t row, int64_t panel,
                                                      int64_t begin, int64_t end, const char* w, float* c, int64_t ldc) {
@@ -190,7 +190,7 @@ INLINE void quantised_tiles(const Quantised& q, const Rounded& x, int64_t row, i
     if constexpr (M > 1) quantised_tiles<BITS, M - 1>(q, x, row, rows, panel, begin, end, w, c, ldc);
 }
 
-// c [rows, kColumns] plus so many rows from `row` on times one panel.
+// Adds to c, [rows, kColumns], the product of `rows` rows from `row` on and one panel.
 template <int BITS>
 INLINE void quantised_panel(const Quantised& q, const Rounded& x, int64_t row, int64_t rows, int64_t panel, float* c,
                             int64_t ldc) {
@@ -211,7 +211,8 @@ static Rounded rounded_rows(Pool& pool, const Quantised& q, const float* x, int6
     return r;
 }
 
-// As gemm.h's product: one panel's columns of a part's rows into `c`, whole also where the last panel has fewer.
+// Like gemm.h's product: computes one panel's columns of a part's rows into `c`. It writes a whole panel even if the
+// last one has fewer columns.
 INLINE void product(const Quantised& q, const Rounded& r, const Gemm& g, const Part& part, int64_t p, float* c,
                     int64_t ldc) {
     int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits for quantised.h: their layout there, and the product that reads it."""
+"""Packs weights of 4 and 8 bits into the layout of quantised.h, and makes the product that reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from engine.kernels.native.library import Library, Pool
 from engine.kernels.native.pages import Pages
 from engine.kernels.packed import Int4Weight, Int8Weight
 
-#: Inputs that share a scale of the activations, the largest that divides a group.
+#: The candidates for the number of inputs that share a scale of the activations. The largest that divides a group is
+#: used.
 _BLOCKS = (128, 64, 32)
 
 
@@ -39,7 +40,8 @@ def quantised_product(
     bias: Tensor | None,
     order: Tensor | None = None,
 ) -> PackedProduct | None:
-    """None where the weight's groups are no multiple of a block. `order`: see Reference.prepare_ordered."""
+    """Pack a weight and make its product. None if the group size is not a multiple of a block. `order`: see
+    Reference.prepare_ordered."""
     outputs, inputs = weight.shape
     block = next((block for block in _BLOCKS if weight.group == inputs or weight.group % block == 0), None)
     if block is None:
@@ -73,7 +75,7 @@ def quantised_product(
 
 
 def kept_bytes(weight: Int4Weight | Int8Weight) -> int:
-    """Of numbers, of scales in fp32, and of zeros of two bytes each."""
+    """The bytes that a packed weight takes: numbers, scales in fp32, and zero points of two bytes each."""
     outputs, inputs = weight.shape
     if isinstance(weight, Int8Weight):
         return outputs * inputs + 4 * weight.scales.numel()
@@ -81,7 +83,7 @@ def kept_bytes(weight: Int4Weight | Int8Weight) -> int:
 
 
 def _words(q: Tensor) -> Tensor:
-    """int16 [panels, columns, eights, 2] of numbers [panels, columns, eights, 4 pairs, 2]."""
+    """Pack numbers [panels, columns, eights, 4 pairs, 2] into words, int16 [panels, columns, eights, 2]."""
     words = torch.zeros(*q.shape[:3], 2, dtype=torch.int32)
     for pair in range(4):
         words |= q[..., pair, :].int() << (4 * pair)
@@ -89,6 +91,6 @@ def _words(q: Tensor) -> Tensor:
 
 
 def _by_panel(rows: Tensor, columns: int) -> Tensor:
-    """[groups, outputs] -> [panels, groups, columns], zeros beyond the outputs."""
+    """Reorder [groups, outputs] to [panels, groups, columns], padded with zeros."""
     padded = F.pad(rows, (0, -rows.shape[1] % columns))
     return padded.view(len(rows), -1, columns).transpose(0, 1).contiguous()

@@ -1,4 +1,4 @@
-// What is done to each row by itself: norms, rotation with the cache's writes, gates. All in fp32.
+// Operations on each row by itself: norms, rotation with the cache writes, gates. All in fp32.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include "stored.h"
 #include "vectors.h"
 
-// Rows are shared out among threads from so many numbers on: below, waking them takes longer.
+// The most numbers that one thread processes alone. For fewer, waking other threads takes longer.
 constexpr int64_t kAlone = 16384;
 
 template <class Call> INLINE void each_row(Pool& pool, int64_t rows, int64_t width, Call&& call) {
@@ -18,7 +18,8 @@ template <class Call> INLINE void each_row(Pool& pool, int64_t rows, int64_t wid
     });
 }
 
-// x / sqrt(mean(x^2) + eps) * weight into `out`, which may be x; with `residual`, x is added to that first.
+// Writes x / sqrt(mean(x^2) + eps) * weight to `out`, which may be x. With `residual`, x is first added to it, and the
+// sum is normed.
 INLINE void norm_row(const float* x, float* residual, const float* weight, float* out, int64_t width, float eps) {
     F<LANES> squares{};
     float rest = 0;
@@ -61,7 +62,7 @@ INLINE void rotate(float* x, const float* cos, const float* sin, int64_t half) {
 struct Rotation {
     float* heads;  // [tokens, heads + 2 * kv_heads, head_dim]
     const float *cos, *sin;  // [tokens, turning]
-    void *keys, *values;  // [slots, kv_heads, as many bytes as a head is stored in]
+    void *keys, *values;  // [slots, kv_heads, bytes of a stored head]
     const int64_t* slots;  // [tokens]; -1: not written
     int64_t tokens, all_heads, kv_heads, head_dim, turning;
 };
@@ -82,7 +83,7 @@ template <class T> static void rotate_and_write(Pool& pool, const Rotation& r) {
     });
 }
 
-// x / (1 + e^-x) * up: SiLU; GELU by its tanh approximation is the same of another inner term.
+// SiLU: x / (1 + e^-x) * up. GELU in its tanh approximation is the same with another exponent.
 template <int W, bool GELU> INLINE F<W> gated(F<W> gate, F<W> up) {
     F<W> inner = gate;
     // 0.5 (1 + tanh u) = 1 / (1 + e^-2u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
@@ -98,7 +99,7 @@ template <bool GELU> static void gate(Pool& pool, const float* x, float* out, in
         for (; i + LANES <= width; i += LANES)
             store<LANES>(to + i, gated<LANES, GELU>(load<LANES>(gates + i), load<LANES>(ups + i)));
         if (i == width) return;
-        // The last few as a vector like all others, so that no row's result depends on where it is cut.
+        // The last few numbers are padded to a vector like all others, so that all go through the same code.
         float tail[3][LANES] = {};
         std::copy(gates + i, gates + width, tail[0]);
         std::copy(ups + i, ups + width, tail[1]);

@@ -1,5 +1,5 @@
-// What attention computes of a tile, some rows at a time: scores by its keys, and sums of its values. While it does, it asks
-// memory for what comes next.
+// Attention within a tile, some rows at a time: scores with its keys, and sums of its values. Meanwhile it prefetches
+// the next tile.
 #pragma once
 
 #include <type_traits>
@@ -7,15 +7,15 @@
 #include "stored.h"
 #include "vectors.h"
 
-// Places of a tile.
+// The places of a tile.
 constexpr int kTile = 32;
 
-// Asks for `bytes` from `at` on.
+// Prefetches `bytes` bytes from `at` on.
 INLINE void ask(const char* at, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
 }
 
-// What of the next tile is asked for place by place; `from` is null where there is none.
+// The prefetches of the next tile, place by place. `from` is null if there is no next tile.
 struct Asked {
     const char* from = nullptr;
     const int64_t* at = nullptr;
@@ -23,7 +23,7 @@ struct Asked {
     INLINE_MEMBER void ask(int t) const {
         if (from) ::ask(from + at[t], bytes);
     }
-    // Where they are known to be so many.
+    // The same for a number of bytes known at compile time.
     template <int BYTES> INLINE_MEMBER void ask(int t) const {
         if (!from) return;
 #pragma GCC unroll 4
@@ -32,7 +32,7 @@ struct Asked {
     Asked part(int begin, int size) const { return {from + begin, at, size}; }
 };
 
-// Sums of what each of R rows and four keys have in each lane.
+// Adds to `s`, lane by lane, the products of each of R query rows and four keys.
 template <int W, int R, class T>
 INLINE void add_four(const float* const* query, const T* const* key, int dim, F<W> (&s)[R][4]) {
 #pragma GCC unroll 4
@@ -46,7 +46,7 @@ INLINE void add_four(const float* const* query, const T* const* key, int dim, F<
     }
 }
 
-// score[r * kTile + t] = query row r . key t, for R rows and all `places` rounded up to four.
+// score[r * kTile + t] = query row r . key t, for R rows and all `places`, rounded up to four.
 template <int W, int R, class T>
 INLINE void dots(const float* const* query, const char* keys, const int64_t* at, int places, int dim, float* score,
                  Asked next) {
@@ -61,9 +61,9 @@ INLINE void dots(const float* const* query, const char* keys, const int64_t* at,
     }
 }
 
-// The same where vectors are of 16, in the same order: sums of 16 keys end in one vector. `places` are rounded up to eight.
-// DIM: the head's size where that is one of the usual ones, else 0: compilers then spend more on finding numbers than on
-// multiplying them.
+// The same for vectors of 16, in the same order: the sums of 16 keys end in one vector. `places` are rounded up to
+// eight. DIM: the head size if it is a usual one, else 0. Without it, compilers spend more on addresses than on
+// products.
 template <int R, class T, int DIM>
 INLINE void dots_by_16(const float* const* query, const char* keys, const int64_t* at, int places, int dim, float* score,
                        Asked next) {
@@ -90,11 +90,11 @@ INLINE void dots_by_16(const float* const* query, const char* keys, const int64_
     }
 }
 
-// Whether keys are laid across where they are widened: where sums within vectors cost more than products do.
+// Whether widened keys are transposed. That pays if sums within vectors cost more than products.
 template <int W> constexpr bool kAcross = W == 16;
 
-// The same by keys that lie across (`keys` [dim, kTile]): a vector is a number of several keys, and nothing has to be summed
-// within one. In the same order, which is that of `sums`.
+// The same for transposed keys (`keys`: [dim, kTile]). A vector holds one dimension of several keys, so that no sums
+// within vectors are needed. The order of summation is the same, that of `sums`.
 template <int W, int V, int R, int DIM>
 INLINE void dots_of(const float* const* query, const float* keys, int dim, float* score) {
     if (DIM) dim = DIM;
@@ -105,7 +105,7 @@ INLINE void dots_of(const float* const* query, const float* keys, int dim, float
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) to[r][v] += from[r][v];
     };
-    // What lanes `lane` and `lane` + 8 would have.
+    // The sum that lanes `lane` and `lane` + 8 would have.
     auto lanes = [&](int lane, Part& lower) __attribute__((always_inline)) {
         Part upper = {};
 #pragma GCC unroll 4
@@ -152,14 +152,15 @@ INLINE void dots_across(const float* const* query, const float* keys, int places
     else dots_of<W, 1, R, DIM>(query, keys, dim, score);
 }
 
-// call(the head's size where that is one of the usual ones).
+// Calls call(head size) with a compile-time constant: the size if it is a usual one, else 0.
 template <int W, class Call> INLINE void of_size(int dim, Call&& call) {
     if (W == 16 && dim == 64) call(std::integral_constant<int, 64>{});
     else if (W == 16 && dim == 128) call(std::integral_constant<int, 128>{});
     else call(std::integral_constant<int, 0>{});
 }
 
-// sum[r * dim ..] = that * before[r] + the sum of weight[r * kTile + t] * value t, for R rows and V vectors of each.
+// sum[r * dim ..] = sum[r * dim ..] * before[r] + the sum of weight[r * kTile + t] * value t, for R rows and V vectors
+// each.
 template <int W, int R, int V, class T>
 INLINE void weigh(const float* weight, const float* before, const char* values, const int64_t* at, int places, int dim,
                   int from, float* sum, Asked next) {

@@ -1,5 +1,5 @@
-// How a head's key, or value, lies in the cache: fp32 or bf16 as they are, or one byte a number as
-// engine/kernels/compressed_kv.py has it: integers with an fp32 scale behind them, or floats (e4m3) without one.
+// The storage of a head's key or value in the KV cache: plain fp32 or bf16, or one byte a number as in
+// engine/kernels/compressed_kv.py: integers followed by an fp32 scale, or floats (e4m3) without one.
 #pragma once
 
 #include "vectors.h"
@@ -10,12 +10,12 @@ template <int W> struct ByteVec {
     typedef int16_t Wide __attribute__((vector_size(2 * W)));
 };
 
-// A float of four bits of exponent and three of mantissa (arXiv 2209.05433).
+// A float with four bits of exponent and three of mantissa (arXiv 2209.05433).
 struct e4m3 {
     uint8_t bits;
 };
 
-// What a float of half precision is; of what is no number, only that with all bits set is to be asked for.
+// Widens half-precision floats. The only NaN that may occur is the one with all bits set.
 template <int W> INLINE F<W> widen_half(H<W> bits) {
 #ifdef __F16C__
     if constexpr (W > 8) {
@@ -31,14 +31,14 @@ template <int W> INLINE F<W> widen_half(H<W> bits) {
     }
 #else
     U<W> wide = __builtin_convertvector(bits, U<W>), size = (wide & 0x7fff) << 13;
-    // Below the smallest exponent there is no leading one: it is put there, and its value taken away.
+    // Subnormals have no leading one: add it, and subtract its value.
     F<W> normal = (F<W>)(size + (112u << 23)), small = (F<W>)(size + (113u << 23)) - 6.103515625e-5f;
     F<W> x = size < (1u << 23) ? small : normal;
     return (F<W>)((U<W>)(wide > 0x7fff ? -x : x) | (size == 0x7fffu << 13 ? 0x7fc00000u : 0u));
 #endif
 }
 
-// Bytes as the upper halves of words.
+// Loads bytes into the upper halves of words.
 template <int W> INLINE H<W> load_upper(const uint8_t* from) {
 #ifdef __AVX2__
     if constexpr (W == 8) return (H<W>)_mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadu_si64(from));
@@ -50,20 +50,20 @@ template <int W> INLINE H<W> load_upper(const uint8_t* from) {
     return __builtin_convertvector(x, H<W>) << 8;
 }
 
-// A 256th of the number, exactly: that is what its bits are as half precision, a place further down.
+// Loads exactly a 256th of each number: its bits, moved one place down, are that in half precision.
 template <int W> INLINE F<W> load(const e4m3* from) {
-    // All but the sign, which stays the first, moves to the right; and of exponents, half precision has one bit more.
+    // All bits but the sign move to the right, because half precision has one more bit of exponent.
     H<W> bits = (H<W>)((typename ByteVec<W>::Wide)load_upper<W>(&from->bits) >> 1) & 0xbfff;
     return widen_half<W>(bits | (H<W>)((bits & 0x3f80) == 0x3f80));
 }
 
-// Rounded to nearest, ties to even, as torch does; numbers beyond the largest become that, a NaN stays one.
+// Rounds to nearest, ties to even, as torch does. Larger numbers become the largest; NaN stays NaN.
 template <int W> INLINE void store(e4m3* to, F<W> x) {
     U<W> bits = (U<W>)x, sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
     U<W> most = U<W>{} + 0x43e00000;  // 448
     size = size > most ? most : size;
     U<W> normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    // Below 2^-6 they are multiples of 2^-9, which is what the last place of 2^14 is.
+    // Numbers below 2^-6 are multiples of 2^-9, the value of the last place of 2^14.
     U<W> small = (U<W>)((F<W>)size + 16384.0f) - 0x46800000;
     U<W> found = size < 0x3c800000 ? small : normal;
     auto narrow = __builtin_convertvector((x != x ? U<W>{} + 0x7f : found) | sign, typename ByteVec<W>::U);
@@ -76,7 +76,7 @@ template <class T> INLINE void put_row(T* to, const float* from, int64_t width) 
     for (; i < width; i++) put(to + i, from[i]);
 }
 
-// `load` gives a number divided by `scale`; `bytes` is what `dim` numbers take.
+// The storage of numbers of type T. `load` returns numbers divided by `scale`. `bytes`: the size of `dim` numbers.
 template <class T> struct Stored {
     static constexpr bool scaled = false;
     static constexpr int64_t bytes(int64_t dim) { return dim * (int64_t)sizeof(T); }
@@ -103,7 +103,7 @@ template <> struct Stored<int8_t> {
     }
     // `dim` is a multiple of 8.
     static void write(void* to, const float* from, int64_t dim) {
-        // As integers, sizes have the order that they have as floats, and a NaN is beyond them all.
+        // The bits of absolute values, as integers, have the same order as the floats, and NaN is the largest.
         I<8> most{};
         for (int64_t i = 0; i < dim; i += 8) {
             I<8> size = (I<8>)load<8>(from + i) & 0x7fffffff;
@@ -125,10 +125,10 @@ template <> struct Stored<int8_t> {
     }
 };
 
-// The kinds of a cache, in the ABI and in kernels.py.
+// The kinds of a cache, as in the ABI and kernels.py.
 enum { kFp32, kBf16, kInt8, kFp8 };
 
-// call(a T) for how a cache of that kind is stored.
+// Calls call(T{}) with the storage type T of a cache of that kind.
 template <class Call> INLINE void of_kind(int64_t kind, Call&& call) {
     switch (kind) {
         case kFp32: return call(float{});

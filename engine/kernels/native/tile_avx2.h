@@ -1,9 +1,9 @@
-// Products of four rows and a panel, in AVX2's assembly. Their sums take 12 of the 16 registers, and what is left is just
-// enough; compilers move the sums between registers and memory instead (GCC 12: 67 GFLOP/s on a core that does 103).
+// Products of four rows and a panel in AVX2 assembly. The sums take 12 of the 16 registers, and the rest is just
+// enough. Compilers spill the sums to memory instead (GCC 12: 67 GFLOP/s on a core that reaches 103).
 //
-// What limits them is mostly how many instructions a core takes in at a time, of which the other thread of that core may
-// leave the half: 24 for an input where weights are widened on the way, each word of them read twice, 20 where they are
-// in fp32. So the first of many tiles keeps what it has widened, for those after it.
+// The limit is mostly the number of instructions that a core decodes at a time, half of which its other thread may
+// take: 24 for an input with bf16 weights, whose words are read twice and widened, 20 with fp32 weights. So the first
+// of many tiles stores the widened weights for the tiles after it.
 #pragma once
 
 #include "vectors.h"
@@ -45,8 +45,9 @@
 alignas(32) static const uint32_t kUpper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
                                                0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 
-// `to` [4, 24] is set to `from` plus x [4, 4 * fours] times so many inputs of a panel; `fours` is 1 at least. At each it
-// asks for what is at `ahead`, three lines here and two below, and goes on there by `step` bytes.
+// Sets `to`, [4, 24], to `from` plus the product of x, [4, 4 * fours], and so many inputs of a panel. `fours` is at
+// least 1. Each four inputs it prefetches at `ahead`, three cache lines here and two below, and advances that by `step`
+// bytes.
 INLINE void tile_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fours, const float* from, int64_t from_ld,
                          float* to, int64_t to_ld, const char* ahead, int64_t step) {
     const float* at = from;
@@ -65,7 +66,7 @@ INLINE void tile_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fou
         : VECTORS, "cc", "memory");
 }
 
-// The same by a panel in fp32.
+// The same with a panel in fp32.
 INLINE void tile_by_hand(const float* x, int64_t ldx, const float* w, int64_t fours, const float* from, int64_t from_ld,
                          float* to, int64_t to_ld, const char* ahead, int64_t step) {
     const float* at = from;
@@ -83,7 +84,7 @@ INLINE void tile_by_hand(const float* x, int64_t ldx, const float* w, int64_t fo
         : VECTORS, "cc", "memory");
 }
 
-// As the first, and leaves the panel at `wide`, as one in fp32. It asks for nothing: the tiles after it do.
+// Like the first, but also stores the panel in fp32 at `wide`. It does not prefetch, because the tiles after it do.
 INLINE void widen_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fours, const float* from, int64_t from_ld,
                           float* to, int64_t to_ld, float* wide) {
     const float* at = from;

@@ -1,8 +1,8 @@
-// The product of eight rows and a panel in bf16, in AVX-512's assembly. Its sums take 24 of the 32 registers.
+// The product of eight rows and a bf16 panel in AVX-512 assembly. The sums take 24 of the 32 registers.
 //
-// As in tile_avx2.h, how many instructions a core takes in may be what limits it: GCC 12 makes 40 for an input, here they
-// are 34. Numbers of every other row are operands of the multiply-adds themselves, which is an instruction less and two
-// more reads each; with all rows so, reads would be what is waited for.
+// As in tile_avx2.h, the limit may be the number of instructions that a core decodes: GCC 12 makes 40 for an input,
+// this code has 34. Every other row's numbers are memory operands of the multiply-adds, which saves an instruction and
+// adds two reads each. If all rows did so, reads would be the limit.
 #pragma once
 
 #include "vectors.h"
@@ -51,8 +51,9 @@
         : [step] "r"(step), [ldx] "r"(4 * ldx), [to] "m"(to), [ld_after] "m"(ld_after), [upper] "m"(upper) \
         : VECTORS, "cc", "memory")
 
-// `to` [8, 48] is set to `from` plus x [8, 4 * fours] times so many inputs of a panel; `fours` is 1 at least. At each it
-// asks for what is at `ahead`, three lines or as many as it reads, and goes on there by `step` bytes.
+// Sets `to`, [8, 48], to `from` plus the product of x, [8, 4 * fours], and so many inputs of a panel. `fours` is at
+// least 1. Each four inputs it prefetches at `ahead`, three cache lines or as many as it reads, and advances that by
+// `step` bytes.
 INLINE void tile_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fours, const float* from, int64_t from_ld,
                          float* to, int64_t to_ld, const char* ahead, int64_t step) {
     const float *at = from, *x2 = x + 2 * ldx, *x4 = x + 4 * ldx, *x6 = x + 6 * ldx;

@@ -1,5 +1,5 @@
-// The one vector type of all kernels: the compilers' own extension, so that the same source is SSE, AVX2 or AVX-512 by the
-// flags it is built with, and also where a vector is wider than the machine's.
+// The vector type of all kernels. It is the compilers' own extension, so that the same source becomes SSE, AVX2 or
+// AVX-512 by the build flags, and a vector may be wider than the machine's.
 #pragma once
 
 #include <cstdint>
@@ -29,10 +29,10 @@ template <int W> using I = typename Vec<W>::I;
 template <int W> using U = typename Vec<W>::U;
 template <int W> using H = typename Vec<W>::H;
 
-// Brings a line here as one's own.
+// Prefetches a cache line for writing.
 INLINE void ask_to_write(const void* at) {
 #if defined(__x86_64__)
-    // Spelled out: compilers take it for a plain one unless told that the CPU has it; one that has not passes over it.
+    // In assembly, because compilers emit a plain prefetch unless told that the CPU has this one. Other CPUs ignore it.
     asm volatile("prefetchw %0" : : "m"(*(const char*)at));
 #else
     __builtin_prefetch(at, 1);
@@ -47,7 +47,7 @@ template <int W> INLINE F<W> load(const float* from) {
     return x;
 }
 
-// Numbers of a byte or two, widened. By name of the instruction where there is one: GCC (12) widens vectors of the
+// Loads numbers of one or two bytes, widened. It uses intrinsics if possible, because GCC (12) widens vectors of the
 // machine's size in halves, and bytes to floats one by one.
 template <int W> INLINE U<W> load_wide(const uint16_t* from) {
 #ifdef __AVX2__
@@ -74,12 +74,12 @@ template <int W> INLINE I<W> load_wide(const int8_t* from) {
     return __builtin_convertvector(x, I<W>);
 }
 
-// Exact: a bf16 is the upper half of a float.
+// Exact, because a bf16 is the upper half of a float.
 template <int W> INLINE F<W> load(const bf16* from) { return (F<W>)(load_wide<W>(from) << 16); }
 
 template <int W> INLINE F<W> load(const int8_t* from) { return __builtin_convertvector(load_wide<W>(from), F<W>); }
 
-// Pairs of bf16.
+// Loads pairs of bf16 as words.
 template <int W> INLINE U<W> load_words(const bf16* from) {
     U<W> x;
     memcpy(&x, from, sizeof x);
@@ -88,7 +88,7 @@ template <int W> INLINE U<W> load_words(const bf16* from) {
 
 template <int W> INLINE void store(float* to, F<W> x) { memcpy(to, &x, sizeof x); }
 
-// Rounded to nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. NaN stays NaN.
 template <int W> INLINE H<W> narrow(F<W> x) {
     U<W> bits = (U<W>)x;
     U<W> rounded = bits + 0x7fff + (bits >> 16 & 1);
@@ -114,7 +114,7 @@ INLINE void put(bf16* to, float x) {
     *to = (bf16)((x != x ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// The second one where either is no number. By name, for GCC (12) compares and blends.
+// The larger number; `b` if either is NaN. It uses intrinsics, because GCC (12) compares and blends.
 template <int W> INLINE F<W> larger(F<W> a, F<W> b) {
 #ifdef __AVX__
     if constexpr (W == 4) return (F<W>)_mm_max_ps((__m128)a, (__m128)b);
@@ -123,7 +123,7 @@ template <int W> INLINE F<W> larger(F<W> a, F<W> b) {
     return a > b ? a : b;
 }
 
-// The lower or upper half.
+// The lower or upper half of a vector.
 template <int W, int UPPER> INLINE F<W / 2> half(F<W> x) {
     F<W / 2> y;
     memcpy(&y, (const char*)&x + UPPER * sizeof y, sizeof y);
@@ -132,7 +132,7 @@ template <int W, int UPPER> INLINE F<W / 2> half(F<W> x) {
 
 INLINE F<8> joined(F<4> lower, F<4> upper) {
 #ifdef __AVX__
-    return (F<8>)_mm256_set_m128((__m128)upper, (__m128)lower);  // what follows goes through memory (GCC 12)
+    return (F<8>)_mm256_set_m128((__m128)upper, (__m128)lower);  // GCC 12 compiles the code below to go through memory
 #else
     F<8> x;
     memcpy(&x, &lower, sizeof lower);
@@ -150,9 +150,9 @@ template <int W> INLINE float largest(F<W> x) {
     else return largest<W / 2>(larger<W / 2>(half<W, 0>(x), half<W, 1>(x)));
 }
 
-// Rows to columns.
+// Transposes a square.
 template <int W> INLINE void transpose(F<W>* square) {
-    I<W> even, odd;  // of two vectors in turns: their first halves, their second ones
+    I<W> even, odd;  // interleave the first halves, and the second halves, of two vectors
     for (int i = 0; i < W; i++) {
         even[i] = i / 2 + i % 2 * W;
         odd[i] = even[i] + W / 2;
@@ -168,13 +168,13 @@ template <int W> INLINE void transpose(F<W>* square) {
     }
 }
 
-// The sums of four vectors, as a vector of four.
+// The sum of each of four vectors, as a vector of four.
 template <int W> INLINE F<4> sums(F<W> a, F<W> b, F<W> c, F<W> d) {
     if constexpr (W > 8) {
         return sums<W / 2>(half<W, 0>(a) + half<W, 1>(a), half<W, 0>(b) + half<W, 1>(b), half<W, 0>(c) + half<W, 1>(c),
                            half<W, 0>(d) + half<W, 1>(d));
     } else if constexpr (W == 8) {
-        // Within halves, which are joined last: 11 instructions, where joining each vector's halves first takes 17.
+        // Sum within halves and join these last: 11 instructions. Joining each vector's halves first would take 17.
         typedef I<8> P;
         auto pairs = [](F<8> x, F<8> y) {
             return __builtin_shuffle(x, y, P{0, 8, 1, 9, 4, 12, 5, 13}) + __builtin_shuffle(x, y, P{2, 10, 3, 11, 6, 14, 7, 15});
@@ -190,12 +190,12 @@ template <int W> INLINE F<4> sums(F<W> a, F<W> b, F<W> c, F<W> d) {
     }
 }
 
-// The sums of 16 vectors of 16, as one vector, each in the order of `sums`: 45 instructions, where that takes 76. They are
-// taken by fours, so that few are held at a time.
+// The sum of each of 16 vectors of 16, as one vector, each in the order of `sums`. It takes 45 instructions instead of
+// 76. It takes the vectors in fours, so that few are held at one time.
 struct SumsOf16 {
     F<16> fours[4];
 
-    // Which vector is number j of four g, and the first of them.
+    // The index of the vector that is number j of four g, and the lowest index of four g.
     static constexpr int key(int g, int j) { return g / 2 * 8 + g % 2 * 2 + j % 2 * 4 + j / 2; }
     static constexpr int first(int g) { return key(g, 0); }
 
@@ -221,7 +221,7 @@ struct SumsOf16 {
     }
 };
 
-// As sums, of the largest; what is no number is passed over.
+// Like `sums`, for the largest numbers. NaN is ignored.
 template <int W> INLINE F<4> largest_of(F<W> a, F<W> b, F<W> c, F<W> d) {
     if constexpr (W > 4) {
         auto halves = [](F<W> x) { return larger<W / 2>(half<W, 0>(x), half<W, 1>(x)); };
@@ -234,8 +234,8 @@ template <int W> INLINE F<4> largest_of(F<W> a, F<W> b, F<W> c, F<W> d) {
     }
 }
 
-// e^x within 2 units of the last place; 0 below -87.3, where fp32 has no normal numbers left, and at most e^88.
-// Powers of two exactly, the rest by a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients as in Cephes' expf).
+// e^x within 2 units of the last place. It is 0 below -87.3, where fp32 has no normal numbers left, and at most e^88.
+// The power of two is exact, the rest a polynomial on [-ln 2 / 2, ln 2 / 2] (coefficients as in Cephes' expf).
 template <int W> INLINE F<W> exponential(F<W> x) {
     F<W> low = splat<W>(-87.3f), high = splat<W>(88.0f);
     F<W> y = larger<W>(low, x);
@@ -256,8 +256,8 @@ template <int W> INLINE F<W> exponential(F<W> x) {
     return x < low ? F<W>{} : result;
 }
 
-// 2^x of what is at most 0, within 2 units of the last place; 0 below -127, and at most 2^-126 from there to -126. A NaN
-// stays one. The whole part goes into the exponent as it is; the rest by a polynomial on [-1/2, 1/2] (coefficients as in
+// 2^x for x of at most 0, within 2 units of the last place. It is 0 below -127, and at most 2^-126 from there to -126.
+// NaN stays NaN. The integer part goes into the exponent, the rest is a polynomial on [-1/2, 1/2] (coefficients as in
 // Cephes' exp2f) that is 1 at 0.
 template <int W> INLINE F<W> two_to(F<W> x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the lowest bits
@@ -274,7 +274,7 @@ template <int W> INLINE F<W> two_to(F<W> x) {
 // ln x of a normal positive number, within 2 units of the last place (polynomial as in Cephes' logf).
 template <int W> INLINE F<W> logarithm(F<W> x) {
     I<W> bits = (I<W>)x;
-    I<W> power = (bits - 0x3f3504f3) >> 23;  // so that what is left is from sqrt(1/2) to sqrt(2)
+    I<W> power = (bits - 0x3f3504f3) >> 23;  // so that the rest is from sqrt(1/2) to sqrt(2)
     F<W> f = (F<W>)(bits - (power << 23)) - 1.0f;
     F<W> e = __builtin_convertvector(power, F<W>);
     F<W> p = f * 7.0376836292e-2f - 1.1514610310e-1f;

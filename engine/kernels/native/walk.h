@@ -1,7 +1,7 @@
-// A piece's walk over its keys and values, tile by tile, where they lie in the cache.
+// A piece's walk over its keys and values in the cache, tile by tile.
 //
-// What a tile needs of the next one is asked of memory while it computes: blocks lie anywhere, and no processor foresees
-// them. A row's numbers are made in one order, of lanes and of places, whatever rows are beside it.
+// While a tile is computed, the next one is prefetched, because blocks are scattered and no processor predicts them. A
+// row's numbers are computed in one order of lanes and places, whatever the other rows.
 #pragma once
 
 #include <algorithm>
@@ -14,43 +14,43 @@
 #include "vectors.h"
 
 constexpr int kChunk = 256;
-// Places that scores are made of together, at most.
+// The most places whose scores are computed together.
 constexpr int kTogether = 8;
-// Rows from which on a tile is widened to fp32 once for all of them.
+// The number of rows from which a tile is widened to fp32 once for all of them.
 constexpr int kWiden = 7;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 struct Attention {
     const float* query;  // [tokens, heads, head_dim], tokens `query_stride` apart
     int64_t query_stride;
-    const void *keys, *values;  // [blocks, block, kv_heads, as many bytes as a head is stored in]
+    const void *keys, *values;  // [blocks, block, kv_heads, bytes of a stored head]
     const int32_t* starts;  // [sequences + 1]
     const int32_t* lengths;  // [sequences]
-    // [sequences], less than kChunk: places before a table begins, counted from the last chunk that begins before it.
+    // [sequences], less than kChunk: the places from the beginning of a chunk to the beginning of the table.
     const int32_t* leads;
     const int32_t* tables;  // rows `table_stride` apart
     int64_t table_stride;
     const int32_t* table_rows;  // [sequences]
     int64_t sequences, heads, kv_heads, head_dim, block;
-    int64_t kind;  // how they are stored
+    int64_t kind;  // the storage of keys and values
     int64_t window;  // 0: none
     float scale, cap;  // cap 0: none
     float* out;  // [tokens, heads, head_dim]
 };
 
 struct Piece {
-    int32_t sequence, kv_head, query, queries;  // `query`: the first, counted from the sequence's own
-    int32_t chunk, chunks;  // those of which any row sees a part
-    int32_t partial;  // of its first chunk
+    int32_t sequence, kv_head, query, queries;  // `query`: the first one's index in the sequence's queries
+    int32_t chunk, chunks;  // the first chunk that any row sees a part of, and their number
+    int32_t partial;  // the index of its first chunk's partial result
 
-    // The place of the first query, counted as chunks are.
+    // The place of the first query, in the same count as chunks.
     int place(const Attention& a) const {
         int own = a.starts[sequence + 1] - a.starts[sequence];
         return a.leads[sequence] + a.lengths[sequence] - own + query;
     }
 };
 
-// What a piece sees of a chunk: places from the first up to the last.
+// The places of a chunk that a piece sees.
 struct Span {
     int from, to;
     Span(const Attention& a, const Piece& p, int chunk) {
@@ -61,7 +61,7 @@ struct Span {
     }
 };
 
-// Where a tile's places lie: bytes from where the keys, and the values, begin.
+// The byte offsets of a tile's places from the beginning of the keys, and of the values.
 struct Places {
     int64_t at[kTile];
     int places = 0;
@@ -70,7 +70,7 @@ struct Places {
         const int32_t* table = a.tables + (int64_t)a.table_rows[p.sequence] * a.table_stride;
         int64_t pitch = a.kv_heads * stored, head = p.kv_head * stored;
         int place = first - a.leads[p.sequence], block = (int)a.block, t = 0;
-        // What lies before the table is behind the window: hidden, whatever it is.
+        // Places before the table are behind the window and hidden, so any block will do.
         for (; t < count && place < 0; t++, place++) at[t] = (int64_t)table[0] * block * pitch + head;
         while (t < count) {
             int within = place % block, some = std::min(block - within, count - t);
@@ -79,13 +79,14 @@ struct Places {
             t += some;
             place += some;
         }
-        // Whole vectors of scores: what is beyond the last place repeats it, and is hidden like all that a row may not see.
+        // Pad to whole vectors of scores by repeating the last place. The padding is hidden like all places not seen.
         for (; t % kTogether; t++) at[t] = at[count - 1];
         places = count;
     }
 };
 
-// Softmax in the making: of each row the largest score (as a power of two), the sum of weights and the weighted sum of values.
+// The state of a running softmax: for each row the largest score (as a power of two), the sum of weights and the
+// weighted sum of values.
 struct State {
     float *most, *weight, *sum;
     State(float* at, int64_t rows) : most(at), weight(at + rows), sum(at + 2 * rows) {}
@@ -116,7 +117,8 @@ template <int W> class Walk {
 
     int rows() const { return rows_; }
 
-    // State of the piece's rows over chunk `chunk`; what is walked next is chunk `then` of `next`, which may be null.
+    // Computes the state of the piece's rows over chunk `chunk`. The next walk is over chunk `then` of `next`, which
+    // may be null.
     void chunk(int chunk, State state, const Piece* next, int then) {
         std::fill_n(state.weight, rows_, 0.0f);
         std::fill_n(state.most, rows_, kNothing);
@@ -149,7 +151,7 @@ template <int W> class Walk {
                 Span its(a_, *next, then);
                 find(after, *next, its.from, its.to);
             }
-            // Who has fewer places than this tile is asked for them again.
+            // If the next tile has fewer places than this one, its first place is prefetched again.
             int asked = (tiles[i].places + kTogether - 1) / kTogether * kTogether;
             for (int j = after.places; after.places && j < asked; j++) after.at[j] = after.at[0];
             tile<T>(tiles[i], t, state, after);
@@ -175,7 +177,7 @@ template <int W> class Walk {
             attend<T>(keys, values, here, first, state, next_keys, next_values);
             return;
         }
-        // Widened once for all rows, but for scales: numbers are the same as where they are not.
+        // Widened once for all rows, except for scales. The numbers are the same as without widening.
         Places wide;
         if constexpr (kAcross<W>) turn<T>(keys, here);
         for (int t = 0; t < here.places; t++) {
@@ -194,7 +196,7 @@ template <int W> class Walk {
         attend<float, true>((const char*)wide_, (const char*)(wide_ + kTile * dim_), wide, first, state, {}, {});
     }
 
-    // Keys into `wide_`: number i of all places, then number i + 1 of all; 0 where there is no place.
+    // Transposes keys into `wide_`: dimension i of all places, then dimension i + 1. Missing places are 0.
     template <class T> void turn(const char* keys, const Places& here) {
         for (int t = 0; t < here.places; t += W) {
             for (int i = 0; i < dim_; i += W) {
@@ -206,12 +208,12 @@ template <int W> class Walk {
         }
     }
 
-    // WIDE: keys and values are in `wide_`.
+    // Attends to one tile. WIDE: keys and values are in `wide_`.
     template <class T, bool WIDE = false>
     __attribute__((noinline)) void attend(const char* keys, const char* values, const Places& here, int first, State& state,
                                           Asked next_keys, Asked next_values) {
-        // One thing after the other for all rows: keys, and then values, stay in the nearest cache, and no row waits for what
-        // was just begun for it.
+        // Each stage runs for all rows before the next stage. So keys, and then values, stay in the nearest cache, and
+        // no row waits for its own previous stage.
         bool plain = here.places == kTile && !scaled_ && a_.cap == 0;
         of_size<W>(dim_, [&](auto size) {
             constexpr int DIM = decltype(size)::value;
@@ -242,10 +244,10 @@ template <int W> class Walk {
             float* sum = state.sum + r * dim_;
             int places = seen(r + R - 1, first, here.places), d = 0;
             if (places <= 0) return;
-            // Of the next values what is of the same numbers: more at once than memory answers would be waited for.
+            // Prefetch the same dimensions of the next values. More at once would exceed what memory can deliver.
             auto part = [&](int numbers) {
                 if (r || !next_values.from) return Asked{};
-                // Of bytes, all with the first: that is a line or two, with their scale.
+                // For bytes, prefetch all with the first part: a cache line or two, with the scale.
                 if (sizeof(T) == 1) return d ? Asked{} : next_values;
                 return next_values.part(d * sizeof(T), numbers * sizeof(T));
             };
@@ -256,7 +258,7 @@ template <int W> class Walk {
         });
     }
 
-    // call(how many rows, the first of them), for all rows.
+    // Calls call(number of rows, first row), for all rows.
     template <class Call> INLINE_MEMBER void each_rows(Call&& call) {
         for (int r = 0; r < rows_;) {
             int left = rows_ - r, some = left == 4 || left == 2 ? 2 : left > 2 ? 3 : 1;
@@ -267,12 +269,13 @@ template <int W> class Walk {
         }
     }
 
-    // Of the tile at `first`, where what row r sees begins by its window, and how many of its places are not after it.
+    // For the tile at `first`: where row r's window begins, and how many of the places are not after row r.
     int begin(int r, int first) const { return place_ + r / share_ - (int)a_.window + 1 - first; }
     int seen(int r, int first, int places) const { return std::min(place_ + r / share_ + 1 - first, places); }
 
-    // What each of R rows has for its largest score so far, and `before_`, which is what that leaves of its sums until now.
-    // PLAIN: all rows see the whole tile, and scores are as they are; else they are made so.
+    // Updates the largest score of each of R rows, and `before_`, the factor that this change gives to their sums so
+    // far. Without PLAIN, it first scales, caps and masks the scores. With PLAIN, all rows see the whole tile with
+    // plain scores.
     template <int R, bool PLAIN> INLINE_MEMBER void level(int r, int first, State& state) {
         F<8> tops[4];
 #pragma GCC unroll 4
@@ -282,7 +285,7 @@ template <int W> class Walk {
 #pragma GCC unroll 8
             for (int t = 0; t < kTile; t += 8) {
                 float* at = score_ + (r + i) * kTile + t;
-                // As they were stored.
+                // In the width in which they were stored.
                 F<8> s = W == 16 ? load<8>(at) : joined(load<4>(at), load<4>(at + 4));
                 if (!PLAIN) {
                     if (scaled_) s *= load<8>(key_scales_ + t);
@@ -300,7 +303,7 @@ template <int W> class Walk {
         F<4> top = largest_of<8>(tops[0], tops[1], tops[2], tops[3]) * unit_, was;
         for (int i = 0; i < 4; i++) was[i] = state.most[r + (i < R ? i : 0)];
         top = larger<4>(top, was);
-        // A row may have seen nothing yet, or numbers alone that are none: its weights are then 0, or NaN.
+        // A row may have seen nothing yet, or only NaN. Its weights are then 0, or NaN.
         F<4> base = top == kNothing ? F<4>{} : top, before = two_to<4>(was - base);
         for (int i = 0; i < R; i++) {
             state.most[r + i] = top[i];
@@ -309,7 +312,7 @@ template <int W> class Walk {
         }
     }
 
-    // Scores of R rows to weights, relative to their largest.
+    // Turns the scores of R rows into weights relative to the largest.
     template <int R> INLINE_MEMBER void soften(int r, State& state) {
         F<W> totals[4] = {};
 #pragma GCC unroll 4

@@ -1,7 +1,7 @@
-"""Kernels in Triton, for NVIDIA GPUs.
+"""Triton kernels for NVIDIA GPUs.
 
-A layer calls its kernel set (kernels/gpu.py), which calls a wrapper here; the wrapper chooses tiles from plain tables
-by shape and launches its kernel, with what changes from step to step read on the device. Triton compiles a kernel
-when it is first launched with arguments of a kind, and keeps it in its cache; ahead.py has it do so before there is a
-GPU.
+A layer calls its kernel set (kernels/gpu.py), which calls a wrapper here. The wrapper picks tiles by shape from plain
+tables and launches its kernel, which reads on the device all data that changes from step to step.
+Triton compiles a kernel at its first launch with arguments of a kind, and caches it; ahead compiles without a GPU.
+attention/, products/, sampling/ hold the larger groups of kernels; norm, gated and step_inputs one kernel each
 """

@@ -1,13 +1,13 @@
-"""Kernels compiled ahead of their first run, also for a GPU that is not here.
+"""Compiles kernels ahead of their first run, also for a GPU that this machine does not have.
 
     with compiling_for("sm_90", folder) as builds:
         rms_norm(meta_tensor, ...)                 # the wrapper that the model itself calls
 
-The wrappers run as they do on a GPU, on tensors of the device `meta`; only the driver below them is another: it says
-that it is a GPU of that architecture, and runs nothing. So Triton itself specialises, makes the cache's key and writes
-the cache, and what a run asks for is what it finds. Nothing here lists kernels or guesses what they are specialised on.
+The wrappers run as on a GPU, with tensors of the device `meta` and another driver, which pretends to be a GPU of that
+architecture and runs nothing. So Triton itself specialises kernels, makes cache keys and writes the cache, and a later
+run finds the same keys. This module neither lists kernels nor guesses their specialisations.
 
-Triton notes absolute paths in its cache: the folder must have the same path where it is used.
+Triton stores absolute paths in its cache, so the folder must have the same path where it is used.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from triton.runtime import driver
 from engine.errors import EngineError
 from engine.kernels.triton.launchers import build_launcher, build_utilities
 
-#: Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical
-#: specifications). 12.0 and what is unknown: the least.
+#: The most shared memory of one block, in bytes, by compute capability (CUDA C++ Programming Guide, technical
+#: specifications). For 12.0 and unknown ones, the least is assumed.
 _SHARED: Final = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
 _LEAST_SHARED: Final = 101_376
-#: What Triton compiles for: tensor cores for bfloat16 begin there.
+#: The oldest supported compute capability, the first with tensor cores for bfloat16.
 _OLDEST: Final = 80
-#: Triton keeps what it compiled by device: a number of their own for each target, which no GPU has.
+#: Triton keeps compiled kernels by device number. Each target gets a new number that no GPU has.
 _devices = itertools.count(1 << 20)
 
 
@@ -43,15 +43,15 @@ class Build:
 
     kernel: str
     key: str
-    """The folder of the cache that it is in; Triton's hash of source, specialisation, options, target and version."""
+    """Its folder in the cache: Triton's hash of source, specialisation, options, target and version."""
     cached: bool
-    """It was there already."""
+    """Whether it was in the cache already."""
     seconds: float
-    """What it took to compile."""
+    """The time of compiling it."""
     binary: Path
-    """The cubin."""
+    """The path of the cubin."""
     shared: int
-    """Bytes of shared memory that one block takes."""
+    """The bytes of shared memory that one block takes."""
     warps: int
 
 
@@ -65,11 +65,11 @@ def target_of(arch: str) -> GPUTarget:
 
 @contextmanager
 def compiling_for(arch: str, cache: Path | None = None) -> Iterator[list[Build]]:
-    """Within it, kernels that are launched are compiled for `arch` into `cache` (None: where Triton keeps its own) and
-    not run. What it gives fills with one Build for each specialisation, in the order of their first launches.
+    """A context in which launched kernels are compiled for `arch` into `cache` (None: Triton's default) and not run.
 
-    Raises EngineError where `arch` is none, and whatever the compiler raises; triton.runtime.OutOfResources for a
-    kernel that takes more shared memory than `arch` has. Not for use beside kernels that run on another thread.
+    It yields a list that fills with one Build for each specialisation, in the order of their first launches. Raises
+    EngineError for an invalid `arch`, triton.runtime.OutOfResources for a kernel that needs more shared memory than
+    `arch` has, and the compiler's own errors. No other thread may run kernels meanwhile.
     """
     target, builds = target_of(arch), list[Build]()
     before = driver._active  # `active` itself would look for a GPU
@@ -93,7 +93,7 @@ def compiling_for(arch: str, cache: Path | None = None) -> Iterator[list[Build]]
 
 
 class _NoGpu:
-    """What Triton asks a driver for on the way to a launch."""
+    """A driver that has the methods Triton calls before a launch, without a GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target, self._device = target, next(_devices)
@@ -119,12 +119,12 @@ class _Utilities:
         return {"max_shared_mem": self._shared}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
-        """Module, function, registers, spills, and the most threads of a block."""
+        """Returns (module, function, registers, spills, the most threads of a block)."""
         return name, name, 0, 0, 1024
 
 
 class _Launcher:
-    """Made once for each kernel, as the one that runs is; its code goes into the cache too."""
+    """A launcher that runs nothing. Triton makes one for each kernel, and its compiled code goes into the cache too."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         build_launcher(source, metadata)

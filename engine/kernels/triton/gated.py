@@ -1,4 +1,4 @@
-"""activation(gate) * up of packed rows, each element read and written once."""
+"""Computes activation(gate) * up of packed rows. Each element is read and written once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns of one row that a program makes with 4 warps: 16 bytes of bf16 of gate and of up in each thread.
+#: The columns of one row per program of 4 warps: each thread handles 16 bytes of bf16 of gate and of up.
 BLOCK = 1024
 WARPS = 4
 #: sqrt(2 / pi), and the cubic term of the tanh approximation (arXiv 1606.08415).
@@ -23,19 +23,19 @@ def gated_kernel(gate_up_ptr, out_ptr, row_stride, WIDTH: tl.constexpr, GELU: tl
     gate_at = gate_up_ptr + row * row_stride + column
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    # GELU: (1 + tanh(u)) / 2 is sigmoid(2 u), which takes one exponential and no tanh.
+    # GELU: (1 + tanh(u)) / 2 is sigmoid(2 u), which needs one exponential and no tanh.
     slope = 2 * _SLOPE * gate * (1 + _CUBIC * gate * gate) if GELU else gate
     activated = (gate / (1 + tl.exp(-slope))).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * WIDTH + column, (activated.to(tl.float32) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As `Reference.silu_mul`: [rows, 2 * width], the last dimension dense, -> [rows, width]."""
+    """`Reference.silu_mul`: [rows, 2 * width], the last dimension dense, -> [rows, width]."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """As `Reference.gelu_tanh_mul`: [rows, 2 * width], the last dimension dense, -> [rows, width]."""
+    """`Reference.gelu_tanh_mul`: [rows, 2 * width], the last dimension dense, -> [rows, width]."""
     return _gated(gate_up, gelu=True)
 
 

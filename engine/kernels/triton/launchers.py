@@ -1,8 +1,8 @@
-"""What Triton compiles in C beside its kernels: its own way to the driver, and up to 3.6 a launcher for each signature.
+"""Compiles Triton's C modules ahead: its driver interface and, up to Triton 3.6, a launcher for each signature.
 
-At run time they take a C compiler and some tenths of a second each, unless they are in the cache. Here they are put
-there where there is neither a GPU nor a driver: they are linked against a library that has the driver's name and
-nothing in it, since what they take from it is looked up only when they are loaded.
+At run time each needs a C compiler and some tenths of a second, unless it is in the cache. This module puts them into
+the cache on machines without a GPU or driver. It links them against an empty library with the driver's name, because
+their symbols are looked up only when they are loaded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _DRIVER: Final = "libcuda.so.1"
 
 
 def build_utilities() -> None:
-    """Put Triton's way to the driver into the cache. Raises EngineError where there is no C compiler."""
+    """Put Triton's driver interface into the cache. Raises EngineError if there is no C compiler."""
     _put("cuda_utils", (Path(nvidia.dirname) / "driver.c").read_text())
 
 
 def build_launcher(source: Any, metadata: Any) -> None:
     """Put the launcher of a kernel (a Triton ASTSource and its metadata) into the cache, as `nvidia.CudaLauncher` does.
 
-    From Triton 3.7 on there is none to be built: one, beside its way to the driver, serves all kernels. Raises
-    EngineError where there is no C compiler.
+    From Triton 3.7 on this does nothing: one launcher, part of the driver interface, serves all kernels. Raises
+    EngineError if there is no C compiler.
     """
     make = getattr(nvidia, "make_launcher", None)
     if make is not None:
@@ -42,7 +42,7 @@ def build_launcher(source: Any, metadata: Any) -> None:
 
 
 def _put(name: str, code: str) -> None:
-    """As `triton.runtime.build.compile_module_from_src` does, without loading it."""
+    """Compile a module as `triton.runtime.build.compile_module_from_src` does, without loading it."""
     key = hashlib.sha256((code + build.platform_key()).encode()).hexdigest()
     cache = get_cache_manager(key)
     if cache.get_file(f"{name}{_SUFFIX}") is not None:
@@ -59,7 +59,7 @@ def _put(name: str, code: str) -> None:
 
 
 def _nameless(folder: str) -> str:
-    """A folder with an empty library of the driver's name."""
+    """Put an empty library with the driver's name into a folder. Returns the folder."""
     source = Path(folder, "empty.c")
     source.write_text("")
     built = build._build("empty", str(source), folder, [], [], [], [f"-Wl,-soname,{_DRIVER}"])

@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension, alone or of a residual sum, each row read and written once."""
+"""RMSNorm over the last dimension, alone or of a residual sum. Each row is read and written once."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Wider rows do not fit into the registers of one program.
+#: The widest rows. Wider ones do not fit into the registers of one program.
 WIDEST = 32768
-#: Elements that a program of narrow rows (the norms of single heads) holds: two times 16 bytes of bf16 in each thread.
+#: The elements of a program for narrow rows (norms of single heads): twice 16 bytes of bf16 in each thread.
 _TILE = 2048
 _NARROW = 1024
 
 
 @triton.jit
 def _normed(x, weight, eps, WIDTH: tl.constexpr):
-    """Of rows [rows, block] in fp32, zero beyond their width; in the dtype of the weight [rows or 1, block]."""
+    """The norm of rows `x`, fp32 [rows, block], zero beyond their width. Returns the dtype of `weight`, [rows or 1,
+    block]."""
     normed = x * tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
     # Rounded to the weight's dtype before the product with it, as models are trained.
     return (normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
@@ -62,7 +63,7 @@ def norm_heads_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Row r is head r % HEADS, a query or a key, of token r // HEADS; normed where it is."""
+    """Norm queries and keys in place. Row r is head r % HEADS, a query or a key, of token r // HEADS."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     head = row % HEADS
@@ -80,7 +81,7 @@ def norm_heads_kernel(
 def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row a program: the sum goes where the residual was, its norm where `x` was."""
+    """One program for each row. The sum overwrites the residual, and its norm overwrites `x`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -90,7 +91,7 @@ def add_rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     total = (residual + x).to(residual_ptr.dtype.element_ty)
     tl.store(residual_at, total, mask=inside)
-    # What is normed is the sum as it is kept.
+    # The norm is that of the rounded sum, as it is stored.
     wide = total.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     scaled = normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
@@ -98,19 +99,19 @@ def add_rms_norm_kernel(
 
 
 def row_warps(block: int) -> int:
-    """Of a program that holds one row of `block` elements: 16 to 32 of them in each thread."""
+    """The warps of a program that holds one row of `block` elements: 16 to 32 elements for each thread."""
     return max(1, min(32, block // 512))
 
 
 def narrow_rows(block: int) -> int:
-    """How many rows a program of rms_norm takes."""
+    """The number of rows of one program."""
     return max(1, _TILE // block) if block <= _NARROW else 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., width], of two or three dimensions, the last one dense; `weight` [width]. Returns the shape of `x`.
+    """`Reference.rms_norm`, with the same order of roundings. Returns the shape of `x`.
 
-    As `Reference.rms_norm`, to the order of its roundings. `width` is at most WIDEST.
+    `x`: [..., width], of two or three dimensions, the last one dense. `weight`: [width]. `width` is at most WIDEST.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = x.shape[-1]
@@ -138,9 +139,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of the sum, the sum), both [rows, width], written over `x` and over `residual`.
+    """`Reference.add_rms_norm`, with the same order of roundings. `width` is at most WIDEST.
 
-    As `Reference.add_rms_norm`, to the order of its roundings. `width` is at most WIDEST.
+    Returns (norm of the sum, the sum), both [rows, width], written over `x` and `residual`.
     """
     rows, width = x.shape
     if rows:
@@ -160,7 +161,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def norm_heads(heads: Tensor, query_weight: Tensor, key_weight: Tensor, kv_heads: int, eps: float) -> Tensor:
-    """As `Reference.norm_heads`, written over queries and keys. `heads` has its last dimension dense; returns it."""
+    """`Reference.norm_heads`, in place. `heads`: the last dimension dense. Returns it."""
     tokens, count, head_dim = heads.shape
     rows = tokens * (count - kv_heads)
     if rows:

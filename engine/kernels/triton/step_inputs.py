@@ -1,4 +1,4 @@
-"""What a step's model is given, made on the device of four numbers a row: one program a row and tile of its tokens."""
+"""Makes a step's inputs on the device from four numbers a row: one program for each row and tile of its tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Tokens of one program, for steps of few tokens a row and of many.
+#: The tokens of one program, for steps of few tokens a row and of many.
 _FEW, _MANY = 16, 256
 
 
@@ -80,9 +80,11 @@ def step_inputs(
     block_size: int,
     flags: tuple[int, int, int],
 ) -> None:
-    """As make_inputs of device/inputs.py, which says what is where. `layout` int64 [groups, 3] is DeviceRows.layout;
-    in `sent` slots, starts, flags and query starts are `row_step` apart and the tokens at `tokens_at`; `flags` are the
-    bits of a pending row, of a long one and of one that is padding."""
+    """Do the same as make_inputs of device/inputs.py, which describes the tensors.
+
+    `layout`: int64 [groups, 3], DeviceRows.layout. In `sent`, slots, starts, flags and query starts are `row_step`
+    apart, and the tokens begin at `tokens_at`. `flags`: the bits PENDING, LONG and PADDING.
+    """
     tile = _FEW if most_queries <= _FEW else _MANY
     fill[(rows, triton.cdiv(most_queries, tile))](
         sent,

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from engine.bench.load import Told, arrivals, figures, percentiles, plotted
+from engine.bench.load import TokenTimes, arrivals, figures, percentiles, plotted
 from engine.bench.plot import Line, chart
 from engine.request import Tier
 
@@ -40,7 +40,7 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
 
 
 def test_latencies_are_from_arrival_and_by_tier() -> None:
-    told = [Told(Tier.PRIORITY, [0.1, 0.15, 0.2]), Told(Tier.BATCH, [2.0])]
+    told = [TokenTimes(Tier.PRIORITY, [0.1, 0.15, 0.2]), TokenTimes(Tier.BATCH, [2.0])]
     found = figures(told, 4.0)
     assert (found["requests"], found["output_tokens_per_s"]) == (2, 1.0)
     assert found["ttft_ms"]["p95"] == 2000

@@ -1,10 +1,12 @@
-"""Attention over the paged cache in tiles and parts of one size, so that a query's result depends on it alone.
+"""Deterministic attention over the paged KV cache, in tiles and parts of one size: a query's result depends on its
+sequence alone.
 
-Places are counted from a sequence's first token, whatever of them a table still has, and cut into parts of SPLIT. Every
-part is walked in tiles from its first place to its last, and the parts are joined from first to last: by the program
-that walks them, or, where that would leave the GPU idle, by a second launch. Both do the same operations in the same
-order: sums of products are written as fma, lest the compiler choose which product is rounded. What a query does not see
-adds exactly nothing, so that it does not matter how much of that a program walks. Prompts and decodes are one launch.
+Places count from a sequence's first token, whatever part of them a table still has, and are cut into parts of SPLIT.
+Each part is walked in tiles from its first place to its last, and the parts are joined from first to last. The program
+that walks them joins them too or, if that would leave the GPU idle, a second launch does. Both do the same operations
+in the same order: sums of products are written as fma, so that the compiler cannot choose which product is rounded.
+Places that a query does not see add exactly nothing, so the result does not depend on how many of them a program walks.
+Prompts and decodes are one launch.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from engine.kernels.triton.attention.paged_kernels import owner, rows_of
 
 _LOG2_E: Final = math.log2(math.e)
 SPLIT: Final = 512
-#: Queries times query heads of a KV head in one tile: what a warpgroup multiplies at once.
+#: The rows of a tile: queries times query heads of a KV head. A warpgroup multiplies so many at once.
 _ROWS: Final = 64
-#: Rows of partial sums that the scratch memory holds.
+#: The rows of partial sums in the scratch memory.
 _SCRATCH_ROWS: Final = 1 << 17
-#: Programs beyond which parts are not worth programs of their own.
+#: The number of programs from which parts do not get programs of their own.
 _ENOUGH: Final = 264
-#: (places of a tile, warps, stages) by bytes of an element and padded head_dim.
+#: (places of a tile, warps, stages), by (bytes of an element, padded head_dim).
 _TILES: Final = {
     (2, 64): (64, 4, 3),
     (2, 128): (64, 4, 3),
@@ -43,8 +45,8 @@ _TILES: Final = {
 @triton.jit
 def _extent(query_starts, kv_lens, positions, tokens, sequences, window, SHARE: tl.constexpr, ROWS: tl.constexpr,
             SPLIT: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
-    """The tile's sequence, its first query in that, how many it has, where that one stands, tokens before the table,
-    the end of what is seen, and the first part and the one after the last."""
+    """Describe a tile. Returns its sequence, its first query in the sequence, its number of queries, the first query's
+    place, the tokens before the table, the end of the places seen, the first part and the one after the last."""
     QUERIES: tl.constexpr = ROWS // SHARE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = owner(query_starts, sequences, tile, QUERIES)
@@ -54,7 +56,7 @@ def _extent(query_starts, kv_lens, positions, tokens, sequences, window, SHARE: 
     first = (tile - begin // QUERIES - sequence) * QUERIES
     queries = tl.minimum(QUERIES, tl.maximum(end - begin - first, 0))
     place = kv_len - (end - begin) + first
-    # The last query stands at place kv_len - 1 of the table.
+    # The last query is at place kv_len - 1 of the table.
     last = tl.load(positions + end - 1, mask=(kv_len > 0) & (queries > 0), other=0).to(tl.int32)
     skipped = tl.where(kv_len > 0, last - (kv_len - 1), 0)
     start = 0
@@ -110,7 +112,7 @@ def attend_fixed(
     CAPPED: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """Grid (tiles, kv heads, parts); one for all parts without APART."""
+    """Attend to a tile of queries. Grid: (tiles, kv heads, parts), with one program for all parts without APART."""
     sequence, first, queries, lowest, skipped, stop, part, last_part = _extent(
         query_starts, kv_lens, positions, tokens, sequences, window, SHARE, ROWS, SPLIT, WINDOWED
     )
@@ -149,7 +151,7 @@ def attend_fixed(
             here = (place >= 0) & (place < upper)
             slot = block.to(tl.int64) * BLOCK + tl.where(place >= 0, place, 0) % BLOCK
             offset = (slot * (KV_HEADS * HEAD_DIM))[:, None] + dims[None]
-            # A tile ahead, so that two tiles are on their way at once.
+            # Look blocks up a tile ahead, so that two tiles are in flight at once.
             after = place + TILE
             block = tl.load(table + after // BLOCK, mask=(after >= 0) & (after < upper), other=0)
             there = here[:, None] & (dims < HEAD_DIM)[None]
@@ -208,7 +210,7 @@ def join_fixed(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Joins what `attend_fixed` left of a tile with APART. Grid (tiles, kv heads)."""
+    """Join the parts of a tile that `attend_fixed` made with APART. Grid: (tiles, kv heads)."""
     sequence, first, queries, _, _, _, part, last_part = _extent(
         query_starts, kv_lens, positions, tokens, sequences, window, SHARE, ROWS, SPLIT, WINDOWED
     )
@@ -233,19 +235,19 @@ def join_fixed(
 
 
 class FixedAttention:
-    """One model's attention on one device, by one thread. Keeps scratch memory at a fixed address: its first call has
-    to come before a graph is captured."""
+    """Deterministic attention of one model on one device. Used by one thread. It keeps scratch memory at a fixed
+    address, so its first call must come before a graph is captured."""
 
     def __init__(self, enough: int = _ENOUGH) -> None:
-        """`enough`: programs with which walks are not divided among others."""
+        """`enough`: the number of programs from which walks are not divided."""
         self._enough = enough
         self._scratch: Tensor | None = None
 
     def __call__(
         self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """As PagedAttention. `batch` must have positions. Raises EngineError for a head_dim over 256, and for more than
-        64 query heads of one KV head."""
+        """Like PagedAttention. `batch` must have positions. Raises EngineError for a head_dim over 256, and for more
+        than 64 query heads of one KV head."""
         tokens, heads, head_dim = query.shape
         block, kv_heads = cache.shape[2:4]
         share = heads // kv_heads

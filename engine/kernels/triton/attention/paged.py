@@ -1,8 +1,8 @@
-"""Attention of a ragged batch over the paged cache: what is launched, with which tiles, and how long walks are divided.
+"""Attention of a ragged batch over the paged KV cache: picks the tiles and divides long walks among programs.
 
-Sequences with so few tokens in a step that their query heads fit into 16 rows of a tensor core's product (every decode)
-are launched apart from chunks of prompts, whose tiles have 128 rows. Grids follow from bounds that the host knows, so
-that a CUDA graph may replay them; programs that find nothing to do end at once.
+Sequences with few tokens in a step (every decode), whose query heads fit into 16 rows of a tensor core's product, have
+a launch of their own. Prefill chunks have another one, with tiles of 128 rows. Grids follow from bounds that the host
+knows, so that a CUDA graph can replay them. Programs without work end at once.
 """
 
 from __future__ import annotations
@@ -23,46 +23,47 @@ from engine.kernels.triton.attention.compressed_kv import PLAIN
 from engine.kernels.triton.attention.paged_kernels import attend, join
 
 _LOG2_E: Final = math.log2(math.e)
-#: An H200's, assumed where kernels are interpreted or compiled for a GPU that is not here.
+#: The multiprocessors of an H200, assumed if kernels are interpreted or compiled for an absent GPU.
 _MULTIPROCESSORS: Final = 132
-#: Shared memory that a block of Hopper's may have, in bytes.
+#: The most shared memory of a block on Hopper, in bytes.
 _SHARED: Final = 232_448
-#: Rows of partial sums that the scratch memory holds: a part of a walk takes as many as its tile has.
+#: The rows of partial sums in the scratch memory. A part of a walk takes as many rows as its tile.
 _SCRATCH_ROWS: Final = 1 << 16
-#: How often a grid may fill the GPU: under a graph for long sequences most parts of a short one are programs that find
-#: nothing to do, of which a GPU ends some hundreds in a microsecond.
+#: The most times that a grid may fill the GPU. In a graph for long sequences, most parts of a short one are programs
+#: without work, of which a GPU ends some hundreds in a microsecond.
 _WAVES: Final = 4
-#: Parts that `join` adds at a time.
+#: The number of parts that `join` adds at one time.
 _PARTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is cut, for one padded head_dim and size of element."""
+    """The tile sizes of a kernel, for one padded head_dim and element size."""
 
     rows: int
-    """Queries times query heads of one KV head."""
+    """The rows of a tile: queries times query heads of one KV head."""
     places: int
-    """Keys and values of one round."""
+    """The keys and values of one round."""
     warps: int
     resident: int
-    """Programs that one multiprocessor holds at once, by shared memory (227 KiB) and registers."""
+    """The programs that one multiprocessor holds at once, limited by shared memory (227 KiB) and registers."""
     least: int
-    """Rounds that a part of a divided walk has at least."""
+    """The fewest rounds of a part of a divided walk."""
     longest: int
-    """Places that a part has at most, where there is scratch memory for so many parts."""
+    """The most places of a part, if there is scratch memory for so many parts."""
 
     def with_rows_for(self, share: int) -> Tiles:
-        """With at least one query of `share` heads in each tile."""
+        """The tiles widened to hold at least one query of `share` heads."""
         return replace(self, rows=max(self.rows, triton.next_power_of_2(share)))
 
 
-# Three stages have two rounds of K and V on their way, which is what hides the memory's latency: with two, a round's
-# loads would begin when the one before ends. All is chosen from what compiling for sm_90 gives: no spills, shared
-# memory, registers.
+# Three stages keep two rounds of K and V in flight, which hides the memory's latency. With two stages, a round's loads
+# would begin when the round before ends. All numbers follow from compiling for sm_90: no spills, shared memory,
+# registers.
 _STAGES: Final = 3
-# Decoding waits for memory: up to 64 KiB on their way in each of three programs a multiprocessor, where about 40 are
-# enough for 4.8 TB/s. One program walks 2048 places in some 20 us, which bounds what one long sequence adds.
+# Decoding is limited by memory: each of three programs a multiprocessor has up to 64 KiB in flight, where about 40 KiB
+# are enough for 4.8 TB/s. One program walks 2048 places in some 20 us, which limits the time that one long sequence
+# adds.
 _DECODE: Final = {
     (2, 64): Tiles(16, 128, 4, resident=3, least=1, longest=2048),
     (2, 128): Tiles(16, 64, 4, resident=3, least=1, longest=2048),
@@ -71,8 +72,8 @@ _DECODE: Final = {
     (4, 128): Tiles(16, 32, 4, resident=2, least=2, longest=1024),
     (4, 256): Tiles(16, 16, 8, resident=1, least=4, longest=1024),
 }
-# Prompts wait for tensor cores: two warpgroups of 64 rows each, and all of a multiprocessor's registers. fp32 is there
-# for comparison, in three TF32 products each, and takes what does not spill.
+# Prefill is limited by tensor cores: two warpgroups of 64 rows each use all of a multiprocessor's registers. fp32 is
+# for comparison, with three TF32 products each, in sizes that do not spill.
 _PREFILL: Final = {
     (2, 64): Tiles(128, 128, 8, resident=1, least=4, longest=1 << 30),
     (2, 128): Tiles(128, 128, 8, resident=1, least=4, longest=1 << 30),
@@ -81,7 +82,7 @@ _PREFILL: Final = {
     (4, 128): Tiles(32, 32, 8, resident=1, least=16, longest=1 << 30),
     (4, 256): Tiles(16, 16, 8, resident=1, least=32, longest=1 << 30),
 }
-# Where a block has less shared memory (Ampere 163 KiB, Ada 99) than Hopper's and Blackwell's 227.
+# For GPUs whose blocks have less shared memory (Ampere 163 KiB, Ada 99) than Hopper's and Blackwell's 227 KiB.
 _SMALL_PREFILL: Final = {
     (2, 64): Tiles(64, 32, 4, resident=2, least=16, longest=1 << 30),
     (2, 128): Tiles(64, 32, 4, resident=1, least=16, longest=1 << 30),
@@ -94,21 +95,22 @@ _SMALL_PREFILL: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Into how many parts the walks over sequences' places are divided, decided without knowing how long they are."""
+    """The division of walks over sequences' places into parts, decided without knowing the lengths."""
 
     parts: int
-    """What the grid has room for."""
+    """The most parts that the grid has programs for."""
     even: int
-    """A walk becomes so many equal parts, each of `Tiles.least` rounds or more; but"""
+    """The number of equal parts of a walk. Each has at least `Tiles.least` rounds."""
     longest: int
-    """none of more rounds than this: long ones become more parts."""
+    """The most rounds of a part. Long walks get more parts."""
 
     @classmethod
     def of(cls, programs: int, rounds: int, tiles: Tiles, multiprocessors: int) -> Division:
-        """`programs`: those of the grid without parts; `rounds`: what the longest walk has at most.
+        """Choose the division. `programs`: of the grid without parts. `rounds`: the most of the longest walk.
 
-        As many parts as it takes to fill the GPU; and for long walks beside short ones, as many as keep one from being
-        the last for long. Parts cost scratch memory and a second launch: none where the GPU is full anyway.
+        There are as many parts as fill the GPU. Long walks beside short ones get more, so that a single one does not
+        run alone for long at the end. Parts need scratch memory and a second launch, so there are none if the GPU is
+        full anyway.
         """
         at_once = multiprocessors * tiles.resident
         room = max(min(_SCRATCH_ROWS // tiles.rows, _WAVES * at_once) // programs, 1)
@@ -119,17 +121,17 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of `attend`, and of `join` where walks may be divided; all of it follows from bounds."""
+    """One launch of `attend`, and of `join` if walks may be divided. It follows from bounds alone."""
 
     grid: tuple[int, int, int]
     join_grid: tuple[int, int, int] | None
     division: Division
     constants: dict[str, Any]
-    """Those that both kernels are compiled for."""
+    """The compile-time constants of both kernels."""
     warps: int
 
 
-@lru_cache(maxsize=256)  # a step's layers are alike
+@lru_cache(maxsize=256)  # all layers of a step have the same launches
 def launches(
     query: tuple[int, int, int],
     kv_heads: int,
@@ -141,8 +143,8 @@ def launches(
     multiprocessors: int,
     shared: int,
 ) -> tuple[Launch, ...]:
-    """For queries of the shape `query` (tokens, heads, head_dim) with elements of so many bytes, on a GPU of so many
-    multiprocessors and bytes of shared memory for a block.
+    """The launches of a step. `query`: its shape (tokens, heads, head_dim). `bytes_each`: of an element. `shared`:
+    bytes of shared memory for a block.
 
     Raises EngineError for a head_dim over 256.
     """
@@ -161,7 +163,7 @@ def launches(
         if not decodes:
             count = tokens // queries + sequences + 1
         elif most_queries <= few:
-            # Alone, some more where it takes them to zero the rows that belong to nobody.
+            # The only launch may need more programs, to zero the rows that belong to no sequence.
             count = max(sequences, -(-tokens // queries))
         else:
             count = sequences
@@ -188,13 +190,13 @@ def launches(
 
 
 class PagedAttention:
-    """One model's attention on one device, by one thread.
+    """Attention of one model on one device. Used by one thread.
 
-    Keeps scratch memory at a fixed address: its first call has to come before a graph is captured.
+    It keeps scratch memory at a fixed address, so its first call must come before a graph is captured.
     """
 
     def __init__(self, multiprocessors: int | None = None) -> None:
-        """`multiprocessors`: how many walks are divided for; None asks the GPU."""
+        """`multiprocessors`: the number to divide walks for; None asks the GPU."""
         self._asked = multiprocessors
         self._scratch: Tensor | None = None
         self._limits = (0, 0)
@@ -208,10 +210,10 @@ class PagedAttention:
         softcap: float | None = None,
         kind: int = PLAIN,
     ) -> Tensor:
-        """As Reference.paged_attention. `query` [tokens, heads, head_dim], fp32, fp16 or bf16; `cache` [2, blocks,
-        block_size, kv_heads, width], contiguous: of the same dtype, or bytes, as `kind` says.
+        """Reference.paged_attention.
 
-        Raises EngineError for a head_dim over 256.
+        `query`: [tokens, heads, head_dim], fp32, fp16 or bf16. `cache`: [2, blocks, block_size, kv_heads, width],
+        contiguous, of the same dtype or bytes, according to `kind`. Raises EngineError for a head_dim over 256.
         """
         tokens, heads, head_dim = query.shape
         if query.stride()[1:] != (head_dim, 1):
@@ -222,7 +224,8 @@ class PagedAttention:
         parts, states = self._prepared(query.device, head_dim)
         block, kv_heads = cache.shape[2:4]
         sequences, window = len(batch.kv_lens), batch.window or 0
-        # With a cap, scores are tanh's exponent and then multiples of the cap; without, multiples of the scale.
+        # With a cap, scores are tanh's exponents and then multiples of the cap. Without one, they are multiples of the
+        # scale.
         scales = (scale * _LOG2_E, 0.0) if softcap is None else (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
         for launch in launches(
             (tokens, heads, head_dim),
@@ -281,7 +284,8 @@ class PagedAttention:
         return out
 
     def _prepared(self, device: torch.device, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Scratch memory in fp32, for the sums of values and for peak and sum of weights of every row of every part."""
+        """The fp32 scratch memory: for sums of values, and for the peak and the sum of weights of each row of each
+        part."""
         size = _SCRATCH_ROWS * max(triton.next_power_of_2(head_dim), 16)
         if self._scratch is None or self._scratch.device != device or len(self._scratch) < size + 2 * _SCRATCH_ROWS:
             self._scratch = torch.empty(size + 2 * _SCRATCH_ROWS, dtype=torch.float32, device=device)
@@ -291,7 +295,7 @@ class PagedAttention:
 
 
 def _limits() -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a block may have, of the GPU that kernels are for."""
+    """The multiprocessors of the GPU that kernels are for, and the most bytes of shared memory of a block."""
     if not isinstance(attend, triton.JITFunction):
         return _MULTIPROCESSORS, _SHARED
     found = driver.active.utils.get_device_properties(driver.active.get_current_device())

@@ -1,8 +1,8 @@
-"""Attention over the paged cache on the device: one kernel for chunks of prompts and decoding, one that joins parts.
+"""The device kernels of attention over the paged KV cache: one for prefill chunks and decodes, one that joins parts.
 
-A program takes a tile of queries of one sequence and one KV head, the query heads of that KV head folded into its rows,
-and walks over the places that they see, or over a part of them, which `join` then adds to the others. What a batch
-holds is read on the device. Scores are kept in units of log2 (arXiv 2205.14135, 2307.08691, 2511.11581).
+A program takes a tile of queries of one sequence and one KV head, with the query heads of that KV head folded into its
+rows. It walks over the places that they see, or over a part of them, and `join` adds the parts. All data about the
+batch is read on the device. Scores are in units of log2 (arXiv 2205.14135, 2307.08691, 2511.11581).
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ _PLAIN, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT8)
 
 @triton.jit
 def owner(query_starts, sequences, tile, QUERIES: tl.constexpr):
-    """Whose the `tile`-th tile of queries is. Those of sequence i begin at query_starts[i] // QUERIES + i, which leaves
-    enough for each; behind the last one's come those of the rows that belong to nobody, as sequence `sequences`."""
+    """The sequence of the `tile`-th tile of queries.
+
+    The tiles of sequence i begin at query_starts[i] // QUERIES + i, which leaves enough for each. After the last
+    sequence's tiles come those of the rows that belong to no sequence, as sequence `sequences`.
+    """
     low, high = 0, sequences
     while low < high:
         middle = (low + high + 1) // 2
@@ -42,11 +45,11 @@ def extent(
     DECODE: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """A tile's sequence, its first query in that, how many it has, and the places that they see: the first query's own,
-    the first seen by any, and the end.
+    """Describe a tile. Returns its sequence, its first query in the sequence, its number of queries, the first query's
+    place, the first place that any query sees, and the end.
 
-    Sequences of up to FEW queries are DECODE's, and the tiles of all others have no queries there; and the other way
-    round, but for those without places, whose rows either may zero.
+    With DECODE, only sequences of up to FEW queries have queries. Without it, only the others do, except that either
+    kind may zero the rows of sequences without places.
     """
     if DECODE:
         sequence = tile
@@ -63,7 +66,7 @@ def extent(
         queries = tl.where(real & (count <= FEW), count, 0)
     else:
         queries = tl.where((count > FEW) | (kv_len == 0), tl.minimum(QUERIES, tl.maximum(count - first, 0)), 0)
-    # Query j stands at place kv_len - count + j.
+    # Query j is at place kv_len - count + j.
     place = kv_len - count + first
     start = 0
     if WINDOWED:
@@ -73,7 +76,7 @@ def extent(
 
 @triton.jit
 def division(start, end, even, longest, TILE: tl.constexpr, LEAST: tl.constexpr):
-    """Tiles of places, and of one part: `even` equal parts, but none shorter than LEAST or longer than `longest`."""
+    """Returns the tiles of places, and those of one part: `even` equal parts, from LEAST to `longest` tiles long."""
     tiles = tl.cdiv(tl.maximum(end - start, 0), TILE)
     return tiles, tl.minimum(tl.maximum(tl.cdiv(tiles, even), LEAST), longest)
 
@@ -82,7 +85,7 @@ def division(start, end, even, longest, TILE: tl.constexpr, LEAST: tl.constexpr)
 def rows_of(
     query_starts, tokens, sequences, sequence, first, row, SHARE: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr
 ):
-    """int64 [ROWS]: the token that each row is of; and which of them are any. AGAIN has them made anew, so that they
+    """Returns the token of each row, int64 [ROWS], and whether the row is valid. AGAIN recomputes them, so that they
     take no registers in between."""
     begin = tl.load(query_starts + sequence, mask=sequence <= sequences, other=tokens, volatile=AGAIN)
     end = tl.load(query_starts + sequence + 1, mask=sequence < sequences, other=tokens, volatile=AGAIN)
@@ -115,22 +118,22 @@ def walk(
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Online softmax over the places first .. stop, TILE at a time; those from `end` on are not read.
+    """Online softmax over the places first .. stop, TILE at a time. Places from `end` on are not read.
 
-    `state` is (sum of values, sum of weights, peak, blocks of the next tile). Without MASKED, every query sees every
-    place of every tile. A key, and a value, takes WIDTH elements, stored as KIND says.
+    `state`: (sum of values, sum of weights, peak, blocks of the next tile). Without MASKED, every query sees every
+    place of every tile. A key, and a value, takes WIDTH elements, stored according to KIND.
     """
     acc, total, peak, block = state
     dims = tl.arange(0, DIMS)
     unit = cap if CAPPED else scale
     for at in tl.range(first, stop, TILE):
         place = at + tl.arange(0, TILE)
-        # Without a sign, a block is a shift and a place in it a mask: an eighth fewer instructions in all.
+        # For unsigned numbers, a block is a shift and a place in it a mask, which saves an eighth of all instructions.
         within = (place.to(tl.uint32) % BLOCK) * (KV_HEADS * WIDTH)
         row = block.to(tl.int64) * (BLOCK * KV_HEADS * WIDTH) + within
         offset = row[:, None] + dims[None]
-        # Blocks are looked up a tile ahead: a load whose address is loaded in the same round keeps Triton from having
-        # two tiles under way at once.
+        # Blocks are looked up a tile ahead. A load whose address is loaded in the same round keeps Triton from having
+        # two tiles in flight at once.
         block = tl.load(table + (place + TILE).to(tl.uint32) // BLOCK, mask=place + TILE < end, other=0)
         if MASKED:
             inside = (place < end)[:, None] & (dims < HEAD_DIM)[None]
@@ -170,7 +173,7 @@ def walk(
 
 @triton.jit(
     do_not_specialize=["table_stride", "tokens", "sequences", "even", "longest", "window"],
-    # They may begin anywhere in what a step uploads at once: nothing is to be compiled again for that.
+    # These may begin anywhere in a step's upload, and kernels must not be compiled again for that.
     do_not_specialize_on_alignment=["tables", "table_rows", "query_starts", "kv_lens"],
 )
 def attend(
@@ -208,13 +211,13 @@ def attend(
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Grid (kv heads, sequences, parts) with DECODE, else (tiles, kv heads, parts)."""
+    """Attend to a tile of queries. Grid: (kv heads, sequences, parts) with DECODE, else (tiles, kv heads, parts)."""
     QUERIES: tl.constexpr = ROWS // SHARE
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     if DECODE:
         head, tile = tl.program_id(0), tl.program_id(1)
-        # Rows that belong to nobody, divided among all programs.
+        # Zero the rows that belong to no sequence, divided among all programs.
         spare = tl.load(query_starts + sequences)
         if (tile + 1) * QUERIES > spare:
             token = tile * QUERIES + row // SHARE
@@ -223,7 +226,7 @@ def attend(
             zeros = tl.zeros([ROWS, DIMS], out.dtype.element_ty)
             tl.store(out + at[:, None] + dims[None], zeros, none[:, None] & (dims < HEAD_DIM)[None])
     else:
-        # The last tiles of a prompt see most: begin with them.
+        # Begin with the last tiles of a prompt, which see the most places.
         tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     sequence, first, queries, lowest, start, end = extent(
         query_starts, kv_lens, tokens, sequences, tile, window, QUERIES, FEW, DECODE, WINDOWED
@@ -252,18 +255,18 @@ def attend(
         tl.load(table + place.to(tl.uint32) // BLOCK, mask=place < upper, other=0),
     )
     if DECODE:
-        # One loop: filling a second one's pipeline takes longer than its masks.
+        # A single loop, because filling a second loop's pipeline takes longer than the masks.
         state = walk(state, lower, upper, upper, q, query_place, k, v, table, window, scale, cap,
                      KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
     else:
         if WINDOWED:
-            # From `end - window` on, not even the last query's window hides anything.
+            # From `end - window` on, no query's window hides a place.
             middle = lower + tl.cdiv(tl.maximum(end - window - lower, 0), TILE) * TILE
             middle = tl.minimum(middle, upper)
             state = walk(state, lower, middle, upper, q, query_place, k, v, table, window, scale, cap,
                          KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, True, CAPPED, WIDTH, KIND)  # fmt: skip
             lower = middle
-        # Up to its own place the first query sees all.
+        # The first query sees all places up to its own.
         middle = tl.minimum(lower + tl.maximum(lowest + 1 - lower, 0) // TILE * TILE, upper)
         state = walk(state, lower, middle, upper, q, query_place, k, v, table, window, scale, cap,
                      KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, False, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
@@ -312,7 +315,7 @@ def join(
     WINDOWED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Adds the parts of one row, as `attend` left them, PARTS at a time. Grid (tiles, rows, kv heads)."""
+    """Add the parts of one row that `attend` made, PARTS at a time. Grid: (tiles, rows, kv heads)."""
     tile, row, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first, queries, _, start, end = extent(
         query_starts, kv_lens, tokens, sequences, tile, window, ROWS // SHARE, FEW, DECODE, WINDOWED

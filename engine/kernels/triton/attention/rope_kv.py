@@ -1,4 +1,4 @@
-"""What stands between the q, k, v product and attention, in one launch: queries and keys turn, K and V are cached."""
+"""The step between the q, k, v product and attention, in one launch: rotates queries and keys, and caches K and V."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.kernels.triton.attention.compressed_kv import INT8, PLAIN, narrow, s
 
 _PLAIN, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT8)
 
-#: Pairs of dimensions that a program turns, at most, and that a warp of it does: 16 bytes of bf16 of each half in each
-#: thread. No thread may double another's work: queries turn in place.
+#: The most pairs of dimensions that a program rotates, and those of one warp: 16 bytes of bf16 of each half in each
+#: thread. No two threads may do the same work, because queries are rotated in place.
 _PAIRS, _WARP_PAIRS = 1024, 256
 
 
-# Slots may be a part of an upload that begins anywhere.
+# Slots may begin anywhere in an upload.
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def rope_kv_kernel(
     heads_ptr,
@@ -36,7 +36,8 @@ def rope_kv_kernel(
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """HEADS heads of one token a program; REST_BLOCK covers the dimensions that do not turn, 0 if all do."""
+    """Each program handles HEADS heads of one token. REST_BLOCK covers the dimensions that are not rotated, 0 if all
+    are."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots_ptr + token)
@@ -45,7 +46,7 @@ def rope_kv_kernel(
     turns = (head < QUERY_HEADS + KV_HEADS)[:, None]
     exists = head < QUERY_HEADS + 2 * KV_HEADS
     head_at = heads_ptr + token * token_stride + head[:, None] * head_stride
-    # Of K and V heads: which plane of the cache, and which head in it.
+    # For K and V heads: the plane of the cache, and the head in it.
     kv_head = head - QUERY_HEADS
     plane = kv_head // KV_HEADS
     place = (slot * KV_HEADS + kv_head % KV_HEADS) * WIDTH + plane * plane_stride
@@ -58,12 +59,12 @@ def rope_kv_kernel(
     dtype = heads_ptr.dtype.element_ty
     first = tl.load(head_at + dim[None], mask=inside, other=0.0)
     second = tl.load(head_at + HALF + dim[None], mask=inside, other=0.0)
-    # Both halves turn by the same angles; the second half of `sin` is the one without the minus sign.
+    # Both halves are rotated by the same angles. The second half of `sin` is the one without the minus sign.
     angle = token * ROTARY_DIM + HALF + dim
     cos = tl.load(cos_ptr + angle, mask=real, other=0.0).to(tl.float32)[None]
     sin = tl.load(sin_ptr + angle, mask=real, other=0.0).to(tl.float32)[None]
     x, y = first.to(tl.float32), second.to(tl.float32)
-    # Each product is rounded before the sum, as the plain expression does it.
+    # Each product is rounded before the sum, as in the plain expression.
     turned_x = ((x * cos).to(dtype).to(tl.float32) - (y * sin).to(dtype).to(tl.float32)).to(dtype)
     turned_y = ((y * cos).to(dtype).to(tl.float32) + (x * sin).to(dtype).to(tl.float32)).to(dtype)
     first, second = tl.where(turns, turned_x, first), tl.where(turns, turned_y, second)
@@ -86,7 +87,7 @@ def rope_kv_kernel(
         x, y = first.to(tl.float32), second.to(tl.float32)
         scale = tl.zeros([HEADS, 1], tl.float32)
         if KIND == _INT8:
-            # As integers, so that what is no number is the largest.
+            # Compared as integers, so that NaN is the largest.
             size = tl.max(tl.maximum(_size(x), _size(y)), 1)
             size = tl.maximum(size, tl.max(_size(still.to(tl.float32)), 1))
             scale = scale_of(size.to(tl.float32, bitcast=True))[:, None]
@@ -104,20 +105,20 @@ def _size(x):
 
 
 def tile(head_dim: int, rotary_dim: int, heads: int) -> tuple[int, int, int]:
-    """(HALF_BLOCK, REST_BLOCK, HEADS) of a program, for `heads` heads, keys and values among them."""
+    """The sizes (HALF_BLOCK, REST_BLOCK, HEADS) of a program, for `heads` heads of queries, keys and values."""
     half = triton.next_power_of_2(rotary_dim // 2)
     rest = triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0
     return half, rest, min(max(1, _PAIRS // half), triton.next_power_of_2(heads))
 
 
 def rope_and_write(heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, kind: int = PLAIN) -> Tensor:
-    """Turn queries and keys, put keys and values into one layer's cache; returns the queries.
+    """Rotate queries and keys, and write keys and values into one layer's cache. Returns the queries.
 
-    `heads` [tokens, queries + 2 * kv_heads, head_dim], the last dimension dense: queries, then keys, then values.
-    Queries turn where they are. `cos` and `sin` [tokens, 1, rotary_dim] as `Reference.rope` takes them; their second
-    halves are read. `cache` [2, blocks, block_size, kv_heads, width], contiguous, of that `kind`. `slots` int64
-    [tokens]; nothing is written for -1. Returns a view [tokens, queries, head_dim] of `heads`. Values as
-    `Reference.rope`'s, to the order of its roundings.
+    `heads`: [tokens, queries + 2 * kv_heads, head_dim], the last dimension dense: queries, then keys, then values.
+    Queries are rotated in place. `cos`, `sin`: [tokens, 1, rotary_dim], as for `Reference.rope`; only their second
+    halves are read. `cache`: [2, blocks, block_size, kv_heads, width], contiguous, of that `kind`. `slots`: int64
+    [tokens]; nothing is written for -1. Returns a view [tokens, queries, head_dim] of `heads`. The values are those of
+    `Reference.rope`, with the same order of roundings.
     """
     tokens, count, head_dim = heads.shape
     kv_heads = cache.shape[3]

@@ -1,4 +1,4 @@
-"""Rows rounded to 8-bit floats for a product: largest value, scale and rounding in one pass."""
+"""Rounds rows to 8-bit floats for a product, with largest value, scale and rounding in one pass."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def quantise_rows_kernel(
     x = tl.load(x_ptr + row * row_stride + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(x), 0), _LEAST)
     tl.store(scales_ptr + row, tl.div_rn(largest, _LARGEST))
-    # Beyond the width there are zeros, up to where the product reads.
+    # The padding up to the product's width is zero.
     scaled = tl.clamp(x * tl.div_rn(_LARGEST, largest), -_LARGEST, _LARGEST)
     tl.store(values_ptr + row * PADDED + column, scaled.to(tl.float8e4nv), mask=column < PADDED)
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `fp8.quantise_rows`, to the bit. `x` [rows, width], the last dimension dense."""
+    """`fp8.quantise_rows`, to the bit. `x`: [rows, width], the last dimension dense."""
     rows, width = x.shape
     if width > WIDEST:
         return fp8.quantise_rows(x)

@@ -1,10 +1,10 @@
-"""Products in tiles of one size, so that a row is summed alike in any company.
+"""Products in tiles of one size, which sum a row in the same way in any batch.
 
-The sum over the inputs is cut into parts by the weight's shape alone, each part is summed from its first input to its
-last, and the parts are added from first to last. With few rows, programs make one part each, for one would not keep the
-device reading, and a second launch adds them; with many, a program makes all parts of its tile, one after the other.
-Both do the same operations in the same order. What a tile is filled up with, and which of its rows is whose, changes
-nothing: the rows of a tensor core's product do not meet.
+The sum over the inputs is cut into parts by the weight's shape alone. Each part is summed from its first input to its
+last, and the parts are added from first to last. With few rows, each program makes one part, because fewer programs
+would not keep the device reading, and a second launch adds the parts. With many rows, a program makes all parts of its
+tile, one after another. Both do the same operations in the same order. The padding and the place of a row in its tile
+change nothing, because the rows of a tensor core's product are independent.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from engine.kernels.fp8 import QuantiseRows
 from engine.kernels.fp8 import quantise_rows as quantise_plainly
 from engine.kernels.layer import PreparedLinear
 
-#: Of a tile. Multiplying so many rows takes about as long as reading the weights for them.
+#: The size of a tile. Multiplying so many rows takes about as long as reading the weights for them.
 ROWS, OUTPUTS = 64, 128
-#: Programs that a launch of few rows should have. No device is asked, so that sums are cut alike on all.
+#: The wanted number of programs of a launch with few rows. It is fixed, so that sums are cut alike on all devices.
 _PROGRAMS = 132
-#: Fewer rounds than this in a program are not worth a part of the sum.
+#: The fewest rounds of a part of the sum. Fewer do not pay.
 _LEAST_ROUNDS = 8
-#: With more rows than this, programs make all parts of their tiles.
+#: The most rows for which each program makes one part. With more, programs make all parts of their tiles.
 MOST_APART = 256
-#: Columns of a program that adds parts.
+#: The columns of a program that adds parts.
 _SUMMED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
     inputs: int
-    """Of one round."""
+    """The inputs of one round."""
     stages: int
 
 
-#: By bytes of an element.
+#: The depth by the bytes of an element.
 _DEPTHS = {1: Depth(128, 4), 2: Depth(64, 4), 4: Depth(32, 3)}
 
 
 @triton.jit
 def _scaled(total, row_scale, output_scale, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
-    """What is done to a sum. With one rounding less where the compiler likes, it would not be the same everywhere."""
+    """Scale a sum and add the bias. The fma is explicit, because the compiler might else fuse only some of the
+    operations, with other roundings."""
     if SCALED and BIAS:
         return tl.fma(total * output_scale, row_scale, bias)
     if SCALED:
@@ -77,14 +78,15 @@ def product_kernel(
     INPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (r, o, p): a tile of rows and of outputs; with APART of part p alone, to fp32 [parts, rows, outputs].
+    """Program (r, o, p): a tile of rows and outputs. With APART, only part p, written to fp32 [parts, rows, outputs].
 
-    The weights are the left operand, so that tiles have few rows and many outputs. EVEN: the inputs end with a round.
+    The weights are the left operand, so that tiles have few rows and many outputs. EVEN: the inputs are a whole number
+    of rounds.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     within = tl.arange(0, INPUTS)
-    # What is beyond the last output or row is read as that, and not written.
+    # Outputs and rows beyond the last read the last one's data and are not written.
     weight_at = weight_ptr + tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * inputs + within[None]
     x_at = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[None] * x_stride + within[:, None]
     first = tl.program_id(2) if APART else 0
@@ -131,7 +133,7 @@ def product_sum_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Adds the parts of BLOCK outputs of one row, in order."""
+    """Add the parts of BLOCK outputs of one row, in order."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
@@ -150,7 +152,7 @@ def product_sum_kernel(
 
 
 def parts_of(outputs: int, rounds: int) -> tuple[int, int]:
-    """(parts of the sum over the inputs, rounds of each)."""
+    """Returns (parts of the sum over the inputs, rounds of each part)."""
     wanted = -(-_PROGRAMS // -(-outputs // OUTPUTS))
     each = max(_LEAST_ROUNDS, -(-rounds // wanted))
     return -(-rounds // each), each
@@ -164,9 +166,11 @@ def product(
     scales: tuple[Tensor, Tensor] | None = None,
     most_apart: int = MOST_APART,
 ) -> Tensor:
-    """`x` [rows, inputs] times `weight` [outputs, inputs], of one dtype, both with their last dimension dense, plus
-    `bias` [outputs], in `dtype` [rows, outputs]; summed in fp32. `scales`: fp32 of rows and of outputs, for 8-bit
-    floats."""
+    """The product of `x`, [rows, inputs], and `weight`, [outputs, inputs], plus `bias`, [outputs], summed in fp32.
+
+    `x` and `weight` have one dtype and a dense last dimension. `scales`: fp32 scales of rows and of outputs, for 8-bit
+    floats. Returns [rows, outputs] in `dtype`.
+    """
     rows, (outputs, inputs) = len(x), weight.shape
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if not rows:
@@ -220,12 +224,12 @@ def product(
 
 
 def fixed_linear(weight: Tensor, bias: Tensor | None) -> PreparedLinear:
-    """`weight` [outputs, inputs], `bias` [outputs], of the activations' dtype."""
+    """A deterministic product. `weight`: [outputs, inputs]; `bias`: [outputs]; both in the activations' dtype."""
     return lambda x: product(x, weight, bias, x.dtype)
 
 
 def fixed_fp8_linear(weight: Tensor, bias: Tensor | None, quantise: QuantiseRows) -> PreparedLinear:
-    """As `fp8.fp8_linear`: x [rows, inputs] -> bfloat16 [rows, outputs]."""
+    """A deterministic `fp8.fp8_linear`: x [rows, inputs] -> bfloat16 [rows, outputs]."""
     values, scales = quantise_plainly(weight)
 
     def linear(x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Products with weights of 4 and 8 bits and activations in half precision.
+"""Products of weights of 4 and 8 bits with activations in half precision.
 
-Up to MOST_ROWS rows, reading the weights is what costs: they are dequantised in registers, and the inputs are split
-between programs until all of the device reads. Each writes its part of the sum, and a second launch adds the parts,
-always in the same order. With more rows the product costs more than the weights: they are written out in the
-activations' dtype, and cuBLAS multiplies; so also for activations in fp32, which tensor cores do not multiply.
+Up to MOST_ROWS rows, the time goes into reading the weights. They are dequantised in registers, and the inputs are
+split between programs so that the whole device reads. Each program writes its part of the sum, and a second launch adds
+the parts, always in the same order. With more rows the product costs more than the weights. Then the weights are
+dequantised to memory in the activations' dtype, and cuBLAS multiplies. The same is done for activations in fp32, which
+tensor cores do not multiply.
 """
 
 from __future__ import annotations
@@ -26,43 +27,44 @@ from engine.kernels.triton.products.quantised_kernels import (
 )
 
 MOST_ROWS = 64
-#: Programs that a launch of few rows should have: two on each multiprocessor of an H100 or H200. No device is asked, so
-#: that sums are split alike on all; nor does the number of rows count, so that a row is summed alike in any company.
+#: The wanted number of programs of a launch with few rows: two for each multiprocessor of an H100 or H200. It is fixed,
+#: so that sums are split alike on all devices. It does not depend on the number of rows either, so that a row is summed
+#: in the same way in any batch.
 _PROGRAMS = 264
 _SPLIT_OUTPUTS = 128
-#: Fewer tiles than this in a program are not worth a part of the sum.
+#: The fewest tiles of a part of the sum. Fewer do not pay.
 _LEAST_TILES = 4
-#: Columns of a program that adds parts, outputs of one that dequantises.
+#: The columns of a program that adds parts, and the outputs of one that dequantises.
 SUMMED, UNPACKED = 1024, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     rows: int
-    """Of the product's narrow side: the rows at hand, up to the next of 16, 32 and 64."""
+    """The product's narrow side: the number of rows, rounded up to 16, 32 or 64."""
     outputs: int
-    """Of one program."""
+    """The outputs of one program."""
     warps: int
     stages: int
-    """Loads that are under way in a program."""
+    """The loads in flight in a program."""
 
 
-#: By rows. More rows read more of the activations for each weight: wider programs read them less often.
+#: The tilings by rows. More rows read more activations for each weight, and wider programs read them less often.
 INT4_TILINGS = (Tiling(16, 128, 4, 4), Tiling(32, 128, 8, 4), Tiling(64, 256, 16, 4))
-#: Zero points take registers, of which 16 warps have none left.
+#: The tilings with zero points, which need registers that programs of 16 warps do not have.
 INT4_ZEROS_TILINGS = (*INT4_TILINGS[:2], Tiling(64, 128, 8, 4))
 INT8_TILINGS = (Tiling(16, 128, 4, 4), Tiling(32, 128, 8, 4), Tiling(64, 128, 8, 4))
 
 
 def splits(outputs: int, tiles: int) -> int:
-    """Into how many parts the sum over the inputs is cut."""
+    """The number of parts of the sum over the inputs."""
     wanted = -(-_PROGRAMS // -(-outputs // _SPLIT_OUTPUTS))
     each = max(_LEAST_TILES, -(-tiles // wanted))
     return -(-tiles // each)
 
 
 def int4_linear(weight: Int4Weight, bias: Tensor | None) -> PreparedLinear:
-    """x [rows, inputs] -> [rows, outputs] in the dtype of `x`, summed in fp32. `bias` [outputs]."""
+    """A product x [rows, inputs] -> [rows, outputs] in the dtype of `x`, summed in fp32. `bias`: [outputs]."""
     outputs, inputs = weight.shape
     group = 0 if weight.group == inputs else weight.group
     tilings = INT4_TILINGS if weight.zeros is None else INT4_ZEROS_TILINGS
@@ -110,7 +112,7 @@ def int4_linear(weight: Int4Weight, bias: Tensor | None) -> PreparedLinear:
 
 
 def int8_linear(weight: Int8Weight, bias: Tensor | None) -> PreparedLinear:
-    """As int4_linear."""
+    """Like int4_linear, for 8 bits."""
     outputs, inputs = weight.shape
     group = 0 if weight.group == inputs else weight.group
 
@@ -153,7 +155,7 @@ def int8_linear(weight: Int8Weight, bias: Tensor | None) -> PreparedLinear:
 
 
 class _Split:
-    """A product of few rows, cut into parts."""
+    """A product with few rows, cut into parts."""
 
     def __init__(self, x: Tensor, outputs: int, tiles: int, bias: Tensor | None, tilings: tuple[Tiling, ...]) -> None:
         how = next(each for each in tilings if len(x) <= each.rows)
@@ -161,7 +163,7 @@ class _Split:
         self.tiles_each = triton.cdiv(tiles, parts)
         self.grid = (triton.cdiv(outputs, how.outputs), parts)
         self.options = {
-            # With several parts, their sum takes it.
+            # With several parts, the sum of the parts adds the bias.
             "BIAS": bias is not None and parts == 1,
             "WHOLE": parts == 1,
             "ROWS": how.rows,
@@ -172,7 +174,7 @@ class _Split:
         self._bias = bias
         self._out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
         self.parts = self._out if parts == 1 else torch.empty((parts, *self._out.shape), device=x.device)
-        """fp32 [splits, rows, outputs], or the result itself where there is one part."""
+        """fp32 [splits, rows, outputs], or the result itself if there is one part."""
 
     def total(self) -> Tensor:
         rows, outputs = self._out.shape

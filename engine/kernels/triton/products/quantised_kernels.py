@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bits on the device: of few rows in parts, and the weights written out."""
+"""Device kernels for weights of 4 and 8 bits: products with few rows, in parts, and dequantisation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from engine.kernels.packed import MIDDLE
 
-#: 2**23 as fp32, and its bits: a small integer put into the lowest of them is added to it.
+#: The bits of 2**23 in fp32, and its value. A small integer in the lowest bits adds itself to the value.
 _MAGIC: tl.constexpr = tl.constexpr(0x4B000000)
 _MAGIC_VALUE: tl.constexpr = tl.constexpr(8388608.0)
 _MIDDLE: tl.constexpr = tl.constexpr(MIDDLE)
@@ -15,8 +15,11 @@ _MIDDLE: tl.constexpr = tl.constexpr(MIDDLE)
 
 @triton.jit
 def _halves(packed, low_zero, high_zero, dtype: tl.constexpr):
-    """The low halves of bytes less one zero, the high ones less another: exact, in the fewest integer operations, which
-    bound the kernel before memory does, and with none that converts integers, which are slower still."""
+    """The low halves of bytes less `low_zero`, and the high halves less `high_zero`. The results are exact.
+
+    It uses the fewest integer operations, which would limit the kernel before memory does, and no conversions of
+    integers, which are slower still.
+    """
     both = (packed | _MAGIC).to(tl.float32, bitcast=True)
     high = ((packed & 240) | _MAGIC).to(tl.float32, bitcast=True)
     low = both - (high + low_zero)
@@ -25,7 +28,7 @@ def _halves(packed, low_zero, high_zero, dtype: tl.constexpr):
 
 @triton.jit
 def _some(at, input, inputs, EVEN: tl.constexpr):
-    """Activations, with zeros beyond the last input."""
+    """Load activations, with zeros beyond the last input."""
     if EVEN:
         return tl.load(at)
     else:
@@ -34,7 +37,7 @@ def _some(at, input, inputs, EVEN: tl.constexpr):
 
 @triton.jit
 def _store_part(out_ptr, bias_ptr, sums, output, outputs, row, rows, BIAS: tl.constexpr, WHOLE: tl.constexpr):
-    """`sums` [outputs, rows] to where they belong: the result, or this program's part of it."""
+    """Store `sums`, [outputs, rows], in the result or in this program's part of it."""
     if WHOLE and BIAS:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     part = out_ptr + tl.program_id(1).to(tl.int64) * rows * outputs
@@ -66,16 +69,17 @@ def int4_kernel(
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (o, s): OUTPUTS outputs of all rows, over the tiles of split s. GROUP is 0 where there is one alone.
-    WHOLE: there is one split, and what it sums is the result. EVEN: the inputs end where a tile does.
+    """Program (o, s): OUTPUTS outputs of all rows, over the tiles of split s.
 
-    The weights are the left operand, so that few rows fill a narrow tile and not a high one.
+    GROUP is 0 if there is only one group. WHOLE: there is one split, whose sum is the result. EVEN: the inputs are a
+    whole number of tiles. The weights are the left operand, so that few rows fill a narrow tile and not a high one.
     """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
     within = tl.arange(0, PLANE)
     dtype = x_ptr.dtype.element_ty
-    # What is beyond the last output or row is read as that, and not written: no load in the loop needs a mask.
+    # Outputs and rows beyond the last read the last one's data and are not written, so no load in the loop needs a
+    # mask.
     output_at, row_at = tl.minimum(output, outputs - 1), tl.minimum(row, rows - 1)
     first = tl.program_id(1) * tiles_each
     packed_at = packed_ptr + first.to(tl.int64) * outputs * PLANE
@@ -89,7 +93,7 @@ def int4_kernel(
         high_x = _some(x_at + PLANE + x_offset, tile * (2 * PLANE) + PLANE + within[:, None], inputs, EVEN)
         packed_at += outputs * PLANE
         x_at += 2 * PLANE
-        if GROUP % (2 * PLANE) == 0:  # a tile is in one group
+        if GROUP % (2 * PLANE) == 0:  # each tile is in one group
             group = tile * (2 * PLANE) // GROUP if GROUP > 0 else 0
             scale = tl.load(scales_ptr + group * outputs + output_at).to(tl.float32)[:, None]
             zero = _MIDDLE
@@ -100,7 +104,7 @@ def int4_kernel(
             sums += tl.dot(high, high_x, part, input_precision="ieee") * scale
         else:
             group = tile * (2 * PLANE) // GROUP
-            # Where the inputs end within a tile, its second half has no group of its own.
+            # If the inputs end within a tile, its second half may have no group.
             high_group = min((tile * (2 * PLANE) + PLANE), inputs - 1) // GROUP
             scale = tl.load(scales_ptr + group * outputs + output_at).to(tl.float32)[:, None]
             high_scale = tl.load(scales_ptr + high_group * outputs + output_at).to(tl.float32)[:, None]
@@ -136,7 +140,7 @@ def int8_kernel(
     OUTPUTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As int4_kernel."""
+    """Like int4_kernel, for 8 bits."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
     within = tl.arange(0, TILE)
@@ -166,7 +170,7 @@ def int8_kernel(
 def sum_kernel(
     parts_ptr, bias_ptr, out_ptr, rows, outputs, BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`parts` [splits, rows, outputs] -> [rows, outputs], added in the order of the splits."""
+    """Add `parts`, [splits, rows, outputs] -> [rows, outputs], in the order of the splits."""
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = output < outputs
@@ -191,7 +195,7 @@ def int4_unpack_kernel(
     ZEROS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Program (o, t): OUTPUTS outputs of one tile, written as rows of `out` [outputs, inputs]."""
+    """Program (o, t): dequantise OUTPUTS outputs of one tile into rows of `out`, [outputs, inputs]."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tile = tl.program_id(1)
     real = output < outputs
@@ -216,7 +220,7 @@ def int4_unpack_kernel(
 def int8_unpack_kernel(
     packed_ptr, scales_ptr, out_ptr, outputs, inputs, GROUP: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr
 ):
-    """As int4_unpack_kernel."""
+    """Like int4_unpack_kernel, for 8 bits."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tile = tl.program_id(1)
     real = output < outputs

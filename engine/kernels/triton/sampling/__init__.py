@@ -1,5 +1,6 @@
-"""The sampler in Triton: logits to tokens without the host.
+"""The sampler in Triton: samples tokens from logits without the host.
 
-edits applies penalties, biases, masks and temperature; filters finds the bounds of top-k, top-p, min-p and typical
-sampling; noise draws; sampler launches them
+edits: applies penalties, biases, masks and temperature
+filters: finds the bounds of top-k, top-p, min-p and typical sampling
+noise: makes the Gumbel noise; sampler: launches the kernels and picks the tokens
 """

@@ -1,4 +1,4 @@
-"""Penalties, biases, masks and temperature: from a step's logits to rows of fp32 that filters and noise read."""
+"""Applies penalties, biases, masks and temperature: turns a step's logits into fp32 rows for filters and noise."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def sampling_edit_kernel(
     BIASES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of the vocabulary of one row, of those whose slots have flags.
+    """Edit one chunk of the vocabulary of one row. Rows whose slots have no flags are skipped.
 
-    Into `work` what is to be chosen from, scaled; into `tops` and `faults` [rows, parts] the chunk's largest and
-    whether the logits are finite. `table` and `reals` are the same memory.
+    It writes the edited and scaled logits to `work`, the chunk's largest to `tops`, and whether the logits are finite
+    to `faults`, both [rows, parts]. `table` and `reals` are the same memory.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row * slots_stride).to(tl.int64)
@@ -73,7 +73,7 @@ def sampling_edit_kernel(
         listed = tl.arange(0, BIASES)
         own = listed < tl.load(table + slot * _WIDTH + _BIASES)
         if (flags & _BIASED) != 0:
-            # The few that have a bias are written over by those who know which they are.
+            # The few biased tokens are computed separately and overwrite the results above.
             biased = tl.load(bias_ids + slot * BIASES + listed, own, other=-1)
             own = own & (biased // CHUNK == part)
             bias = tl.load(biases + slot * BIASES + listed, own, other=0.0)
@@ -88,14 +88,14 @@ def sampling_edit_kernel(
 
 @triton.jit
 def _scaled(x, temperature):
-    """Without a negative zero, whose bits would rank below those of zero."""
+    """Divide by the temperature. Negative zero becomes zero, because its bits would rank below those of zero."""
     x = tl.div_rn(x, temperature)
     return tl.where(x == 0.0, 0.0, x)
 
 
 @triton.jit
 def _edited(x, bias, token, inside, flags, reals, count, mask):
-    """As engine.sampling.edits.edit does, in its order and with its roundings."""
+    """Apply the edits of engine.sampling.edits.edit, in the same order and with the same roundings."""
     if (flags & _PENALISED) != 0:
         found = tl.load(count + token, inside, other=0)
         repetition = tl.load(reals + _REPETITION)

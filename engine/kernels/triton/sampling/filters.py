@@ -1,9 +1,9 @@
-"""Top-k, top-p, min-p and typical sampling as bounds, found by search and without sorting.
+"""Finds the bounds of top-k, top-p, min-p and typical sampling by search, without sorting.
 
-What is kept is what engine/sampling/filters.py keeps: everything at least as large as a floor, ties with it included,
-and of that, for typical sampling, everything at most so far from the entropy. A bound is searched for among the ordered
-bit patterns of fp32: each pass over the row counts and weighs what lies above four of them. The few that are left
-between two patterns are gathered after a pass or two, and only these are gone over from then on.
+It keeps the same tokens as engine/sampling/filters.py: all logits at least as large as a floor, ties included, and for
+typical sampling those of them within a distance from the entropy. The search for a bound runs over the ordered bit
+patterns of fp32. Each pass over the row counts and weighs the numbers above four patterns. After a pass or two, the few
+numbers left between two patterns are gathered, and later passes read only these.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _FLAGS, _TOP_K, _TOP_P, _MIN_P, _TYPICAL = (
 )
 _FILTERED = tl.constexpr(layout.FILTERED)
 _NONE = tl.constexpr(float("-inf"))
-#: How far below the largest the first four patterns are: about where the bounds of usual requests are.
+#: The distances of the first four patterns from the largest logit, near the bounds of usual requests.
 _FAR, _MIDDLE, _CLOSE, _NEXT = tl.constexpr(14.0), tl.constexpr(8.0), tl.constexpr(4.5), tl.constexpr(2.0)
-#: Numbers that a row has in `bounds`.
+#: The count of numbers of a row in `bounds`.
 BOUNDS = 4
 _BOUNDS = tl.constexpr(BOUNDS)
 
 
 @triton.jit
 def strangeness(x, total, entropy):
-    """How far a token's surprise is from the entropy; `total` is the logsumexp of what is kept."""
+    """The distance of a token's surprise from the entropy. `total`: the logsumexp of the kept logits."""
     return tl.abs(x - total + entropy)
 
 
 @triton.jit
 def _key(x):
-    """uint32, ordered as the fp32 numbers are."""
+    """A uint32 in the same order as the fp32 numbers."""
     bits = x.to(tl.uint32, bitcast=True)
     return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
 
@@ -46,13 +46,13 @@ def _value(key):
 
 @triton.jit
 def _ranked(x, typical, total, entropy):
-    """What is searched among: the larger, the sooner it is kept."""
+    """The rank to search over: larger ranks are kept first."""
     return _key(tl.where(typical, -strangeness(x, total, entropy), x))
 
 
 @triton.jit
 def _gather(target, filled, x, keeps):
-    """Append those of `x` to what is at `target`. Returns how many are there then."""
+    """Append the numbers of `x` that `keeps` marks to those at `target`. Returns their new count."""
     count = tl.sum(keeps.to(tl.int32), 0)
     if count > 0:
         tl.store(target + filled + tl.cumsum(keeps.to(tl.int32), 0) - 1, x, keeps)
@@ -61,7 +61,7 @@ def _gather(target, filled, x, keeps):
 
 @triton.jit
 def _above(source, size, floor, top, typical, total, entropy, a, b, c, d, TILE: tl.constexpr):
-    """How many of `size` numbers rank at or above each of four patterns, and their weights together."""
+    """For each of four patterns: the count and the sum of weights of the numbers that rank at or above it."""
     lane = tl.arange(0, TILE)
     count_a, count_b = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     count_c, count_d = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
@@ -95,7 +95,7 @@ def _above(source, size, floor, top, typical, total, entropy, a, b, c, d, TILE: 
 
 @triton.jit
 def _within(pattern, low, high):
-    """The nearest strictly between the two."""
+    """The nearest pattern strictly between `low` and `high`."""
     return tl.minimum(tl.maximum(pattern, low + 1), high - 1)
 
 
@@ -115,15 +115,16 @@ def _search(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """(the largest pattern such that what ranks at or above it reaches the goal, how many numbers that is at most).
+    """Find the largest pattern such that the numbers that rank at or above it reach the goal.
 
-    The goal is a count, or a sum of weights. Where it is not reached by all, the pattern is below them all.
+    The goal is a count, or a sum of weights. Returns the pattern, and an upper bound of the count of these numbers. If
+    all numbers together do not reach the goal, the pattern is below them all.
     """
     lane = tl.arange(0, TILE)
     peak = tl.where(typical, 0.0, top)
-    # The goal is reached at `low`, and not at `high`; (low, high, count at low, count at high, weight at high).
+    # (low, high, count at low, count at high, weight at high). The goal is reached at `low`, and not at `high`.
     found = (_key(tl.where(typical, _NONE, floor)), _key(peak) + 1, size, 0 * size, 0.0 * goal)
-    # What ranks above all that is still gone over.
+    # The count and weight of the numbers that rank above all that are still searched.
     more_count, more_weight = 0 * size, 0.0 * goal
     near = True
     while found[0] + 1 < found[1]:
@@ -154,7 +155,7 @@ def _search(
 
 @triton.jit
 def _bracket(found, pattern, count, weight, goal, by_count):
-    """What is found with what is known of one pattern more; they come in their order, lowest first."""
+    """Narrow `found` by one more pattern. Patterns come in ascending order."""
     low, high, low_count, high_count, high_weight = found
     reached = tl.where(by_count, count.to(tl.float32), weight) >= goal
     first = (reached == 0) & (pattern < high)
@@ -184,11 +185,11 @@ def sampling_filter_kernel(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """One row, of those whose slots have filters. Into `bounds` [rows, 4]: the floor; the logsumexp and the entropy of
-    what is at or above it; and the largest strangeness that typical sampling keeps (infinity: any).
+    """Find the bounds of one row. Rows whose slots have no filters are skipped.
 
-    `work` has the row's scaled logits, and room for ROOM numbers more from `spare` on; `tops` [rows, parts] the largest
-    of its parts.
+    It writes to `bounds`, [rows, 4]: the floor; the logsumexp and the entropy of the logits at or above it; and the
+    largest strangeness that typical sampling keeps (infinity: any). `work` has the row's scaled logits, and room for
+    ROOM more numbers from `spare` on. `tops`: [rows, parts], the largest logit of each part.
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row * slots_stride).to(tl.int64)
@@ -207,7 +208,7 @@ def sampling_filter_kernel(
     limit = tl.full([], float("inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     entropy = tl.full([], 0.0, tl.float32)
-    # Where all that is kept is, and how much that is at most.
+    # The place of all kept numbers, their count, and an upper bound of how many are kept.
     source, size, kept = 0 * vocab, vocab, vocab
     for stage in range(3):
         typical = stage == 2
@@ -215,7 +216,7 @@ def sampling_filter_kernel(
         active = tl.where(stage == 0, top_k > 0, goal < 1.0) & (top > _NONE)
         if active:
             if stage > 0:
-                # Weigh what is kept so far; gather it where it is little.
+                # Weigh the numbers kept so far, and gather them if they are few.
                 gathers = (kept <= ROOM) & (size > ROOM)
                 weights, moments = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
                 gathered = 0 * vocab

@@ -1,4 +1,4 @@
-"""The sampling noise of engine/sampling/noise.py: its integers to the bit, its logarithms to rounding."""
+"""The sampling noise of engine/sampling/noise.py: the same integers to the bit, the same logarithms to rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _SCALE = tl.constexpr(2.0**-31 * (1 - 2.0**-23))
 
 @triton.jit
 def position_key(low, high, position):
-    """(low, high) uint32 halves of a row's key, from the int32 halves of noise.choice_state and the int64 position."""
+    """The halves (low, high) of a row's key, uint32, from the int32 halves of noise.choice_state and the int64
+    position."""
     x = high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low.to(tl.uint32, bitcast=True).to(tl.uint64)
     x = (x ^ position.to(tl.uint64, bitcast=True)) + _ADD
     x = (x ^ (x >> 30)) * _MULTIPLY_1
@@ -27,7 +28,7 @@ def position_key(low, high, position):
 
 @triton.jit
 def gumbel(low, high, token):
-    """fp32 noise of the int32 tokens, under a key's halves."""
+    """The fp32 Gumbel noise of int32 tokens, for the halves of a key."""
     x = token.to(tl.uint32, bitcast=True) * _SPREAD ^ low
     x = (x ^ (x >> 16)) * _MIX_1
     x = (x ^ (x >> 15)) + high
@@ -35,7 +36,7 @@ def gumbel(low, high, token):
     x = (x ^ (x >> 16)) * _MIX_1
     x = x ^ (x >> 15)
     u = ((x & 0x7FFFFFFF).to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * _SCALE
-    # log1p(-u) as Kahan makes it of log: what 1 - u rounds away is in the quotient again.
+    # log1p(-u) by Kahan's formula with log: the quotient corrects the rounding of 1 - u.
     rest = 1.0 - u
     minus_log = tl.where(rest == 1.0, u, tl.log(rest) * u / (rest - 1.0))
     return -tl.log(minus_log)

@@ -1,13 +1,13 @@
-"""The sampler on permanent rows: logits to tokens without the host, as engine/sampling/sampler.py chooses them.
+"""The sampler on permanent rows: samples tokens from logits without the host, as engine/sampling/sampler.py does.
 
-    sampling_edit_kernel     rows that edit or filter: their logits, edited and scaled, in fp32 (sampling_edits.py)
-    sampling_filter_kernel   rows that filter: the bounds of what is kept (sampling_filters.py)
-    sampling_choose_kernel   all rows: noise, and the largest of each chunk of the vocabulary
-    sampling_settle_kernel   all rows: the largest of these; the token to where the next step and the penalties look
+   sampling_edit_kernel     rows with edits or filters: edits and scales their logits, in fp32 (edits.py)
+   sampling_filter_kernel   rows with filters: finds the bounds of the kept logits (filters.py)
+   sampling_choose_kernel   all rows: adds noise and finds the largest of each chunk of the vocabulary
+   sampling_settle_kernel   all rows: finds the largest of these, and stores the token for the next step and penalties
 
-The vocabulary is cut into chunks so that also a single row occupies the device; filters are searched for by one program
-a row. Which kernels run follows from a step's features alone, what they do for a row from its slot's flags, on the
-device. Sums are made in an order of their own for each row, so that a row's token does not depend on the others.
+The vocabulary is cut into chunks, so that even a single row occupies the device. One program a row searches for the
+bounds of filters. The kernels to run follow from a step's features alone. Their work for a row follows from its slot's
+flags, on the device. Each row has its own order of summation, so that a row's token does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def sampling_choose_kernel(
     FILTERS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of the vocabulary of one row: its likeliest token under the row's noise, the lowest of equal ones.
+    """Find the largest token, with the row's noise, of one chunk of the vocabulary of one row; the lowest of equal
+    ones.
 
-    Into `values` and `tokens` [rows, parts]; into `faults` for rows that sampling_edit_kernel has passed over. WORKED:
-    there are rows in `work`, which are those whose slots have flags.
+    It writes to `values` and `tokens`, [rows, parts], and to `faults` for rows that sampling_edit_kernel skipped.
+    WORKED: `work` has the rows whose slots have flags.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row * slots_stride).to(tl.int64)
@@ -109,7 +110,7 @@ def sampling_settle_kernel(
     EDITS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One row: its token and its faults into `chosen`, the token into its slot's `last_tokens` and counts."""
+    """Store a row's token and faults in `chosen`, and the token in its slot's `last_tokens` and counts."""
     row = tl.program_id(0)
     slot = tl.load(slots + row * slots_stride).to(tl.int64)
     if slot < 0:
@@ -120,7 +121,7 @@ def sampling_settle_kernel(
     best = tl.max(value, 0)
     token = tl.min(tl.where(value == best, tl.load(tokens + row * parts + part, real, other=vocab), vocab), 0)
     fault = tl.max(tl.load(faults + row * parts + part, real, other=0), 0)
-    # A row of NaN has no largest; what its token is used for does not know that.
+    # A row of NaN has no largest token, but its token must still be a valid index.
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     tl.store(chosen + row, token)
     tl.store(chosen + chosen_stride + row, fault | tl.where(best > float("-inf"), 0, _NONE_LEFT))
@@ -133,20 +134,20 @@ def sampling_settle_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Powers of two."""
+    """The sizes of the kernels' work, powers of two."""
 
     chunk: int = 2048
-    """Tokens that one program edits or chooses from."""
+    """The tokens that one program edits or chooses from."""
     tile: int = 2048
-    """Tokens that a search for bounds looks at at a time."""
+    """The tokens that a search for bounds reads at one time."""
     room: int = 8192
-    """Numbers that a search may gather to go over them alone."""
+    """The most numbers that a search may gather to read only these."""
 
 
 class TritonChoose:
-    """`Choose` of device/sampler.py by kernels, for one device and up to `rows` rows a step, each of them dense.
+    """`Choose` of device/sampler.py with Triton kernels, for one device and up to `rows` dense rows a step.
 
-    What it works in for edits and filters is taken with the first step that has any, which must not be one that is
+    Its work memory for edits and filters is allocated in the first step that has any. That step must not be one that is
     being recorded.
     """
 
@@ -155,7 +156,7 @@ class TritonChoose:
         self._rows = rows
         self._vocab = vocab_size
         self._parts = triton.cdiv(vocab_size, self._tiles.chunk)
-        # Kept in one row: a row's logits, then the room, both on borders of 64 bytes.
+        # Each row of the work memory has the row's logits, then the room, both aligned to 64 bytes.
         self._spare = triton.cdiv(vocab_size, 16) * 16
         self._stride = self._spare + max(16, self._tiles.room)
         size = (rows, self._parts)
@@ -173,10 +174,10 @@ class TritonChoose:
         filters = Features.FILTERS in features
         if features and self._work is None:
             self._work = torch.empty(self._rows, self._stride, dtype=torch.float32, device=logits.device)
-        # A kernel that does not read it is given something in its place.
+        # Kernels that do not read it get another tensor in its place.
         work = self._bounds if self._work is None else self._work
         reals = state.table.view(torch.float32)
-        # Of int64 the lower halves, so that kernels are compiled for one kind.
+        # The lower halves of int64, so that kernels are compiled for one type only.
         narrow = slots if slots.dtype == torch.int32 else slots.view(torch.int32)[::2]
         grid = (len(slots), self._parts)
         parts = triton.next_power_of_2(self._parts)
@@ -264,5 +265,5 @@ class TritonChoose:
 
 
 def _warps(tokens: int) -> int:
-    """Of a program that holds so many: 16 in each thread."""
+    """The warps of a program that holds `tokens` tokens: 16 for each thread."""
     return max(1, min(8, tokens // 512))
