@@ -1,6 +1,6 @@
-"""Measures the engine: `python -m engine.bench`.
+"""Benchmarks of the engine: `python -m engine.bench`.
 
-offline: fixed workloads, all requests at once; load: requests arrive at random, at rates tried one after another
-ceilings measures what the machine could do at best; breakdown says which part of a step takes the time
-peer runs transformers on the same workloads; plot draws curves; options checks the command line
+offline: throughput on fixed workloads, with all requests at once; load: latency at random arrivals of rising rates
+ceilings: measures the limits of the machine; breakdown: times the parts of a step
+peer: runs transformers on the same workloads; plot: draws curves; options: checks the command line
 """

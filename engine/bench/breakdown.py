@@ -1,8 +1,8 @@
-"""Where the time of a step goes: timers put around the parts of an engine from outside, so that it carries none itself.
+"""Breaks the time of a step down into parts, with timers put around an engine's parts from outside.
 
-Host times are of the thread that steps, each part without those within it. On CUDA a second run, without graphs, gives
-the device's own: events around every kernel class, recorded while the device is held up, so that no gap between two
-launches counts as work.
+Host times are those of the thread that runs steps. Each part excludes the parts within it. On CUDA a second run,
+without graphs, gives the device's times: events around every kernel class, recorded while the device is held up, so
+that no gap between launches counts as work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.kernels import Kernels, PreparedLinear
 from engine.kernels.native.layers import PackedProduct
 from engine.plan import StepPlan
 
-#: Operation of a kernel set -> kernel class.
+#: Maps the operations of a kernel set to kernel classes.
 KERNELS = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
@@ -35,23 +35,23 @@ KERNELS = {
     "gelu_tanh_mul": "gate",
     "paged_attention": "attention",
 }
-#: The part whose operations are not told apart.
+#: The part whose operations are not timed separately.
 _WHOLE = "logits"
-#: Cycles for which the device is held up before a step of which the kernels are timed: some 50 ms.
+#: The cycles for which the device is held up before a step whose kernels are timed: some 50 ms.
 _HOLD = 100_000_000
 
 
 class Meter:
-    """Times of steps by part. Used by the thread that steps; read when it is done."""
+    """Collects the times of steps by part. Used by the thread that runs steps, and read after it is done."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: a CUDA device whose own times are wanted in place of the host's."""
+        """`device`: a CUDA device to time instead of the host."""
         self._device = device
         self._steps: dict[str, list[dict[str, float]]] = defaultdict(list)
         self._now: dict[str, float] = {}
-        # Parts that have begun: name, when, what those within it took.
+        # The open parts: name, begin, the time of the parts within it.
         self._open: list[list[Any]] = []
-        # (part, the part around it, begin, end) on the device.
+        # The device's events: (part, the part around it, begin, end).
         self._events: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._kind: str | None = None
 
@@ -88,7 +88,7 @@ class Meter:
             self._events.append((name, around, begin, end))
 
     def around(self, target: Any, name: str, part: str) -> None:
-        """Time what `target.name` does as `part`, from now on."""
+        """Time all later calls of `target.name` as `part`."""
         inner = getattr(target, name)
 
         def timed(*args: Any, **more: Any) -> Any:
@@ -98,19 +98,19 @@ class Meter:
         setattr(target, name, timed)
 
     def took(self, name: str, seconds: float) -> None:
-        """Enter what was timed elsewhere, within the part that is open, as the part `name`."""
+        """Add a time measured elsewhere as the part `name`, within the open part."""
         self._now[name] = self._now.get(name, 0.0) + seconds
         if self._open:
             self._open[-1][2] += seconds
 
     def kernels(self, found: Kernels) -> Kernels:
-        """The set, with every operation timed as its kernel class; to be called before a model is made with it.
+        """Time every operation of a kernel set as its kernel class. Call it before a model is made with the set.
 
-        A set that runs all layers in one call times them itself.
+        A set that runs all layers in one call times them itself. Returns the set.
         """
         for name, part in KERNELS.items():
             self.around(found, name, part)
-        found.told = self.took
+        found.report_time = self.took
         for name in ("prepare_linear", "prepare_quantised", "prepare_ordered", "prepare_fp8"):
             self._products(found, name)
         return found
@@ -121,7 +121,7 @@ class Meter:
         def prepared(*args: Any) -> PreparedLinear:
             run = prepare(*args)
             if isinstance(run, PackedProduct):
-                # It stays what it is, for the one call of all layers; what is left is called one by one.
+                # Keep its type, which the call of all layers needs. Other products are called one by one.
                 self.around(run, "_run", "linear")
                 return run
 
@@ -134,7 +134,7 @@ class Meter:
         setattr(found, name, prepared)
 
     def watch(self, engine: Engine) -> None:
-        """Time the parts of an engine that has nothing to do yet."""
+        """Time the parts of an engine that is still idle."""
         pipeline = engine._loop._pipeline
         runner = pipeline._executor
         self._step(pipeline)
@@ -197,11 +197,11 @@ class Meter:
         self._events.clear()
 
     def forget(self) -> None:
-        """What was timed so far, as that of a warm-up."""
+        """Drop all times so far, for instance those of a warm-up."""
         self._steps.clear()
 
     def report(self) -> dict[str, Any]:
-        """By kind of step, its count and the mean milliseconds of each part."""
+        """For each kind of step, the count and the mean milliseconds of each part."""
         found: dict[str, Any] = {}
         for kind, steps in sorted(self._steps.items()):
             parts: dict[str, float] = defaultdict(float)
@@ -218,14 +218,14 @@ class Meter:
 
 
 def kind(plan: StepPlan) -> str:
-    """`prefill` where a part of a prompt is computed, `verify` where drafts are and no prompt, else `decode`."""
+    """The kind of a step: `prefill` with a part of a prompt, `verify` with drafts and no prompt, else `decode`."""
     if any(row.count - len(row.draft) > 1 for row in plan.rows):
         return "prefill"
     return "verify" if any(row.draft for row in plan.rows) else "decode"
 
 
 def shown(title: str, report: dict[str, Any]) -> str:
-    """A report as text, a table for each kind of step."""
+    """A report as text, with a table for each kind of step."""
     lines = []
     for kind, found in report.items():
         lines.append(f"{title}, {kind}: {found['ms']:.3f} ms a step, mean of {found['steps']}")

@@ -1,11 +1,11 @@
-"""What this machine could do at best: its memory's bandwidth and its rate of multiplication, measured on the spot, and
-the least time that a workload takes by them.
+"""Measures the limits of this machine, memory bandwidth and rate of multiplication, and the least time that a workload
+takes by them.
 
-Each step reads every weight of a product once, and the keys and values that the sequences it goes on with see, both in
-as many bytes as they are kept in (numbers of 4 and 8 bits with their scales); each token takes a multiplication and an
-addition for each such weight. A step takes at least the longer of both, prompts likewise; nothing else is counted, so
-no engine reaches it. A limit is the best that anything was seen to do here: torch's own sum and product, or this
-engine's products of one row and of many.
+Each step reads every weight of a product once, and the keys and values that its sequences see. Both count in the bytes
+in which they are kept (numbers of 4 and 8 bits with their scales). Each token takes a multiplication and an addition
+for each such weight. A step, or a prompt, takes at least the longer of both times. Nothing else is counted, so no
+engine reaches the limit. The limits are the best measured here of torch's sum and product, and of this engine's
+products of one row and of many.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from engine.models.loader import locate
 from engine.text.checkpoint import HEADS, NO_PARAMETERS, PACKED
 from engine.text.config import packed_bits, read_config
 
-#: Larger than any cache: 256 MiB in fp32.
+#: The numbers to sum: 256 MiB in fp32, larger than any cache.
 _NUMBERS = 1 << 26
-#: (rows, inputs, outputs) of the product that is timed: as large as those of a long prompt.
+#: (rows, inputs, outputs) of the timed product, as large as those of a long prompt.
 _PRODUCT = (512, 2048, 2048)
-#: [outputs, inputs] of the weight that is read for one row: larger than any cache, too.
+#: [outputs, inputs] of the weight that is read for one row, also larger than any cache.
 _WEIGHT = (8192, 8192)
 _TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of the threads that torch has."""
+    """The machine's limits, with torch's number of threads."""
 
     read_bytes_per_s: float
     operations_per_s: float
-    """Multiplications and additions, in the fastest dtype that the weights' products may be computed in."""
+    """Multiplications and additions per second, in the fastest dtype in which the weights' products may be computed."""
 
     @classmethod
     def measure(cls, dtype: torch.dtype) -> Ceilings:
-        """The best of a few tries. `dtype`: of the weights."""
+        """Measure the limits, as the best of a few tries. `dtype`: of the weights."""
         numbers = torch.ones(_NUMBERS)
         reads = [numbers.nbytes / _least_s(numbers.sum)]
         del numbers
@@ -67,22 +67,23 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model's steps take."""
+    """The work of a model's steps."""
 
     weights: int
-    """Of all products, the head's too."""
+    """The number of weights of all products, the head's included."""
     head: int
-    """Of the output head: a prompt takes it once."""
+    """The number of weights of the output head, which runs once for a prompt."""
     weight_bytes: int
-    """Of all products' weights and their scales, as the kernel set keeps them."""
+    """The bytes of all products' weights and scales, as the kernel set keeps them."""
     kv: tuple[tuple[int, int | None], ...]
-    """Of each KV group: bytes of one token's keys and values in all of its layers, scales too; and its window."""
+    """For each KV group, the bytes of one token's keys and values in all of its layers, scales included; and its
+    window."""
     layers: int
-    """Taken to be alike: of a prompt, its last token alone goes through the last one."""
+    """The number of layers, taken to be alike. Only a prompt's last token goes through the whole last layer."""
 
     @classmethod
     def of(cls, model: Model, folder: str | Path) -> Work:
-        """Of a model that was loaded from `folder`. Raises ModelError."""
+        """The work of a model that was loaded from `folder`. Raises ModelError."""
         kernels, config = model.kernels, read_config(Path(folder))
         numbers: dict[str, int] = {}
         for name, found in locate(Path(folder)).items():
@@ -90,7 +91,7 @@ class Work:
             if matrix.endswith(HEADS) and end not in NO_PARAMETERS:
                 words = 32 // packed_bits(config, head=True) if end in PACKED else 1
                 numbers[matrix] = math.prod(found.stored.shape) * words
-        # A tied table is the head as well; one that is not is only looked up.
+        # A tied table is the head as well. An untied one is only looked up.
         heads = [name for name in numbers if name.endswith("lm_head")] or list(numbers)
         return cls(
             weights=kernels.weights,
@@ -111,7 +112,7 @@ class Work:
         )
 
     def least_s(self, jobs: Sequence[tuple[int, int]], ceilings: Ceilings) -> float:
-        """Seconds that jobs of (prompt tokens, output tokens), all there at once, take at the least."""
+        """The least seconds for jobs of (prompt tokens, output tokens) that all arrive at once."""
         prompts = sum(prompt for prompt, _ in jobs)
         last = (self.weights - self.head) / self.layers
         operations = 2 * (prompts * (self.weights - self.head - last) + len(jobs) * (self.head + last))

@@ -1,11 +1,12 @@
-"""Latency against load: requests arrive by chance, at rates that are tried one after another.
+"""Measures latency against load: requests arrive at random, at several rates in turn.
 
     python -m engine.bench --model DIR --load --mix chat,prefix,long,tiers --rates 0.5,1,2,4 --json OUT --plot OUT.svg
 
-Arrivals are a Poisson process, the same at every run of one seed. Mixes: `chat` (128 prompt and 64 output tokens),
-`prefix` (a prompt of which 400 tokens are everybody's, 32 its own), `long` (1,500 prompt tokens, 32 of output), `tiers`
-(as chat; one of five requests has priority, one is batch). Of each rate: time to the first token and between tokens at
-the 50th, 95th and 99th percentile, from arrival, and output tokens a second until the last request has ended.
+Arrivals are a Poisson process, the same in every run with one seed. Mixes: `chat` (128 prompt and 64 output tokens),
+`prefix` (prompts that share 400 tokens and have 32 of their own), `long` (1,500 prompt and 32 output tokens), `tiers`
+(like chat; one of five requests has the priority tier, one the batch tier). For each rate it prints the time to the
+first token (from arrival) and between tokens, at the 50th, 95th and 99th percentile, and the output tokens a second
+until the last request has ended.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from engine.bench.plot import Line, chart
 from engine.request import Tier
 
 _PERCENTILES = (50, 95, 99)
-#: Of a prefix mix.
+#: The shared and own prompt tokens of the prefix mix.
 _SHARED, _OWN = 400, 32
-#: Tokens of prompt and output.
+#: The tokens of prompt and output of each mix.
 _SHAPES = {"chat": (128, 64), "prefix": (_SHARED + _OWN, 32), "long": (1500, 32), "tiers": (128, 64)}
 MIXES = tuple(_SHAPES)
 
@@ -35,22 +36,22 @@ MIXES = tuple(_SHAPES)
 @dataclass(frozen=True, slots=True)
 class Arrival:
     at: float
-    """Seconds after the first request could come."""
+    """The time of arrival, in seconds from the beginning of the run."""
     prompt: list[int]
     output: int
     tier: Tier = Tier.DEFAULT
 
 
 @dataclass(slots=True)
-class Told:
-    """When a request's tokens came, in seconds after it arrived."""
+class TokenTimes:
+    """The times of a request's tokens, in seconds after its arrival."""
 
     tier: Tier
     times: list[float]
 
 
 def arrivals(mix: str, rate: float, count: int, vocab_size: int, seed: int) -> list[Arrival]:
-    """`count` requests, `rate` of them a second on average."""
+    """Make `count` requests, on average `rate` a second."""
     random_ = random.Random(f"{seed}:{mix}:{rate}")  # noqa: S311  # data, not secrets
 
     def ids(number: int) -> list[int]:
@@ -67,19 +68,20 @@ def arrivals(mix: str, rate: float, count: int, vocab_size: int, seed: int) -> l
 
 
 def longest_of(mix: str) -> int:
-    """Tokens of its longest request, prompt and output."""
+    """The tokens of a mix's longest request, prompt and output."""
     return sum(_SHAPES[mix])
 
 
-def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[Told], float]:
-    """What became of each, and for how many seconds the engine was at it. Raises RuntimeError where one failed."""
-    told = [Told(one.tier, []) for one in plan]
+def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[TokenTimes], float]:
+    """Run requests at their times. Returns each one's token times and the seconds of the whole run. Raises RuntimeError
+    if a request failed."""
+    times = [TokenTimes(one.tier, []) for one in plan]
     done, errors = threading.Semaphore(0), []
     began = time.monotonic()
 
     def listener(i: int, due: float) -> Callable[[Event], None]:
         def on_event(event: Event) -> None:
-            told[i].times += [time.monotonic() - due] * len(event.token_ids)
+            times[i].times += [time.monotonic() - due] * len(event.token_ids)
             if event.error is not None:
                 errors.append(event.error)
             if event.done:
@@ -96,35 +98,35 @@ def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[Told
         done.acquire()
     if errors:
         raise RuntimeError(errors[0])
-    return told, time.monotonic() - began
+    return times, time.monotonic() - began
 
 
-def figures(told: Sequence[Told], seconds: float) -> dict[str, Any]:
-    """Of one rate. Latencies in milliseconds."""
-    first = [one.times[0] for one in told]
-    gaps = [after - before for one in told for before, after in zip(one.times, one.times[1:], strict=False)]
+def figures(times: Sequence[TokenTimes], seconds: float) -> dict[str, Any]:
+    """The figures of one rate, with latencies in milliseconds."""
+    first = [one.times[0] for one in times]
+    gaps = [after - before for one in times for before, after in zip(one.times, one.times[1:], strict=False)]
     found: dict[str, Any] = {
-        "requests": len(told),
-        "output_tokens_per_s": sum(len(one.times) for one in told) / seconds,
+        "requests": len(times),
+        "output_tokens_per_s": sum(len(one.times) for one in times) / seconds,
         "ttft_ms": percentiles(first),
         "itl_ms": percentiles(gaps),
     }
     by_tier: dict[str, list[float]] = defaultdict(list)
-    for one in told:
+    for one in times:
         by_tier[one.tier.name.lower()].append(one.times[0])
     if len(by_tier) > 1:
-        found["ttft_ms_by_tier"] = {tier: percentiles(times) for tier, times in sorted(by_tier.items())}
+        found["ttft_ms_by_tier"] = {tier: percentiles(own) for tier, own in sorted(by_tier.items())}
     return found
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """By the nearest rank, in milliseconds."""
+    """The percentiles by nearest rank, in milliseconds."""
     ordered = sorted(seconds)
     return {f"p{p}": 1e3 * ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in _PERCENTILES} if ordered else {}
 
 
 def bench_load(args: argparse.Namespace, config: EngineConfig, vocab_size: int) -> dict[str, Any]:
-    """All mixes at all rates, a fresh engine for each mix; a chart where `args.plot` says."""
+    """Run all mixes at all rates, with a fresh engine for each mix. Writes a chart to `args.plot`, if that is set."""
     found: dict[str, Any] = {}
     for mix in args.mix:
         rates: list[dict[str, Any]] = []
@@ -153,7 +155,7 @@ def shown(mix: str, one: dict[str, Any]) -> str:
 
 
 def plotted(found: dict[str, list[dict[str, Any]]]) -> str:
-    """An SVG: the 95th percentiles of each mix by the rate of arrivals."""
+    """A chart, as SVG, of the 95th percentiles of each mix by the rate of arrivals."""
     lines = []
     for mix, rates in found.items():
         for what in ("ttft", "itl"):

@@ -1,17 +1,16 @@
-"""Throughput and latency of the engine on fixed workloads.
+"""Measures throughput and latency of the engine on fixed workloads.
 
     python -m engine.bench --model DIR --workload W1,W8,W32,W64mix --dtype bfloat16 --threads 2 --json OUT
 
-W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted at once. W64mix: 64 requests of 16 to
-512 prompt and 16 to 256 output tokens. Greedy, EOS ignored, fresh token ids in every repeat, so that no prefix cache
-helps; a short warm-up goes first. With `--peer transformers-cb`, transformers' continuous batching then runs the same
-requests in a process of its own, and the ratio of the best repeats is given (for development: needs transformers).
-With `--deterministic`, the plain mode runs the same requests in turns with it, and the ratio is given as well.
-So it does with `--speculate lookup` or `draft`; but these prompts are of random tokens, of which little can be guessed:
-what is measured is what guessing costs. What it gains: tests/bench/speculation.py.
-With `--breakdown` it is told in place of throughput where the time of a step goes (breakdown.py); with `--load` how
-latency goes with the rate of arrivals (load.py). On a CPU each figure has its share of what the machine could do at
-best (ceilings.py).
+W1, W8, W32: that many requests of 128 prompt and 128 output tokens, submitted at once. W64mix: 64 requests of 16 to 512
+prompt and 16 to 256 output tokens. Sampling is greedy and ignores EOS. Every repeat has fresh token ids, so that no
+prefix cache helps. A short warm-up runs first. With `--peer transformers-cb`, transformers' continuous batching then
+runs the same requests in a process of its own, and the ratio of the best repeats is printed (for development: needs
+transformers). With `--deterministic` or `--speculate`, the plain mode runs the same requests in turns, and the ratio is
+printed as well. These prompts are random tokens, so drafts are rarely right: `--speculate` measures here what drafts
+cost. tests/bench/speculation.py measures what they gain. `--breakdown` prints the time of a step's parts instead of
+throughput (breakdown.py), and `--load` latency by the rate of arrivals (load.py). On a CPU each figure comes with its
+share of the machine's limit (ceilings.py).
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from engine.text.config import Config, read_config
 
 #: (prompt token ids, output tokens)
 Job = tuple[list[int], int]
-#: Below are the ids that most tokenizers have for their special tokens.
+#: The lowest token id used. Most tokenizers have their special tokens below.
 _FIRST_ID = 100
 
 
 def workload(name: str, vocab_size: int, seed: int, repeat: int) -> list[Job]:
-    """The jobs of a workload. Lengths depend on the seed alone, token ids on seed and repeat."""
+    """The jobs of a workload. Lengths depend on the seed alone, token ids on seed and repeat number."""
     lengths = random.Random(f"{seed}:{name}:len")  # noqa: S311  # data, not secrets
     ids = random.Random(f"{seed}:{name}:ids:{repeat}")  # noqa: S311
     if name == "W64mix":
@@ -70,10 +69,9 @@ def warm_up(name: str, vocab_size: int, seed: int) -> list[Job]:
 
 
 def measure(began: float, jobs: list[Job], times: list[list[float]], cpu_s: float) -> dict[str, float]:
-    """Figures of one run, from the time at which each token of each job was delivered.
+    """The figures of one run, from the delivery time of each token of each job.
 
-    `cpu_s`, the processor time of the process meanwhile, tells how much of the machine others had: two runs on a busy
-    machine compare better by it than by the clock.
+    `cpu_s`: the process's processor time. On a busy machine, two runs compare better by it than by wall-clock time.
     """
     wrong = [i for i, (job, at) in enumerate(zip(jobs, times, strict=True)) if len(at) != job[1]]
     if wrong:
@@ -130,7 +128,7 @@ def workloads(args: argparse.Namespace, vocab_size: int) -> dict[str, list[list[
 
 
 def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> EngineConfig:
-    """With room for the jobs of `plans` and no more; where there are none, for as many and as long ones as a worker."""
+    """Settings with room for the jobs of `plans` and no more. Without plans, those of a worker."""
     every = [jobs for repeats in plans.values() for jobs in repeats]
     return EngineConfig(
         dtype=args.dtype,
@@ -152,8 +150,8 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
 
 
 def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """With `--deterministic` or `--speculate`, the plain engine too, in turns: what others do to the machine is done
-    to both."""
+    """Run the workloads. With `--deterministic` or `--speculate`, the plain engine runs too, in turns, so that other
+    load on the machine affects both."""
     plans = workloads(args, vocab_size)
     config = settings(args, plans)
     configs = {"penstock": config}
@@ -194,7 +192,8 @@ def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
 
 
 def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """Of each workload where the host's time goes, and on CUDA the device's, with every kernel launched by itself."""
+    """For each workload, break down the host's time and, on CUDA, the device's, with every kernel launched by
+    itself."""
     plans = workloads(args, vocab_size)
     config = settings(args, plans)
     device = device_named(config.device)
@@ -229,7 +228,8 @@ def _timed(meter: Meter, config: EngineConfig, device: torch.device, dtype: torc
 def at_least(
     args: argparse.Namespace, engine: Engine, plans: dict[str, list[list[Job]]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(the seconds that each workload takes at the machine's limits, these limits), before anything else runs."""
+    """Returns (the seconds that each workload takes at the machine's limits, these limits). Call it before anything
+    else runs."""
     model = engine._model
     ceilings, work = Ceilings.measure(model.dtype), Work.of(model, args.model)
     print(
@@ -245,7 +245,8 @@ def at_least(
 
 
 def summary(name: str, who: str, runs: list[dict[str, float]], least: float | None = None) -> dict[str, Any]:
-    """`least`: the seconds that the workload takes at the machine's limits, where they are known."""
+    """Print and return the figures of a workload's runs. `least`: the seconds that it takes at the machine's limits, if
+    known."""
     best = max(runs, key=lambda run: run["output_tokens_per_s"])
     share = {} if least is None else {"share_of_limit": least / best["wall_s"]}
     print(
@@ -258,7 +259,7 @@ def summary(name: str, who: str, runs: list[dict[str, float]], least: float | No
 
 
 def ratios(report: dict[str, Any], names: list[str], other: str) -> dict[str, float]:
-    """Our output tokens/s over another's, of each workload."""
+    """The ratio of Penstock's output tokens/s to another's, for each workload."""
     found = {}
     for name in names:
         ours, theirs = (report[who]["results"][name]["best_output_tokens_per_s"] for who in ("penstock", other))
@@ -268,7 +269,7 @@ def ratios(report: dict[str, Any], names: list[str], other: str) -> dict[str, fl
 
 
 def bench_peer(args: argparse.Namespace) -> dict[str, Any]:
-    """The same workloads on transformers, in a process of its own, so that neither has the other's threads about."""
+    """Run the same workloads on transformers, in a process of its own, so that the threads of both do not compete."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "peer.json"
         command = [sys.executable, "-m", "engine.bench.peer", "--model", args.model, "--json", str(out)]
@@ -297,7 +298,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures that `args` ask for. Raises EngineError where they cannot be had."""
+    """Take all figures that `args` ask for. Raises EngineError if that is not possible."""
     config = Config.of_model(read_config(args.model))
     vocab_size = config.integer("vocab_size")
     _fit(args, vocab_size, config.context_length())
@@ -319,7 +320,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fit(args: argparse.Namespace, vocab_size: int, context: int) -> None:
-    """Raises EngineError, before anything is measured, where the model's context is too short for a workload or mix."""
+    """Raise EngineError, before anything is measured, if the model's context is too short for a workload or mix."""
     if args.load:
         option, longest = "mix", {name: longest_of(name) for name in args.mix}
     else:

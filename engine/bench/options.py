@@ -15,7 +15,7 @@ WORKLOADS = ("W1", "W8", "W32", "W64mix")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """What this bench and its peer have in common."""
+    """A parser with the options that this bench and its peer have in common."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,8 +57,7 @@ def every_argument(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def checked(parser: argparse.ArgumentParser, given: list[str] | None = None) -> argparse.Namespace:
-    """What was `given`, or the process's own arguments; ends the process, with the reason, where they do not go
-    together."""
+    """Parse `given`, or the process's own arguments. Ends the process with a reason if options do not go together."""
     args = parser.parse_args(given)
     if args.plot is not None and not args.load:
         parser.error("--plot goes with --load")
@@ -94,7 +93,7 @@ def _count(text: str) -> int:
 
 
 def _file(text: str) -> Path:
-    """A file that can be written: what is measured for minutes is not to be lost at the end."""
+    """A path that can be written. It is checked early, so that no figures are lost after minutes of measuring."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"

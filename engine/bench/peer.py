@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the workloads of engine.bench.offline; run by it, as a process of its own."""
+"""Runs transformers' continuous batching on the workloads of engine.bench.offline, which starts it as a process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PAGE = 32
 
 
 def batching(args: Any, plans: list[list[Job]]) -> AbstractContextManager[Any]:
-    """A batching manager with room for the largest plan, running inside of the context."""
+    """A context with a running batching manager that has room for the largest plan."""
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    # Typed in part only.
+    # transformers is only partly typed.
     library: Any = transformers
     model = library.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, attn_implementation="sdpa")
     model = model.to(device).eval()
@@ -67,7 +67,7 @@ def run_jobs(manager: Any, jobs: list[Job]) -> dict[str, float]:
         if result.error:
             raise RuntimeError(result.error)
         if result.is_finished():
-            # The manager stamps tokens by the same clock, but notes the last one before the result is handed out.
+            # The manager stamps tokens by the same clock, but may not stamp the last one before it returns the result.
             stamps = list(result.timestamps or [])[: len(result.generated_tokens)]
             missing = len(result.generated_tokens) - len(stamps)
             times[places.pop(result.request_id)] = stamps + [time.perf_counter()] * missing
@@ -87,7 +87,7 @@ def main() -> None:
             run_jobs(manager, warm_up(name, vocab_size, args.seed))
             results[name] = summary(name, "transformers-cb", [run_jobs(manager, jobs) for jobs in repeats])
         args.json.write_text(json.dumps({"dtype": args.dtype, "results": results}))
-        # Its threads do not always end by themselves; the figures are written.
+        # Its threads do not always end by themselves, and the figures are written.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A chart of lines as SVG, by nothing but text."""
+"""Draws a line chart as SVG text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 _WIDTH, _HEIGHT = 860, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 200, 40, 50
-#: Okabe and Ito's colours, which most eyes tell apart.
+#: Okabe and Ito's colours, which also colour-blind people can distinguish.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#000000")
 
 
@@ -21,7 +21,7 @@ class Line:
 
 
 def chart(title: str, across: str, up: str, lines: Sequence[Line]) -> str:
-    """Both axes logarithmic. Raises ValueError where there is no point, or one at 0 or below."""
+    """Draw a chart with two logarithmic axes. Raises ValueError if there is no point, or one at 0 or below."""
     points = [point for line in lines for point in line.points]
     if not points:
         raise ValueError("a chart needs a point")
@@ -59,7 +59,7 @@ def chart(title: str, across: str, up: str, lines: Sequence[Line]) -> str:
 
 
 def _axis(values: Sequence[float]) -> list[float]:
-    """Ticks of 1, 2 and 5 times powers of ten, from below the smallest to above the largest."""
+    """The ticks of an axis: 1, 2 and 5 times powers of ten, from below the smallest value to above the largest."""
     first, last = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     every = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     low = max(tick for tick in every if tick <= min(values) * (1 + 1e-9))

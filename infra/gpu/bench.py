@@ -1,18 +1,18 @@
-"""Figures of one engine of random weights, each written as soon as it is known.
+"""Measures an engine with random weights, and writes each figure as soon as it is known.
 
-    python infra/gpu/bench.py OUT.json --shape llama-8b --measures decode:1,decode:64,prefill,profile,offline
+python infra/gpu/bench.py OUT.json --shape llama-8b --measures decode:1,decode:64,prefill,profile,offline
 
-    decode:N    milliseconds a step in which N sequences decode, at a context of about 1,024 tokens
-    prefill     prompt tokens a second, prompts of 1,024
-    offline     256 requests of 1,000 prompt and 1,000 output tokens at once, from the first to the last
-    short       256 requests of 1,000 and 250: what transformers is asked, too (peer.py)
-    profile     on what the device spends a step of 64, by its kernels
-    host        on what the host spends it; the last, since its timers stay in the engine
+   decode:N    milliseconds for a step in which N sequences decode, at a context of about 1,024 tokens
+   prefill     prompt tokens a second, with prompts of 1,024 tokens
+   offline     256 requests at once of 1,000 prompt and 1,000 output tokens each
+   short       256 requests at once of 1,000 and 250 tokens, as for transformers (peer.py)
+   profile     the device's time in a step of 64 sequences, by kernels
+   host        the host's time in such a step; run it last, because its timers stay in the engine
 
-On a GPU, kernels are compiled first as `penstock warm` does; what is compiled after that nonetheless is told. Each
-measure comes after a short run of its own, so that graphs are recorded. With `--tiny`, all is so small that a CPU does
-it in seconds: to see that it works, not how fast. Where the KV cache does not hold 256 such requests, `offline` and
-`short` make as many as it holds.
+On a GPU, kernels are compiled first, as by `penstock warm`, and kernels compiled after that are reported. A short
+run goes before each measure, so that graphs are recorded. With `--tiny`, everything is so small that a CPU runs it
+in seconds, to test the bench itself. If the KV cache does not hold 256 such requests, `offline` and `short` make as
+many as it holds.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from infra.gpu.shapes import SHAPES
 from infra.gpu.step_parts import profiled
 from infra.gpu.steps import Steps
 
-#: Shares of the limit that are asked for.
+#: The wanted shares of the limit.
 GOALS = {"decode:1": 0.80, "decode:16": 0.75, "decode:64": 0.72, "decode:256": 0.70, "prefill": 0.60, "offline": 0.60}
 
 
 class Bench:
-    """`measure` adds to `figures` and writes them."""
+    """Takes figures of one engine. `measure` adds to `figures` and writes them."""
 
     def __init__(self, out: Path, shape: str, device: torch.device, *, tiny: bool) -> None:
         self._out, self._shape, self._device, self._tiny = out, shape, device, tiny
@@ -86,7 +86,7 @@ class Bench:
             max_num_seqs=self.sequences,
             max_model_len=self.length,
             enable_prefix_caching=False,
-            # On a CPU, whose profiler sees torch's operations alone: there this only tries the check itself.
+            # A CPU's profiler only sees torch's operations. There, this only tests the bench itself.
             kernels="auto" if self._device.type == "cuda" else "cpu",
         )
         engine = random_engine(self._shape, config, self._device)
@@ -110,7 +110,7 @@ class Bench:
         began = time.perf_counter()
         try:
             found = getattr(self, f"_{kind}")(engine, *([min(int(count), self.sequences)] if count else []))
-        except Exception as error:  # noqa: BLE001  # one that fails leaves the others' figures
+        except Exception as error:  # noqa: BLE001  # a failed measure must not lose the other figures
             found = {"error": f"{type(error).__name__}: {error}"}
         found["took_s"] = time.perf_counter() - began
         if name in GOALS and found.get("share") is not None:
@@ -192,7 +192,7 @@ class Bench:
 
 
 def held(kv_tokens: int, most: int, tokens: int) -> int:
-    """How many sequences of `tokens` tokens a KV cache of `kv_tokens` holds at once: one at least, `most` at most."""
+    """The number of sequences of `tokens` tokens that a KV cache of `kv_tokens` holds at once, from 1 to `most`."""
     return max(1, min(most, kv_tokens // (tokens + EngineConfig().block_size)))
 
 

@@ -1,4 +1,4 @@
-"""How many kernels Triton compiles in this process, and how many it finds in its cache."""
+"""Counts the kernels that Triton compiles in this process, and those that it finds in its cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Compiled:
-    """Names of kernels, once for each specialisation."""
+    """The names of kernels, once for each specialisation."""
 
     built: list[str] = field(default_factory=list)
     cached: list[str] = field(default_factory=list)
@@ -18,7 +18,7 @@ class Compiled:
 
 @contextmanager
 def count_compiled() -> Iterator[Compiled]:
-    """Nothing is counted where there is no Triton."""
+    """A context that counts compiled kernels. It counts nothing if Triton is not installed."""
     found = Compiled()
     try:
         from triton import knobs

@@ -1,8 +1,8 @@
-"""transformers' continuous batching on requests like those of bench.py's `short`.
+"""Runs transformers' continuous batching on requests like those of bench.py's `short`.
 
     python infra/gpu/peer.py OUT.json --like SHORT.json
 
-SHORT.json is what bench.py wrote: it says the model's shape, and how many requests of how many tokens there were.
+SHORT.json, written by bench.py, has the model's shape, and the number and sizes of the requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     page = 256 if device.type == "cuda" else 32
     settings: dict[str, Any] = {
         "page_size": page,
-        # What it calls the same in other versions.
+        # The name of the same setting in other versions.
         "block_size": page,
         "num_blocks": count * -(-(prompt + output + 1) // page) + count + 8,
         "max_batch_tokens": 8192 if device.type == "cuda" else 1024,
@@ -77,7 +77,7 @@ def main() -> None:
         found |= {name: run[name] for name in ("wall_s", "output_tokens_per_s", "ttft_p50_s", "tpot_mean_ms")}
         args.out.write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found), flush=True)
-        # Its threads do not always end by themselves; the figures are written.
+        # Its threads do not always end by themselves, and the figures are written.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Engines and peers of random weights, made on the device itself: no checkpoint of 16 GB is written or read."""
+"""Makes engines and transformers models with random weights on the device, without a checkpoint of 16 GB."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.models.families.llama import Llama
 from engine.text.config import Config
 from infra.gpu.shapes import SHAPES
 
-#: As checkpoints are initialised; sums of products stay of the size of one.
+#: The standard deviation of weights, as in usual initialisation. Sums of products stay near the size of one.
 _SPREAD = 0.02
 
 
 def random_engine(shape: str, config: EngineConfig, device: torch.device) -> Engine:
-    """An engine without a tokenizer, of bf16 weights that were never trained (in fp32 where a CPU has no bf16)."""
+    """An engine without a tokenizer, with random bf16 weights (held in fp32 if a CPU has no bf16)."""
     settings = SHAPES[shape]
     dtype = torch.bfloat16
     model = Llama(Config.of_model(settings), select(device, dtype, config.kernels), dtype, device)
@@ -34,7 +34,7 @@ def random_engine(shape: str, config: EngineConfig, device: torch.device) -> Eng
 
 
 def random_peer(shape: str, device: torch.device) -> Any:
-    """The same in transformers."""
+    """The same model in transformers."""
     import transformers
 
     config = transformers.LlamaConfig(**{k: v for k, v in SHAPES[shape].items() if k not in ("architectures", "dtype")})

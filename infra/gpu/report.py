@@ -1,8 +1,9 @@
-"""Puts what check.sh's parts left in a folder into report.json, report.txt and report.md; exits 0 if all went well.
+"""Combines the results of check.sh's parts in a folder into report.json, report.txt and report.md. Exits 0 if all
+passed.
 
     python infra/gpu/report.py FOLDER PART...
 
-Parts that were not asked for now are in the report, too, where they were run before; only those asked for decide.
+The report also has parts that an earlier run left. Only the parts given here decide the exit status.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 TESTS, FIGURES = ("kernels", "parity", "engine"), ("bench", "peer", "alone")
-#: Lines of a log that a failure is shown with.
+#: The number of last lines of a log that are shown with a failure.
 TAIL = 60
 
 
@@ -40,7 +41,7 @@ def machine() -> dict[str, Any]:
 
 
 def ended(folder: Path, part: str) -> dict[str, Any]:
-    """Exit status and seconds; none of one that was killed."""
+    """A part's exit status and seconds, both None if it was killed."""
     path = folder / f"{part}.status"
     if not path.is_file():
         return {"exit_status": None, "seconds": None}
@@ -49,9 +50,10 @@ def ended(folder: Path, part: str) -> dict[str, Any]:
 
 
 def tests(folder: Path, part: str) -> dict[str, Any]:
-    """Counts, and the names of what failed; by the log where the part was killed before it wrote its XML."""
+    """The counts of tests and the names of failed ones. Read from the log if the part was killed before it wrote its
+    XML."""
     found = ended(folder, part)
-    found["whole"] = found["exit_status"] in (0, 1)  # all tests ran; of 2 and more the session was cut short
+    found["whole"] = found["exit_status"] in (0, 1)  # all tests ran; 2 or more means that the session was cut short
     with suppress(FileNotFoundError, ElementTree.ParseError):
         suite = ElementTree.parse(folder / f"{part}.xml").getroot().find("testsuite")  # noqa: S314  # pytest's own
         assert suite is not None
@@ -65,7 +67,7 @@ def tests(folder: Path, part: str) -> dict[str, Any]:
             "skipped": int(suite.attrib["skipped"]),
             "failed": failed,
         }
-    # As pytest-xdist has it: [gw0] [ 12%] PASSED tests/test_a.py::test_b[c]
+    # The format of pytest-xdist: [gw0] [ 12%] PASSED tests/test_a.py::test_b[c]
     log = (folder / f"{part}.log").read_text(errors="replace")
     outcomes = re.findall(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.*?) *$", log, re.MULTILINE)
     return found | {
@@ -89,7 +91,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """What was measured, the figure, its limit, the share of it, and the goal."""
+    """The rows of the table of figures: measure, figure, limit, share of the limit, goal."""
     measures = (found["bench"] or {}).get("measures", {})
     made = []
     for name, one in measures.items():
@@ -122,7 +124,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Ready for docs/notes/gpu-limits.md."""
+    """The figures in Markdown, for docs/notes/gpu-limits.md."""
     bench = report["figures"]["bench"] or report["figures"]["short"]
     if bench is None:
         return "Nothing was measured.\n"

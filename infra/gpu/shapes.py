@@ -1,4 +1,4 @@
-"""Model shapes for benches, as their config.json has them."""
+"""The model shapes for benches, as in their config.json."""
 
 from __future__ import annotations
 

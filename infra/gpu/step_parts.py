@@ -1,4 +1,4 @@
-"""On what steps spend their time, by kind of kernel."""
+"""Breaks the time of steps down by kinds of kernels, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from infra.gpu.steps import Steps
 
-#: The first that a kernel's name (or on a CPU, an operation's) agrees with.
+#: Patterns for the names of kernels (on a CPU, of operations). The first match decides.
 PARTS = {
     "attention": r"^attend|^join|attention|attn|flash|fmha",
     "norm": r"norm",
@@ -34,13 +34,14 @@ def part_of(name: str) -> str:
 
 @contextmanager
 def profiled(steps: Steps, count: int) -> Iterator[dict[str, Any]]:
-    """Fills what it gives: milliseconds a step of each part, over `count` steps in which all decode.
+    """A context that yields a dict and fills it with the milliseconds a step of each part, over `count` pure decode
+    steps.
 
-    The profiler is started and stopped on the engine's thread, whose operations alone it sees on a CPU.
+    The profiler is started and stopped on the engine's thread, because on a CPU it only sees that thread's operations.
     """
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
-    with profile(activities=activities):  # its library wants to be used first by the thread that loaded it
+    with profile(activities=activities):  # its library must first be used by the thread that loaded it
         pass
     profiler = profile(activities=activities)
     state = {"seen": 0, "began": 0.0, "took": 0.0}
@@ -48,7 +49,7 @@ def profiled(steps: Steps, count: int) -> Iterator[dict[str, Any]]:
     def on_step() -> None:
         if not steps.decoding or state["took"]:
             return
-        if state["seen"] == 4:  # after the first few, when nothing is made for the first time any more
+        if state["seen"] == 4:  # skip the first few steps, which do one-time work
             profiler.start()
             state["began"] = time.perf_counter()
         state["seen"] += 1

@@ -1,4 +1,4 @@
-"""Requests that decode together on an engine, and when each of its steps ended."""
+"""Times the steps of an engine while requests decode together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.bench.offline import Job
 
 
 class Steps:
-    """Requests at once, and when each step of the engine ended that they were all decoding in."""
+    """Runs requests at once, and records the end of each step in which all of them decode."""
 
     def __init__(self, engine: Engine, batch: int, output: int) -> None:
         self._engine, self._batch, self._output = engine, batch, output
@@ -21,7 +21,7 @@ class Steps:
 
     @property
     def decoding(self) -> bool:
-        """All of them, now. On the engine's thread."""
+        """Whether all requests are decoding now. Call it on the engine's thread."""
         return min(self._made) > 0 and max(self._made) < self._output
 
     def run(self, jobs: list[Job]) -> None:
@@ -55,7 +55,8 @@ class Steps:
             self.on_step()
 
     def whole(self) -> tuple[list[float], list[float]]:
-        """Seconds of each step in which every one made a token, and how many each had made by then on average."""
+        """For each step in which every request made a token: its seconds, and the mean number of tokens made by
+        then."""
         spans, made = [], []
         for (began, before, whole), (ended, after, _) in zip(self._ends, self._ends[1:], strict=False):
             if whole and after - before == self._batch:

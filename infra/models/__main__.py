@@ -3,8 +3,8 @@
     python -m infra.models tiny-draft --out DIR
     python -m infra.models tiny-v2 --out DIR --checkpoint FILE --steps 4000
 
-`tiny`'s 2,400 steps take about half an hour on one AVX2 core. With a checkpoint, a run that was stopped goes on where
-it stood; where the rate is constant at first, it may go on to another number of steps.
+`tiny`'s 2,400 steps take about half an hour on one AVX2 core. With a checkpoint, a stopped run continues where it
+was. If the recipe's rate is constant at first, it may continue to another number of steps.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
         train(model, texts, recipe, steps, arguments.seed, checkpoint, _say)
     except ValueError as error:
         sys.exit(str(error))
-    model.to(torch.bfloat16).to(torch.float32)  # what is measured is what is saved
+    model.to(torch.bfloat16).to(torch.float32)  # measure the weights as they are saved
     result = held_out_loss(model, [file for file in files if file.held_out], tokenizer)
     _say(f"held out: {result}")
     card = model_card(

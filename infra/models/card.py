@@ -1,4 +1,4 @@
-"""The model card that is written beside the weights."""
+"""Writes the model card for the weights' folder."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""A trained network as a Hugging Face folder that transformers and Penstock load unchanged."""
+"""Writes and reads a trained network as a Hugging Face folder, which transformers and Penstock load unchanged."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from infra.models.llama import Llama, Shape
 from infra.models.tokenizer import CHAT_TEMPLATE, END_ID, END_OF_TEXT, END_OF_TEXT_ID, SPECIAL_TOKENS
 
-#: Where a config.json calls a size of `Shape` otherwise.
+#: The sizes of `Shape` that have other names in config.json.
 _CONFIG_NAMES = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -45,7 +45,7 @@ def write_folder(folder: Path, model: Llama, tokenizer: Tokenizer, card: str) ->
 
 
 def read_folder(folder: Path) -> Llama:
-    """The network of a folder that `write_folder` wrote, in fp32."""
+    """Read the network, in fp32, from a folder that `write_folder` wrote."""
     config = json.loads((folder / "config.json").read_text())
     names = [field.name for field in fields(Shape)]
     model = Llama(Shape(**{name: config[_CONFIG_NAMES.get(name, name)] for name in names}))

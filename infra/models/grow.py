@@ -1,7 +1,7 @@
-"""A trained network made wider without changing what it computes.
+"""Widens a trained network without changing its outputs.
 
-Source: Chen, Goodfellow, Shlens, "Net2Net: accelerating learning via knowledge transfer" (2015). Here new units of the
-feed-forward layers read at random and write nothing, rather than copy old ones: they need no breaking of symmetry.
+Source: Chen, Goodfellow, Shlens, "Net2Net: accelerating learning via knowledge transfer" (2015). Here the new units of
+feed-forward layers have random inputs and zero outputs instead of copying old units, so no symmetry must be broken.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from infra.models.llama import Llama, Shape
 
 @torch.no_grad()
 def widened(model: Llama, shape: Shape) -> Llama:
-    """A network of the `shape`, which may differ in a larger `intermediate_size` alone. Raises ValueError."""
+    """A network of the given `shape`, in which only `intermediate_size` may be larger. Raises ValueError."""
     old = model.shape
     if (
         replace(shape, intermediate_size=old.intermediate_size) != old

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes that make a Llama; the defaults are the bundled `tiny`."""
+    """The sizes of a Llama. The defaults are those of the bundled `tiny`."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids `[batch, length]` in, logits `[batch, length, vocab]` out; embedding and head are tied."""
+    """The network: token ids `[batch, length]` in, logits `[batch, length, vocab]` out. Embedding and head are tied."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Llama(nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of `tokens[:, 1:]` given what stands before each."""
+        """The mean cross-entropy, in nats, of `tokens[:, 1:]`, given the tokens before each."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -1,4 +1,4 @@
-"""Perplexity on files that training has not seen.
+"""Measures perplexity on files that training has not seen.
 
 python -m infra.models.measure workers/models/tiny workers/models/tiny-v2
 """
@@ -19,7 +19,7 @@ from workers.library.corpus import SourceFile, standard_library
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What was measured: nats per token, and the size of the text in files, tokens and UTF-8 bytes."""
+    """The held-out loss in nats per token, and the size of the text in files, tokens and UTF-8 bytes."""
 
     loss: float
     files: int
@@ -43,7 +43,7 @@ class HeldOut:
 
 @torch.no_grad()
 def held_out_loss(model: Llama, files: list[SourceFile], tokenizer: Tokenizer) -> HeldOut:
-    """Mean loss over every token of `files`, each file in windows of the model's whole context."""
+    """The mean loss over every token of `files`, each file in windows of the model's whole context."""
     nats, tokens = 0.0, 0
     for file in files:
         ids = torch.tensor([END_OF_TEXT_ID, *tokenizer.encode(file.text, add_special_tokens=False).ids])

@@ -1,8 +1,8 @@
-"""Muon for the hidden matrices: momentum made orthogonal before it is applied.
+"""The optimizer Muon, for hidden matrices: it makes momentum orthogonal before applying it.
 
-Source: Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). It is
-here because `torch.optim.Muon` iterates in bf16, which on a CPU without bf16 instructions costs more
-than the forward and backward pass together; in fp32 and batched over equal shapes it costs a tenth.
+Source: Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). `torch.optim.Muon` is
+not used because it iterates in bf16. On a CPU without bf16 instructions, that costs more than the forward and backward
+pass together. In fp32 and batched over equal shapes, it costs a tenth.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ _ITERATIONS = 5
 
 
 class Muon:
-    """Matrices only. Equal shapes are updated as one batch; gradients are left for the caller to clear."""
+    """Updates matrices only. Equal shapes are updated as one batch. The caller clears gradients."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], momentum: float = 0.95, decay: float = 0.02) -> None:
         self.momentum = momentum
@@ -25,11 +25,12 @@ class Muon:
         for matrix in matrices:
             groups[matrix.shape].append(matrix)
         self._groups = list(groups.values())
-        #: Momentum, one `[n, rows, columns]` tensor for each shape; with the weights, all there is to go on from.
+        #: The momentum, one `[n, rows, columns]` tensor for each shape. With the weights, it is the whole state of a
+        #: run.
         self.velocity = [torch.zeros(len(group), *group[0].shape) for group in self._groups]
 
     def load(self, velocity: Iterable[Tensor]) -> None:
-        """Take on the momentum of an earlier run over the same matrices."""
+        """Load the momentum of an earlier run over the same matrices."""
         for ours, theirs in zip(self.velocity, velocity, strict=True):
             ours.copy_(theirs)
 
@@ -49,7 +50,7 @@ class Muon:
 def orthogonal(matrices: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices of a batch `[n, rows, columns]`, by Newton-Schulz iteration.
 
-    Singular values come out between about 0.7 and 1.2, which is near enough for a direction.
+    The resulting singular values are between about 0.7 and 1.2, which is close enough for a direction.
     """
     a, b, c = _NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]

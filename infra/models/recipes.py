@@ -1,4 +1,4 @@
-"""What makes each bundled model: its shape, where it starts from, and how it is trained."""
+"""The recipe of each bundled model: its shape, its starting weights, and its training."""
 
 import math
 from dataclasses import dataclass
@@ -8,51 +8,52 @@ from infra.models.llama import Shape
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One model's training. Rates are peaks; steps are of `batch_tokens` tokens."""
+    """The training of one model. Rates are peaks. Each step has `batch_tokens` tokens."""
 
     title: str
-    """What the model is, for its card."""
+    """A short description of the model, for its card."""
     purpose: str
-    """What it is for, a sentence or two for its card."""
+    """The model's purpose in a sentence or two, for its card."""
     shape: Shape
     steps: int
     muon_rate: float
     adam_rate: float
     warm_up: int
-    """Steps until the peak rates."""
+    """The number of steps until the peak rates."""
     long_share: float
-    """Share of the steps, at the end, that show the whole context; those before see short windows: they are cheaper."""
+    """The share of the steps, at the end, with windows of the whole context. Earlier steps have short windows, which
+    are cheaper."""
     cosine: bool = False
-    """Rates fall along a cosine from the first step on. Otherwise they stay, and fall in a straight line to zero over
-    the last `long_share`: what was trained until then is the same for any number of steps, so that a run may be cut
-    short or made longer where it stands (Hu et al., "MiniCPM", 2024, section 4)."""
+    """Whether rates fall along a cosine from the first step on. Otherwise they are constant, and fall linearly to zero
+    over the last `long_share`. The training before that is then the same for any number of steps, so that a run can be
+    shortened or extended (Hu et al., "MiniCPM", 2024, section 4)."""
     decay: float = 0.02
-    """Weight decay of the hidden matrices."""
+    """The weight decay of the hidden matrices."""
     batch_tokens: int = 2048
     start: str | None = None
-    """A bundled model to start from, grown to this shape; its tokenizer too. Unset: random weights."""
+    """A bundled model to start from, grown to this shape, with its tokenizer. Unset: random weights."""
     tokenizer: str | None = None
-    """A bundled model whose tokenizer this one shares; unset: learnt from the training text."""
+    """A bundled model whose tokenizer this one shares. Unset: it is learnt from the training text."""
 
     def long_from(self, steps: int) -> int:
         """The first of `steps` steps that sees the whole context."""
         return steps - round(steps * self.long_share)
 
     def rate(self, step: int, steps: int) -> float:
-        """The share of the peak rates at a step, from 0."""
+        """The factor of the peak rates at a step, counted from 0."""
         warm = (step + 1) / self.warm_up
         if self.cosine:
             return min(warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
         return min(1.0, warm, (steps - step) / max(1, steps - self.long_from(steps)))
 
     def schedule(self) -> str:
-        """The schedule in words."""
+        """A description of the schedule."""
         if self.cosine:
             return "cosine to zero"
         return f"constant rate, then straight to zero over the last {self.long_share:.0%}"
 
 
-#: Rates were found by short runs; the tied embedding, which Adam trains, wants a far higher one than is usual.
+#: The rates were found by short runs. The tied embedding, which Adam trains, needs a far higher one than usual.
 RECIPES = {
     "tiny": Recipe(
         title="Penstock's bundled model",

@@ -12,13 +12,13 @@ END_OF_TEXT, USER, ASSISTANT, SYSTEM, END = SPECIAL_TOKENS = (
     "<|end|>",
 )
 
-#: The trainer numbers the special tokens first, in their order.
+#: The ids of special tokens: the trainer numbers them first, in their order.
 END_OF_TEXT_ID, END_ID = SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index(END)
 
 VOCAB_SIZE = 2048
 
-#: A line break takes the next line's indentation with it: in Python source that pair is one unit of
-#: meaning, and one token in place of two or three shortens a file by about a tenth.
+#: Splits a text into words. A line break includes the next line's indentation, which belong together in Python source.
+#: One token instead of two or three shortens a file by about a tenth.
 _SPLIT = r"[\r\n]+[ \t]*|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Learn the vocabulary. Deterministic for equal texts."""
+    """Learn a tokenizer. Equal texts give equal tokenizers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

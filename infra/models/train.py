@@ -1,6 +1,6 @@
-"""The training loop: data in a fixed order, and checkpoints from which a run goes on as if it had not stopped.
+"""The training loop: data in a fixed order, and checkpoints from which a run continues as if it had not stopped.
 
-A run is reproducible on the same machine, library and number of threads; elsewhere, sums of floats in another order
+A run is reproducible on the same machine, library and number of threads. Elsewhere, sums of floats in another order
 give a different model of the same quality.
 """
 
@@ -23,16 +23,16 @@ from infra.models.recipes import Recipe
 from infra.models.tokenizer import END_OF_TEXT_ID, chat_text
 from workers.library.corpus import SourceFile, chat_pairs
 
-#: Gradients are summed over parts of this size: it is faster, since activations stay in the cache.
+#: Gradients are summed over parts of this size, which is faster because activations stay in the cache.
 _PART_TOKENS = 1024
-#: Attention over short windows is cheaper; the last steps teach the positions up to the full context.
+#: The window of early steps, because attention over short windows is cheaper. The last steps train all positions.
 _SHORT_WINDOW = 256
 _REPORT_EVERY = 50
 _SAVE_EVERY = 100
 
 
 def documents(files: list[SourceFile], tokenizer: Tokenizer, seed: int) -> list[Tensor]:
-    """Token ids of every training file and chat pair, each opened by the end-of-text token."""
+    """The token ids of every training file and chat pair, each beginning with the end-of-text token."""
     rng = random.Random(seed)  # noqa: S311 - it shuffles, it guards nothing
     texts = [file.text for file in files]
     for file in files:
@@ -42,7 +42,7 @@ def documents(files: list[SourceFile], tokenizer: Tokenizer, seed: int) -> list[
 
 
 def batches(texts: list[Tensor], tokens: int, length: int, random_state: torch.Generator) -> Iterator[Tensor]:
-    """Endless `[tokens / length, length + 1]` windows; each pass reads all texts in a new order."""
+    """Yield `[tokens / length, length + 1]` windows endlessly. Each pass reads all texts in a new order."""
     rows = tokens // length
     while True:
         order = torch.randperm(len(texts), generator=random_state).tolist()
@@ -54,7 +54,7 @@ def batches(texts: list[Tensor], tokens: int, length: int, random_state: torch.G
 
 
 def schedule(texts: list[Tensor], recipe: Recipe, steps: int, context: int, seed: int) -> Iterator[Tensor]:
-    """The batch of each step: short windows first, the whole context last."""
+    """Yield the batch of each step: short windows first, the whole context last."""
     random_state = torch.Generator().manual_seed(seed)
     source = batches(texts, recipe.batch_tokens, min(_SHORT_WINDOW, context), random_state)
     for step in range(steps):
@@ -65,7 +65,7 @@ def schedule(texts: list[Tensor], recipe: Recipe, steps: int, context: int, seed
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A file that holds a run between two steps. It appears whole or not at all."""
+    """A file that stores a run between two steps. Saving is atomic."""
 
     path: Path
 
@@ -75,9 +75,9 @@ class Checkpoint:
         os.replace(partial, self.path)
 
     def load(self, recipe: Recipe, steps: int) -> dict[str, Any] | None:
-        """What was saved, if anything was.
+        """The saved content, or None if there is none.
 
-        Raises ValueError where a run of `steps` steps would have gone another way by then.
+        Raises ValueError if a run of `steps` steps would differ before the saved step.
         """
         if not self.path.exists():
             return None
@@ -100,7 +100,7 @@ def train(
     checkpoint: Checkpoint | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Train in place, from the checkpoint on where there is one. Raises ValueError where that is of another run."""
+    """Train in place, from the checkpoint if it exists. Raises ValueError if the checkpoint is of another run."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     muon = Muon(matrices, decay=recipe.decay)
@@ -114,7 +114,7 @@ def train(
         say(f"going on from step {done}")
     started = time.monotonic()
     for step, batch in enumerate(schedule(texts, recipe, steps, model.shape.context, seed)):
-        if step < done:  # seen before the checkpoint: the order of what follows depends on it
+        if step < done:  # already trained; skipped only to advance the order of the data
             continue
         total = 0.0
         for part in batch.chunk(max(1, recipe.batch_tokens // _PART_TOKENS)):
