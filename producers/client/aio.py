@@ -1,4 +1,4 @@
-"""The asyncio client: it writes the envelope itself, so that submitting never blocks the event loop."""
+"""The asyncio client. It writes messages itself, so that submitting never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from producers.errors import PenstockError
 class AsyncClient:
     """Submits tasks and reads them, on one event loop.
 
-    `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. Without them, those
-    that `producers.connection.local` finds. `patience`: how long a failing connection is tried again (s). Nothing
-    connects before the first call. Raises ValueError for another kind of broker (the sync `Client` speaks to those
-    through kombu).
+    `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. Without a broker,
+    `producers.connection.local` finds both. `patience`: time (s) for which a failing connection is retried. It connects
+    at the first call. Raises ValueError for another kind of broker; the blocking `Client` supports those of kombu.
     """
 
     def __init__(
@@ -53,13 +52,13 @@ class AsyncClient:
         """Queue a task, given as a Task or as its fields.
 
         Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
-        (no answer in time: where a record was made, the sweeper finishes it).
+        (no answer in time: if a record was made, the sweeper sends the task).
         """
         asked = operations.task_of(task, fields)
         return self.get(await self.run(submit(self._directory, asked, task_id, self._patience)))
 
     def get(self, task_id: str) -> AsyncHandle:
-        """A handle on a task submitted before, by anyone. Nothing is looked up yet."""
+        """A handle on a task that anyone has submitted. It looks nothing up yet."""
         return AsyncHandle(self, task_id)
 
     async def models(self) -> list[dict[str, Any]]:
@@ -75,14 +74,14 @@ class AsyncClient:
         return await self.run(self._directory.find(model, self._patience))
 
     async def ping(self) -> None:
-        """Raise redis.exceptions.RedisError or OSError unless store and broker answer, each at its first asking."""
+        """Raise redis.exceptions.RedisError or OSError unless store and broker each answer the first request."""
         async with asyncio.timeout(SILENT_S):
             await self.store.execute_command("PING")
             if not self._one_server:
                 await self.broker.ping()
 
     def reader(self, task_id: str, start: int = 0) -> Reader:
-        """A stream's reader, where `AsyncHandle.stream` does not suit. Close it."""
+        """A reader of a task's stream, for uses that `AsyncHandle.stream` does not fit. Close it."""
         return Reader(self.run, self._hub, task_id, start)
 
     async def run(self, steps: Steps[T]) -> T:
@@ -97,7 +96,7 @@ class AsyncClient:
         await self.broker.send(message)
 
     async def aclose(self) -> None:
-        """Close all connections; streams being read end with an error."""
+        """Close all connections. Streams that are being read end with an error."""
         self._closed = True
         await self._hub.aclose()
         await self.store.aclose()
@@ -143,12 +142,11 @@ class AsyncHandle:
         return await self._client.run(operations.status(self.id, self._client._patience))
 
     async def stream(self, start: int = 0) -> AsyncGenerator[Event]:
-        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events
-        come before the first token, where the prompt's log probabilities were asked for.
+        """Token events from position `start` on, in order, each once, as they are made; then the End.
 
-        A stream that ended before `start` gives nothing. Leave it early within `contextlib.aclosing`, so that its
-        subscription ends at once. Raises ValueError, TaskNotFound, redis.exceptions.RedisError where the store stays
-        away.
+        Prompt events come before the first token, if the prompt's log probabilities were requested. A stream that ended
+        before `start` gives nothing. To leave early, use `contextlib.aclosing`, so that the subscription ends at once.
+        Raises ValueError, TaskNotFound, and redis.exceptions.RedisError if the store stays away.
         """
         async with aclosing(self.batches(start)) as batches:
             async for events in batches:
@@ -156,7 +154,7 @@ class AsyncHandle:
                     yield event
 
     async def batches(self, start: int = 0) -> AsyncGenerator[list[Event]]:
-        """The same events, as many at a time as there are: what a server writes with one system call."""
+        """The same events in batches, each with all events that are there: one system call for a server."""
         reader = self._client.reader(self.id, start)
         try:
             while events := await reader.next():
@@ -184,7 +182,7 @@ class AsyncHandle:
                 raise
             if not (await self.status()).final:
                 raise TimeoutError(operations.unfinished(self.id, timeout)) from None
-            events = await self._events()  # nothing to wait for: also with a timeout of 0
+            events = await self._events()  # the task is final, so this needs no wait, also with a timeout of 0
         result = collect(await self.status(), events)
         if raise_for_status:
             result.raise_for_status()
@@ -198,10 +196,8 @@ class AsyncHandle:
         return events
 
     async def cancel(self) -> bool:
-        """Ask for the task's end: True if it ends `cancelled`, or has, False if it had ended in another way.
+        """Cancel the task. True if it ends or has ended `cancelled`; False if it ended otherwise before.
 
-        Whoever wants what there is by then asks for `result(raise_for_status=False)`.
-
-        Raises TaskNotFound.
+        `result(raise_for_status=False)` then returns the output so far. Raises TaskNotFound.
         """
         return await self._client.run(operations.cancel(self.id, self._client._patience))

@@ -1,4 +1,4 @@
-"""The blocking client. Where the broker is no Redis, Celery sends its messages: so it takes any that kombu takes."""
+"""The blocking client. For a broker that is not Redis, Celery sends its messages, so it takes any broker of kombu."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Submits tasks and reads them. One serves all threads of a process; it may be made before a fork.
+    """Submits tasks and reads them. One client serves all threads of a process; it may be made before a fork.
 
-    `broker`, `store`: URLs as `producers.connection.connect` has them; the store is the broker unless given, which may
-    also be any that kombu takes. Without them, those that `producers.connection.local` finds. `patience`: how long a
-    failing connection is tried again (s). Nothing connects before the first call. Raises ValueError for a URL that is
-    none.
+    `broker`, `store`: URLs as in `producers.connection.connect`; the broker may also be any that kombu supports. The
+    store is the broker unless given. Without a broker, `producers.connection.local` finds both. `patience`: time (s)
+    for which a failing connection is retried. It connects at the first call. Raises ValueError for a bad URL.
     """
 
     def __init__(
@@ -55,20 +54,20 @@ class Client:
         self._directory = Directory()
         self._lock = threading.Lock()
         self._closed = False
-        #: The last one is in use. One from before a fork is kept and left alone: it shares the parent's epoll.
+        #: The last pair is in use. A pair from before a fork is kept untouched: it shares the parent's epoll.
         self._reading: list[tuple[Portal, AsyncClient]] = []
 
     def submit(self, task: Task | None = None, /, *, task_id: str | None = None, **fields: Any) -> Handle:
         """Queue a task, given as a Task or as its fields.
 
         Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
-        (no answer in time: where a record was made, the sweeper finishes it).
+        (no answer in time: if a record was made, the sweeper sends the task).
         """
         asked = operations.task_of(task, fields)
         return self.get(self.run(submit(self._directory, asked, task_id, self._patience)))
 
     def get(self, task_id: str) -> Handle:
-        """A handle on a task submitted before, by anyone. Nothing is looked up yet."""
+        """A handle on a task that anyone has submitted. It looks nothing up yet."""
         return Handle(self, task_id)
 
     def models(self) -> list[dict[str, Any]]:
@@ -81,7 +80,7 @@ class Client:
         return drive(steps, self._perform)
 
     def reading(self) -> tuple[Portal, AsyncClient]:
-        """The thread that reads streams, and the client on it: made when first asked for, and anew after a fork."""
+        """The thread that reads streams, and its client. They are made at the first call, and again after a fork."""
         with self._lock:
             self._check_open()
             if not self._reading or not self._reading[-1][0].usable:
@@ -89,7 +88,7 @@ class Client:
             return self._reading[-1]
 
     def close(self) -> None:
-        """Close all connections; streams being read end with an error."""
+        """Close all connections. Streams that are being read end with an error."""
         with self._lock:
             self._closed = True
             for portal, client in self._reading:
@@ -138,7 +137,7 @@ class Client:
                 args=[],
                 kwargs={},
                 add_to_parent=False,
-                # Celery tries once more with a fresh connection; `steps` decides for how long to go on.
+                # Celery retries once with a fresh connection; `steps` decides how long to go on.
                 retry=True,
                 retry_policy={"max_retries": 1, "interval_start": 0, "interval_step": 0},
                 **message.options(),
@@ -148,7 +147,7 @@ class Client:
 
     @cached_property
     def _app(self) -> Celery:
-        # Imported here: what only reads, or sends to Redis, does without it.
+        # Imported here: clients that only read, or send to Redis, do not need Celery.
         from celery import Celery
 
         app = Celery("penstock", broker=self._broker_url, set_as_current=False)
@@ -174,11 +173,11 @@ class Handle:
         return self._client.run(operations.status(self.id, self._client._patience))
 
     def stream(self, start: int = 0) -> Generator[Event]:
-        """Token events from position `start` on, in order, each once, as they are made; then the End. Prompt events
-        come before the first token, where the prompt's log probabilities were asked for.
+        """Token events from position `start` on, in order, each once, as they are made; then the End.
 
-        A stream that ended before `start` gives nothing. Raises ValueError, TaskNotFound, redis.exceptions.RedisError
-        where the store stays away.
+        Prompt events come before the first token, if the prompt's log probabilities were requested. A stream that ended
+        before `start` gives nothing. Raises ValueError, TaskNotFound, and redis.exceptions.RedisError if the store
+        stays away.
         """
         for events in self._batches(start, None):
             yield from events
@@ -195,18 +194,16 @@ class Handle:
         except Expired:
             if not self.status().final:
                 raise TimeoutError(operations.unfinished(self.id, timeout)) from None
-            events = list(self.stream())  # nothing to wait for: also with a timeout of 0
+            events = list(self.stream())  # the task is final, so this needs no wait, also with a timeout of 0
         result = collect(self.status(), events)
         if raise_for_status:
             result.raise_for_status()
         return result
 
     def cancel(self) -> bool:
-        """Ask for the task's end: True if it ends `cancelled`, or has, False if it had ended in another way.
+        """Cancel the task. True if it ends or has ended `cancelled`; False if it ended otherwise before.
 
-        Whoever wants what there is by then asks for `result(raise_for_status=False)`.
-
-        Raises TaskNotFound.
+        `result(raise_for_status=False)` then returns the output so far. Raises TaskNotFound.
         """
         return self._client.run(operations.cancel(self.id, self._client._patience))
 

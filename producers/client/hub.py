@@ -1,7 +1,7 @@
-"""All readers of a process on one pub/sub connection, which is made anew whenever it fails.
+"""Shares one pub/sub connection among all readers of a process, and reconnects it when it fails.
 
-A subscription is told when it may have missed something (`stale`): after its SUBSCRIBE was confirmed, after a
-reconnect, and after its reader let too much pile up. What was missed is in the stream; nothing is lost by telling.
+A subscription becomes `stale` when it may have missed messages: after its SUBSCRIBE was confirmed, after a reconnect,
+and after its reader let too many pile up. Missed messages are in the stream, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from producers.errors import PenstockError
 
 log = logging.getLogger(__name__)
 
-#: Messages that may wait for one reader; beyond, they are dropped and the reader reads the stream.
+#: Most messages that wait for one reader. Beyond that they are dropped, and the reader reads the stream.
 BACKLOG: Final = 1000
-#: A quiet connection is asked for a sign of life this often (s), and made anew when none came by the next time.
+#: Interval (s) of pings on a quiet connection. It is reconnected if no answer came by the next ping.
 PING_S: Final = 5.0
 CLOSED: Final = "the client is closed"
 
 
 class Subscription:
-    """One reader's messages."""
+    """One reader's queue of messages."""
 
     __slots__ = ("_inbox", "_wake", "channel", "closed", "stale")
 
@@ -58,7 +58,7 @@ class Subscription:
         self._wake.set()
 
     async def take(self, patience_s: float) -> list[bytes] | None:
-        """The messages that came; None where the stream has to be read: something may be missing, or silence."""
+        """The messages that came; None if the stream must be read, after possible losses or silence."""
         if not self._wake.is_set():
             try:
                 async with asyncio.timeout(patience_s):
@@ -86,14 +86,14 @@ class _Channel:
 
 
 class Hub:
-    """Subscriptions by task. Nothing connects before the first; all calls from one event loop."""
+    """The subscriptions of a process, by task. It connects at the first one. Call it from one event loop only."""
 
     def __init__(self, store: Redis) -> None:
         self._store = store
         self._channels: dict[bytes, _Channel] = {}
         self._orders: list[tuple[str, bytes]] = []
         self._ordered = asyncio.Event()
-        #: SUBSCRIBEs on their way, by channel: only the last one's confirmation says that messages flow from now on.
+        #: Channel -> number of unconfirmed SUBSCRIBEs. Messages flow from the last one's confirmation on.
         self._unconfirmed: dict[bytes, int] = {}
         self._heard = 0.0
         self._replies = 0
@@ -101,7 +101,10 @@ class Hub:
         self._closed = False
 
     def follow(self, task_id: str) -> Subscription:
-        """Subscribe; `stale` is set as soon as messages flow. Leave it when done. Raises PenstockError once closed."""
+        """Subscribe to a task; `stale` is set as soon as messages flow. Call `leave` when done.
+
+        Raises PenstockError once closed.
+        """
         if self._closed:
             raise PenstockError(CLOSED)
         if self._task is None:
@@ -152,14 +155,14 @@ class Hub:
             self._unconfirmed.clear()
             self._replies = 0
             try:
-                async with asyncio.timeout(SILENT_S):  # it may be taken, and hear no answer
+                async with asyncio.timeout(SILENT_S):  # a server may accept the connection and never answer
                     await connection.connect()
                 self._heard = time.monotonic()
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._listen(connection))
                     group.create_task(self._obey(connection))
             except* FAILURES as failures:
-                # Readers go on meanwhile: they read the stream whenever it was silent for some seconds.
+                # Readers go on meanwhile: after some seconds of silence they read the stream.
                 complain(log, "pub/sub connection lost, connecting again: %s", failures.exceptions[0])
             finally:
                 for channel in self._channels.values():
@@ -169,7 +172,7 @@ class Hub:
             await asyncio.sleep(backoff(attempt))
 
     async def _obey(self, connection: AbstractConnection) -> None:
-        """Send what was ordered, in order; when that is nothing for some time, see that the server lives."""
+        """Send the ordered commands in order. After a quiet PING_S, check that the server still answers."""
         while True:
             try:
                 async with asyncio.timeout(PING_S):
@@ -194,7 +197,7 @@ class Hub:
         self._heard = time.monotonic()
         self._replies += 1
         if not isinstance(reply, list):
-            return  # +PONG, where nothing is subscribed
+            return  # +PONG of a connection without subscriptions
         kind, name = reply[0], reply[1]
         channel = self._channels.get(name)
         if kind == b"message":

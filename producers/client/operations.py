@@ -1,4 +1,4 @@
-"""What a client does besides submitting, as steps; and what both clients say in the same words."""
+"""A client's operations besides submitting, as steps, and messages that both clients share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from producers.contract.task import Task
 from producers.errors import TaskNotFound
 from producers.store import protocol
 
-#: How long a client tries a failing connection again (s), unless told otherwise.
+#: Default time (s) for which a client retries a failing connection.
 PATIENCE_S: Final = 8.0
 
 
 def task_of(task: Task | None, fields: Mapping[str, Any]) -> Task:
-    """The task that was meant by `submit`'s arguments. Raises InvalidTask."""
+    """The task in `submit`'s arguments. Raises InvalidTask, and TypeError for both a Task and fields."""
     if task is None:
         return Task(**fields)
     if fields:
@@ -40,7 +40,7 @@ def unfinished(task_id: str, seconds: float | None) -> str:
 
 
 def status(task_id: str, patience_s: float) -> Steps[Record]:
-    """Raises TaskNotFound."""
+    """The task's record. Raises TaskNotFound."""
     (raw,) = yield from persistently(Read((("HGETALL", keys.task(task_id)),)), patience_s)
     if not raw:
         raise not_found(task_id)
@@ -48,8 +48,7 @@ def status(task_id: str, patience_s: float) -> Steps[Record]:
 
 
 def cancel(task_id: str, patience_s: float) -> Steps[bool]:
-    """Whether it ends, or has ended, `cancelled`: to ask again changes nothing, also where the first answer was lost.
-    Raises TaskNotFound."""
+    """Cancel a task. Returns whether it ends or has ended `cancelled`; may be repeated. Raises TaskNotFound."""
     accepted, state = yield from persistently(protocol.cancel(task_id), patience_s)
     if not accepted and state in (b"gone", "gone"):
         raise not_found(task_id)

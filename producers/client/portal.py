@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for a blocking client to read streams through the asyncio reader."""
+"""Runs an event loop on its own thread, so that a blocking client can use the asyncio reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Expired(Exception):
-    """What was called did not end in time."""
+    """The call did not end in time."""
 
 
 class Portal:
@@ -25,8 +25,8 @@ class Portal:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        #: Over what is given to the loop: what came after its last look round would never be run, nor told so. To be
-        #: taken twice: a stream that nobody holds may be collected anywhere, and says `soon`.
+        #: Guards hand-overs to the loop: a coroutine handed over after its end would never run or fail. Reentrant: the
+        #: garbage collector may close a forgotten stream at any point, which calls `soon`.
         self._lock = threading.RLock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock reader", daemon=True)
@@ -34,12 +34,15 @@ class Portal:
 
     @property
     def usable(self) -> bool:
-        """False in a forked child, which has the loop but not its thread."""
+        """Whether it can be used: not closed, and not in a forked child, which lacks the thread."""
         return self._pid == os.getpid() and not self._closed
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Its result. Raises Expired after `timeout` seconds; then, and when interrupted, it is cancelled. Raises
-        PenstockError where the portal is closed, before or meanwhile."""
+        """Run a coroutine on the loop and return its result.
+
+        Raises Expired after `timeout` seconds; then, and when interrupted, the coroutine is cancelled. Raises
+        PenstockError if the portal is closed, before or meanwhile.
+        """
         with self._lock:
             if self._closed:
                 coroutine.close()
@@ -57,14 +60,14 @@ class Portal:
             future.cancel()
 
     def soon(self, function: Callable[[], object]) -> None:
-        """Call it on the loop; nothing where the loop is gone."""
-        if self.usable:  # in a forked child nobody may be left to let go of the lock
+        """Schedule a call on the loop; does nothing if the loop has ended."""
+        if self.usable:  # in a forked child the lock may be held by a thread that does not exist
             with self._lock:
                 if not self._closed:
                     self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancel what runs and end the thread."""
+        """Cancel the running coroutines and end the thread."""
         if not self.usable:
             return
         with self._lock:

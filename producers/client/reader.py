@@ -1,13 +1,13 @@
-"""Reading one task's events from any position, each once and in order, however connections fare.
+"""Reads one task's events from any position, each once and in order, also across lost connections.
 
     read the stream -> ended: done
                     -> follow the channel -> on doubt (gap, reconnect, silence, overflow): read the stream
 
-A stream that was compacted (`producers.sweeper.compact`) is read as its blocks. Both are asked for, the stream first:
-as one takes the other's place at once, the first that is there holds all.
+A compacted stream (`producers.sweeper.compact`) is read as blocks. Each read asks for the stream first and then for the
+block. Blocks replace a stream in one step, so the first of the two that exists is complete.
 
-The first read serves finished tasks without a subscription. When the subscription is confirmed the stream is read
-again, so that nothing falls between the two; what came on both ways is dropped by its position.
+The first read serves finished tasks without a subscription. When the subscription is confirmed, the stream is read
+again, so that nothing is lost between the two. Events that came twice are dropped by their position.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from producers.contract.blocks import BLOCK, unpack
 from producers.contract.events import End, Event, decode, decode_message, stream_position
 
 T = TypeVar("T")
-#: By position; None for an entry of a kind that this version does not know.
+#: (position, event); None for an entry of a kind that this version does not know.
 Entries = list[tuple[int, Event | None]]
 
-#: Positions are 64-bit in the store, and an entry's id is one more.
+#: Highest start position: entry ids are 64-bit, and an id is the position + 1.
 MAX_POSITION: Final = (1 << 63) - 2
 #: Stream entries read at a time.
 CHUNK: Final = 1000
-#: More bytes at a time are parsed in a thread: others on the event loop are served meanwhile. Log probabilities of a
-#: long prompt are megabytes.
+#: Most bytes parsed on the event loop; more are parsed in a thread. Log probabilities of a long prompt are megabytes.
 INLINE: Final = 1 << 16
-#: Bytes of a stream in one of a block, about.
+#: Estimated bytes of entries in one byte of a block.
 SQUEEZED: Final = 5
-#: After this long without a word (s) the stream is read, whatever pub/sub says.
+#: Silence (s) on the channel after which the stream is read.
 SILENCE_S: Final = 5.0
-#: A store that is away for longer than this (s) ends a reader with its error.
+#: Time (s) after which an unreachable store ends a reader with an error.
 PATIENCE_S: Final = 60.0
 
 
 class Cursor:
-    """Where a reader is, without its I/O.
+    """A reader's position and state, without I/O.
 
-    `behind`: the stream has to be read, what comes from the channel does not connect. `ended`: nothing more will come.
+    `behind`: the stream must be read, since messages of the channel do not continue at `position`. `ended`: no more
+    events will come.
     """
 
     __slots__ = ("behind", "ended", "position", "task_id")
@@ -62,12 +62,15 @@ class Cursor:
 
     @property
     def block(self) -> int:
-        """The number of the block that holds what is next."""
+        """The number of the block that holds the next position."""
         return self.position // BLOCK
 
     def query(self) -> Read:
-        """The record's end is asked for before the entries: if it is set, the terminal entry was there to be read. The
-        stream is asked for before what it may have become."""
+        """The commands that read the next entries.
+
+        The record's end is read before the entries: if it is set, the terminal entry was already there. The stream is
+        read before the block that may replace it.
+        """
         return Read(
             (
                 ("HMGET", keys.task(self.task_id), "status", "end"),
@@ -79,8 +82,10 @@ class Cursor:
     def replay(
         self, record: tuple[bytes | None, bytes | None], entries: Entries, compacted: bool = False
     ) -> list[Event]:
-        """Events from `query`'s answer: the record's status and end, and the entries of the stream, or of a block where
-        it was `compacted`. Raises TaskNotFound."""
+        """New events in the answer to `query`. Raises TaskNotFound.
+
+        `record`: its status and end. `entries`: of the stream, or of a block if `compacted`.
+        """
         status, end = record
         if status is None:
             self.ended = True
@@ -94,7 +99,7 @@ class Cursor:
         return events
 
     def live(self, messages: list[Entries]) -> list[Event]:
-        """Events from channel messages."""
+        """New events in channel messages."""
         events: list[Event] = []
         for entries in messages:
             if entries[0][0] > self.position:
@@ -116,23 +121,23 @@ class Cursor:
 
 
 def read_entries(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> Entries:
-    """What XRANGE answered."""
+    """The entries in XRANGE's answer."""
     places = ((stream_position(name), json.loads(fields[b"e"])) for name, fields in found)
     return [(position, decode(position, entry)) for position, entry in places]
 
 
 def read_block(number: int, block: bytes) -> Entries:
-    """What stands in a compacted stream's block."""
+    """The entries in a compacted stream's block."""
     return [(position, decode(position, entry)) for position, entry in unpack(number, block)]
 
 
 def read_messages(payloads: Iterable[bytes]) -> list[Entries]:
-    """What came on the channel."""
+    """The entries in channel messages."""
     return [[(place, decode(place, entry)) for place, entry in decode_message(payload)] for payload in payloads]
 
 
 class Reader:
-    """`next` until it gives nothing, then `close` (also before). One task at a time may call it."""
+    """Reads a task's events: call `next` until it returns none, then `close`. One caller at a time."""
 
     def __init__(self, ask: Callable[[Steps[Any]], Awaitable[Any]], hub: Hub, task_id: str, start: int) -> None:
         self._cursor = Cursor(task_id, start)
@@ -141,9 +146,9 @@ class Reader:
         self._subscription: Subscription | None = None
 
     async def next(self) -> list[Event]:
-        """The next events, as many as there are; none once the stream has ended.
+        """The next events, all that are there; an empty list once the stream has ended.
 
-        Raises TaskNotFound; redis.exceptions.RedisError where the store stays away; PenstockError once closed.
+        Raises TaskNotFound, redis.exceptions.RedisError if the store stays away, and PenstockError once closed.
         """
         cursor = self._cursor
         while not cursor.ended:
@@ -174,5 +179,5 @@ class Reader:
 
 
 async def _parsed(size: int, parse: Callable[[Any], T], what: Any) -> T:
-    """In a thread, nothing is touched but what was read: a reader may be cancelled at any point, and go on."""
+    """Parse an answer, a large one in a thread. It changes no state, so a cancelled reader can go on."""
     return parse(what) if size <= INLINE else await asyncio.to_thread(parse, what)

@@ -1,8 +1,8 @@
-"""The client's operations without their I/O: generators that yield steps and are sent the answers.
+"""The client's operations without I/O: generators that yield steps and receive the answers.
 
     submit(...)  yields  Call, Read, Send, Pause   ->   Client performs them blocking, AsyncClient with awaits
 
-So that retries and what they may assume are written, and tested, once. A step that failed is thrown in as an exception.
+So retries are written and tested once for both clients. A failed step is thrown into the generator as an exception.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from producers.contract.message import Message
 
 T = TypeVar("T")
 
-#: What performing a step may raise.
+#: Exceptions that performing a step may raise.
 FAILURES: Final = (redis.RedisError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Commands for the store, in one round trip; answered by the list of their answers."""
+    """Commands for the store, sent in one round trip. The answer is the list of their answers."""
 
     commands: tuple[tuple[str | int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message for the broker. A lost confirmation may have sent it: a second copy is harmless, the record decides."""
+    """A message for the broker. Repeating it after a lost reply is harmless: the record decides which copy runs."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait (s)."""
+    """Wait for `seconds`."""
 
     seconds: float
 
@@ -51,7 +51,7 @@ Steps = Generator[Step, Any, T]
 
 
 def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
-    """Run to the end with blocking calls."""
+    """Perform all steps with blocking calls and return the result."""
     try:
         step = next(steps)
         while True:
@@ -83,7 +83,7 @@ async def adrive(steps: Steps[T], perform: Callable[[Step], Awaitable[Any]]) -> 
 
 
 def lost(error: Exception) -> bool:
-    """Whether the server is away for now, so that the step may or may not have been done, and may be tried again."""
+    """Whether the server is unreachable for now: the step may have been done, and may be retried."""
     return trouble(error) is Trouble.AWAY
 
 
@@ -93,7 +93,7 @@ def backoff(attempt: int) -> float:
 
 
 def persistently(step: Step, patience_s: float) -> Steps[Any]:
-    """The answer to a step that may safely be done twice: tried again while the connection fails, for so long."""
+    """The answer to a repeatable step, retried for `patience_s` seconds while the connection fails."""
     give_up = time.monotonic() + patience_s
     attempt = 0
     while True:

@@ -1,6 +1,6 @@
-"""Submitting, as steps: look the model up, check the task, ADMIT its record, send its message, QUEUED.
+"""Submits a task, as steps: look the model up, check the task, ADMIT its record, send its message, QUEUED.
 
-Nothing is written before ADMIT, and all of it may be done twice, so a lost reply is answered by asking again.
+Nothing is written before ADMIT. Every step may be repeated, so a lost reply is answered by a retry.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from producers.store import protocol
 
 log = logging.getLogger(__name__)
 
-#: How long a model's card and route are used before they are read again (s).
+#: Time (s) for which a model's card and route are cached.
 FRESH_S: Final = 2.0
-#: Within the submit window, so that the last try of ADMIT is not refused for being late.
+#: Longest patience: the last try of ADMIT must be within the submit window.
 MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
 ADVICE: Final[dict[Trouble | None, str]] = {
     Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. ",
@@ -37,7 +37,7 @@ TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the store says of a model. `clock_ms`: server time less this process's monotonic time."""
+    """A model's card and queue, as read from the store. `clock_ms`: server time minus this process's monotonic time."""
 
     card: dict[str, Any]
     queue: str
@@ -45,18 +45,18 @@ class Known:
     read_at: float
 
     def now_ms(self) -> int:
-        """Server time: never ahead of it, as long as no clock was set."""
+        """Estimated server time (ms); never ahead of it unless a clock was set."""
         return self.clock_ms + _monotonic_ms()
 
 
 class Directory:
-    """The models, as read from the store not long ago."""
+    """A cache of the store's models."""
 
     def __init__(self) -> None:
         self._known: dict[str, Known] = {}
 
     def find(self, model: str, patience_s: float) -> Steps[Known]:
-        """Raises UnknownModel, naming those that there are; redis.RedisError or OSError without a store."""
+        """A model. Raises UnknownModel, which names the models that exist; redis.RedisError or OSError."""
         known = self._known.get(model)
         if known is not None and time.monotonic() - known.read_at < FRESH_S:
             return known
@@ -68,7 +68,7 @@ class Directory:
             raise UnknownModel(_unknown(model, sorted(map(text, names))), param="model", code="model_not_found")
         known = Known(
             card=json.loads(card),
-            # A card without a route: published, but served by no pool yet. Every pool of a model also takes from this.
+            # A published model without a pool has no route. Every pool of the model also fetches from this queue.
             queue=text(queue) if queue else keys.model_queue(model),
             clock_ms=int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms(),
             read_at=time.monotonic(),
@@ -77,7 +77,7 @@ class Directory:
         return known
 
     def forget(self, model: str) -> None:
-        """Read it again next time."""
+        """Drop a model from the cache."""
         self._known.pop(model, None)
 
 
@@ -108,13 +108,13 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
     try:
         yield protocol.queued(task_id)
     except FAILURES as error:
-        # The message is on its way: at worst the sweeper sends a second one, which finds the task taken.
+        # The message was sent. At worst the sweeper sends a second one, which finds the task claimed.
         log.info("task %s was sent but not marked queued: %s", task_id, said(error))
     return task_id
 
 
 def record_fields(task: Task, known: Known) -> dict[str, str | int]:
-    """What ADMIT writes of a resolved task, see `producers.contract.record`."""
+    """The record's fields (`producers.contract.record`) that ADMIT writes for a resolved task."""
     fields: dict[str, str | int] = {
         "task": task.to_json(),
         "model": task.model,
@@ -149,7 +149,7 @@ def _admit(
     if answer == "exists":
         raise TaskExists(f"There is a task {task_id} already; choose another id, or none to be given one")
     if answer == "late":
-        # Also after this machine slept or the store failed over to a server with another clock: measure again.
+        # The machine may have slept, or the store failed over to a server with another clock: measure again.
         directory.forget(task.model)
         raise SubmitFailed(
             f"Task {task_id} reached the store more than {protocol.SUBMIT_WINDOW_MS // 1000} s after it was submitted "
@@ -158,9 +158,9 @@ def _admit(
 
 
 def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
-    """Cancel a task whose message was refused: whoever is told so submits it again, and it must not run twice.
+    """Cancel a task whose message was refused, since its caller will submit it again. Returns whether it was accepted.
 
-    Not one whose id its caller chose, who finds it again by that.
+    Tasks with an id of the caller's choice are not withdrawn: the caller finds them by that id.
     """
     try:
         accepted, _ = yield from persistently(protocol.cancel(task_id), patience_s)

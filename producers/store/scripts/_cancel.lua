@@ -19,7 +19,7 @@ local function cancel(task, stream, id)
     finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)
     status = 'cancelled'
   end
-  if not FINAL[status] then -- its worker may die first, or it be sent where no worker is: then EXPIRE ends it
+  if not FINAL[status] then -- if its worker dies first, or it is sent to a queue without workers, EXPIRE ends it
     redis.call('ZADD', 'penstock:deadlines', now_ms(), id)
   end
   return { 1, status }

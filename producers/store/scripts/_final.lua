@@ -1,5 +1,5 @@
--- Shared by CLAIM, FINISH, CANCEL and EXPIRE: whatever makes a record final appends the terminal entry in the same
--- script, so that no reader ever sees the one without the other.
+-- Shared by CLAIM, FINISH, CANCEL and EXPIRE. The script that makes a record final also appends the terminal entry, so
+-- that no reader ever sees one without the other.
 local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
 
 local EXPIRED = '{"code":"expired","message":"The deadline passed before the task was finished."}'
@@ -9,7 +9,7 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
--- What a task has used that ends without a worker's FINISH: its prompt, once it was taken up.
+-- The prompt tokens in the usage of a task that ends without a worker's FINISH: its prompt, once it was started.
 local function prompt_used(task)
   return redis.call('HGET', task, 'started') and redis.call('HGET', task, 'prompt_tokens') or 0
 end

@@ -1,6 +1,6 @@
--- Shared by CLAIM and EXPIRE; after _final.lua. A task whose deadline passed while nobody live had it: `incomplete` with
--- what it has where it was ever taken up, else `failed`. A choice that had ended keeps its finish reason, which stands on
--- its last token; any other's is `deadline`.
+-- Shared by CLAIM and EXPIRE; include it after _final.lua. It ends a task whose deadline passed while no live worker
+-- had it: `incomplete` with the output so far if it was ever started, else `failed`. An ended choice keeps its finish
+-- reason, which is on its last token; every other choice gets `deadline`.
 local function late(task, stream, id, claims)
   if not claims then
     finalise(task, stream, id, 'failed', '[]', EXPIRED, 0, 0)

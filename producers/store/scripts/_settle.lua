@@ -1,6 +1,7 @@
--- Shared by SETTLE and ORPHAN: settled, claim and owner gone; record and stream TTL start here. The stream outlives its
--- record for a minute, so that whoever has read the one finds the other. Who compacts finds it by when it was settled;
--- what nobody came for in a day is left to its TTL. A TTL that is none is the default: it must not stay for ever.
+-- Shared by SETTLE and ORPHAN. It marks the record as settled, clears claim and owner, and starts the TTL of record and
+-- stream. The stream outlives its record by a minute, so that a reader of the record finds the stream. The sweeper
+-- compacts it by its time of settlement; a stream that is not compacted within a day is left to its TTL. An invalid TTL
+-- counts as the default, so that no record stays for ever.
 local function settle(task, stream, id, default_ttl)
   local r = redis.call('HMGET', task, 'settled', 'ttl')
   if not r[1] then

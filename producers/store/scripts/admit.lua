@@ -1,8 +1,8 @@
 #!lua
--- ADMIT | no record -> `submitting`; else nothing. Refused when the request is older than the submit window.
+-- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused.
 -- KEYS: task, submitting, deadlines
--- ARGV: id, nonce, asked (ms, server time as the client reckons it), window (ms), field, value, ...
--- Answers: new | mine (this very request was admitted before: its reply was lost) | exists | late
+-- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), field, value, ...
+-- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local t = redis.call('TIME')
@@ -19,7 +19,7 @@ for i = 5, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
 redis.call('HSET', task, unpack(fields))
-redis.call('UNLINK', 'penstock:stream:' .. id, 'penstock:result:' .. id) -- they outlive the record of an earlier life
+redis.call('UNLINK', 'penstock:stream:' .. id, 'penstock:result:' .. id) -- they outlive the record of an earlier task with this id
 redis.call('ZADD', submitting, now, id)
 local deadline = redis.call('HGET', task, 'deadline')
 if deadline then

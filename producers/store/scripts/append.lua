@@ -1,13 +1,13 @@
 #!lua
--- APPEND(c, i, tokens) | per sequence, never raising. Other claim or final: `other`. Cancel: `cancel`. i < next: `ok`,
--- not published again. i > next, or the prompt's entries are not there (failover lost a tail): `resend(next)`.
--- Else append + publish. The record learns how long a prompt is that came as text: whatever ends the task without its
--- worker tells what was used.
--- One call carries a whole engine step, and the prompts' lengths of tasks that were started meanwhile.
+-- APPEND(c, i, tokens) | for each sequence, without raising. Other claim or final: `other`. Cancel: `cancel`. i < next:
+-- `ok`, not published again. i > next, or the prompt's entries are missing (a failover lost a tail): `resend(next)`.
+-- Else append + publish. A text prompt's length is stored in the record, for the usage of a task that ends without its
+-- worker.
+-- One call carries a whole engine step, and the prompt lengths of newly started tasks.
 -- KEYS: task, stream for each sequence
--- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens that best_of made for
---       others than its choices), prompt (its tokens, 0: nothing to say), count, entry * count (JSON arrays, as they
---       go into the stream)
+-- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens of best_of's
+--       candidates that are not among its choices), prompt (its length in tokens, 0: no news), count, entry * count
+--       (stream entries, JSON arrays)
 -- Answers: for each sequence: ok | other | cancel | resend | error, and a number: the choice's next index
 local out, a = {}, 1
 local now

@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- CLAIM(c, inc, plain) | 1 own lease gone: `lost`. 2 no record: plain message -> create, a client's -> `done`.
+-- CLAIM(c, inc, plain) | The first rule that applies:
+-- 1 own lease gone: `lost`. 2 no record: a plain message creates one, a client's message is `done`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`. 5 owner live: `busy`, also when final or cancelled.
--- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1, and stuck + 1; a stream that has grown since
--- the last `go`: stuck = 0. 8 cancel, deadline, stuck >= N or deaths >= 4 N (or the broker condemned a message that nobody
--- ever lived to claim): finalise with the terminal entry, take the claim, `settle`. Past its deadline a task that was
--- taken up before is `incomplete`.
--- 9 take the claim, `in_progress`, `go(next)`. Whoever was lost with the task is noted, 32 of them at most.
--- From 7 on: a task whose sender has not said so yet is known to be queued, since now.
+-- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1 and stuck + 1; stuck = 0 if the stream has grown
+-- since the last `go`. Then 8 or 9. 8 cancel, deadline, stuck >= N or deaths >= 4 N, or a message condemned by the broker
+-- since every worker died before its CLAIM: finalise with the terminal entry, take the claim, `settle`. A task that was
+-- started before is `incomplete` past its deadline. 9 take the claim, `in_progress`, `go(next)`.
+-- The first 32 owners that died are kept in `lost`. From 7 on, a record that is not marked as queued is marked now.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, then for a plain message field, value, ...
 -- Answers: {lost} {done} {busy}; {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- COMPACT(settled, n, blocks) | the record was settled at that time, and the stream has n entries: the blocks take its
--- place, for as long as it was to live; else nothing. A settled stream never changes, and the time tells this life of
--- an id from another: so what stands there is what was read.
--- The stream goes first: a server that has reached `maxmemory` lets a script write that has begun by freeing.
+-- COMPACT(settled, n, blocks) | the record was settled at that time and the stream has n entries: the blocks replace the
+-- stream and get its remaining TTL; else nothing. A settled stream never changes, and the time tells this task from an
+-- earlier one of the same id, so the stream is still the one that was read.
+-- The stream is removed first: a server at `maxmemory` lets a script write after it has freed memory.
 -- KEYS: task, stream, result, settled   ARGV: id, settled (ms), n, block, ...
--- Answers: done (also before) | gone (neither is there) | unsettled | changed (read it again)
+-- Answers: done (also if done before) | gone (no stream, no blocks) | unsettled | changed (read it again)
 local stream, result = KEYS[2], KEYS[3]
 local length = redis.call('XLEN', stream)
 if length == 0 then

@@ -1,12 +1,11 @@
 #!lua flags=allow-oom
--- EXPIRE | a cancel was accepted, or the deadline has passed, the record is not final and nobody live owns it: final,
--- `cancelled` where it was cancelled (CANCEL could not end it: its owner lived), else `incomplete` with what it has
--- where it was ever taken up, else `failed` as expired (settled at its next CLAIM). A live owner ends its task itself;
--- one still `submitting` is left to the sweeper, which re-sends no final record, and without a message it would never
--- be settled.
--- What waits for neither (no record, final, or no deadline and no cancel) leaves the index.
+-- EXPIRE | cancel accepted or deadline passed, not final, no live owner: final. The status is `cancelled` after a cancel
+-- (CANCEL could not end it while its owner lived), `incomplete` with the output so far if the task was ever started,
+-- else `failed` as expired. It is settled at its next CLAIM. A live owner ends its task itself. A `submitting` task is
+-- left alone: the sweeper sends no final record, and without a message it would never be settled.
+-- A task without need for it (no record, final, or neither deadline nor cancel) leaves the index.
 -- KEYS: task, stream, deadlines   ARGV: id
--- Answers: the status after it | gone
+-- Answers: the status then | gone
 -- include: _final.lua
 -- include: _late.lua
 local task, stream, deadlines, id = KEYS[1], KEYS[2], KEYS[3], ARGV[1]

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- LAPSED(done) | those of `done` that are still lapsed are removed; answers the others that are.
--- `done` is what the caller has CANCELled; UNREAD does both in one.
+-- LAPSED(done) | removes the leases of `done` that are still lapsed, and answers the other lapsed leases.
+-- `done`: tasks that the caller has CANCELled; UNREAD does both in one call.
 -- KEYS: readers   ARGV: limit, id, ...
--- Answers: id, when its lease ended (ms), ...; oldest first, at most `limit` of them
+-- Answers: id, end of its lease (ms), ...; oldest first, at most `limit` of them
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 for i = 2, #ARGV do

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- LEAD(me) | nobody leads, or I do: I lead for `ms` from now; else nothing.
+-- LEAD(me) | no leader, or `me` leads: `me` leads for `ms` from now; else nothing.
 -- KEYS: sweeper   ARGV: me, ms
--- Answers: 0 I lead | for how many ms another leads, if it is not heard of
+-- Answers: 0 (`me` leads) | the ms left of another leader's lease
 local held = redis.call('GET', KEYS[1])
 if held and held ~= ARGV[1] then
   return math.max(1, redis.call('PTTL', KEYS[1]))

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- ORPHAN(gone) | final, not settled, and nobody live owns it: settled, without its message. A plain Celery task (links,
--- chords) and one that was given up (the message is kept) need theirs: they are left to whoever gets it, unless the
--- caller has seen that it is nowhere any more (`gone`).
--- What is not final, or settled, or has no record any more leaves the index.
+-- ORPHAN(gone) | final, not settled, no live owner: settled without its message. A plain Celery task (links, chords) and
+-- a task that was given up (its message is kept) need their message: they are left to the worker that gets it, unless
+-- the caller has seen that the message no longer exists (`gone`).
+-- A task that is not final, is settled or has no record leaves the index.
 -- KEYS: task, stream, unsettled   ARGV: id, default TTL (seconds), gone 0|1
--- Answers: settled (also before) | owned | message | gone (no record) | open (not final)
+-- Answers: settled (also if done before) | owned | message | gone (no record) | open (not final)
 -- include: _final.lua
 -- include: _settle.lua
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]

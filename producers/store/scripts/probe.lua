@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- PROBE | whether this user may do in a script what the others do. Nothing is left, and nobody listens.
--- KEYS: a task that never is   ARGV: its channel
+-- PROBE | runs the kinds of commands that the other scripts run, to check the user's permissions. It leaves nothing.
+-- KEYS: a task id that is never used   ARGV: its channel
 redis.call('HSET', KEYS[1], 'v', 1)
 redis.call('XADD', KEYS[1] .. ':stream', '1-0', 'e', '')
 redis.call('DEL', KEYS[1], KEYS[1] .. ':stream')

@@ -1,9 +1,9 @@
 #!lua
 -- PROMPT(c, entries) | Other claim or final: `other`. Cancel: `cancel`. In the stream already: `ok`, not published again.
--- Else append + publish, and the record says how many entries they are: `ok`. They count no token; whoever makes them
--- says so in every APPEND and FINISH, which take nothing where they are not there: so they stand before token 0.
+-- Else append + publish, and store the number of entries in the record: `ok`. The entries count as no tokens. Their
+-- worker says `scored` in every APPEND and FINISH, which do nothing while they are missing: so they precede token 0.
 -- KEYS: task, stream
--- ARGV: id, claim, entry, ... (JSON objects, as they go into the stream)
+-- ARGV: id, claim, entry, ... (stream entries, JSON objects)
 -- Answers: ok | other | cancel
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
 local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', 'prompt')

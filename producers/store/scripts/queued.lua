@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- QUEUED | `submitting` -> `queued`; else nothing.
 -- KEYS: task, submitting   ARGV: id
--- Answers: the status after it, or gone
+-- Answers: the status then | gone
 local status = redis.call('HGET', KEYS[1], 'status')
 redis.call('ZREM', KEYS[2], ARGV[1])
 if not status then

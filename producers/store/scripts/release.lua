@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- RELEASE(c) | claim = c: clears it, also when final but unsettled; `queued` if not final. No death is counted.
+-- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final. Counts no death.
 -- KEYS: task   ARGV: claim
 -- Answers: 1 released | 0
 -- include: _final.lua

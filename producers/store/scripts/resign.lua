@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- RESIGN(me) | I lead: nobody does any more; else nothing.
+-- RESIGN(me) | `me` leads: the leader's lease is removed; else nothing.
 -- KEYS: sweeper   ARGV: me
 -- Answers: 1 | 0
 if redis.call('GET', KEYS[1]) == ARGV[1] then

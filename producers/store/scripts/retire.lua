@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- RETIRE(about) | the pool is known by exactly these words, and no model's tasks are sent to it: it is forgotten.
+-- RETIRE(about) | the pool's entry equals `about`, and no model's tasks are sent to its queue: the entry is removed.
 -- KEYS: pools, routes   ARGV: queue, about
 -- Answers: 1 | 0
 for _, queue in ipairs(redis.call('HVALS', KEYS[2])) do

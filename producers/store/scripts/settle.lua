@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- SETTLE(c) | after the tracer: settled, clears claim and owner; record and stream TTL start here.
--- Only the winner of FINISH, or whom CLAIM told to settle, calls it; a record that is not final is left alone.
+-- SETTLE(c) | final: settled, claim and owner cleared; the TTL of record and stream starts. Else nothing.
+-- Called after Celery's tracer, by the winner of FINISH or a worker that CLAIM answered `settle`.
 -- KEYS: task, stream   ARGV: id, default TTL (seconds)
--- Answers: 1 settled (also before) | 0
+-- Answers: 1 settled (also if done before) | 0
 -- include: _final.lua
 -- include: _settle.lua
 local status = redis.call('HGET', KEYS[1], 'status')

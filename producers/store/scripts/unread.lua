@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- UNREAD(over) | the task's reader lease is not there, or not the one that ended at `over`, which is past: nothing.
--- Else it is removed, and the task CANCELled, in one: whoever renewed it in time, lives.
+-- UNREAD(over) | the task's reader lease is the one that ended at `over`, which is past: the lease is removed and the
+-- task CANCELled. Else nothing: a reader that renewed in time is alive.
 -- KEYS: task, stream, readers   ARGV: id, over (ms, as LAPSED answered it)
--- Answers: {unread 0|1, accepted 0|1, status | gone}; {0} where nothing was done
+-- Answers: {unread 0|1, accepted 0|1, status | gone}; {0} if nothing was done
 -- include: _final.lua
 -- include: _cancel.lua
 local id, over = ARGV[1], tonumber(ARGV[2])

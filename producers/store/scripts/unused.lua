@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- UNUSED(file) | no model's card names the file: it is removed; else nothing. A card that cannot be read keeps all.
+-- UNUSED(file) | no model's card contains the file's hash: the file is removed; else nothing.
 -- KEYS: models, blob   ARGV: SHA-256 (hex)
 -- Answers: 1 removed | 0
 for _, card in ipairs(redis.call('HVALS', KEYS[1])) do
