@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -22,3 +22,9 @@ def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
         )
         for case in cases
     ]
+
+
+def one_of_each(kind: Callable[[Any], object], table: dict[str, Any]) -> list[Any]:
+    """As `few`, of the names of a table: `make test` takes the first whose value is of each kind."""
+    kept = {kind(value): name for name, value in reversed(table.items())}
+    return few(table, *kept.values())

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 from itertools import permutations
+from operator import attrgetter
 
 import pytest
 
+from tests.exhaustive import one_of_each
 from tests.protocol.model import ALL, RULES, SCENARIOS, explore
 from tests.protocol.model.canon import in_order, permuted, renamed
 from tests.protocol.model.checks import good, wrong
@@ -89,7 +91,7 @@ def test_every_history_keeps_the_invariants_and_ends_well(name: str) -> None:
     assert not verdict.says, "\n".join([verdict.says, *verdict.trace])
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", one_of_each(attrgetter("scenario"), RULES))
 def test_without_the_rule_something_breaks(name: str) -> None:
     rule = RULES[name]
     cfg = with_faults(SCENARIOS[rule.scenario], **FAULTS[name]) if name in FAULTS else SMALL[rule.scenario]

@@ -20,6 +20,7 @@ from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import count_parameters
 from tests.engine.quant.forward import in_chunks
 from tests.engine.random_models import FAMILIES, write_model
+from tests.exhaustive import few
 from workers.library.corpus import standard_library
 from workers.library.reference import bundled
 
@@ -124,7 +125,7 @@ def test_a_walk_ends_where_a_forward_pass_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "limit"), [(Recipe(8), 0.005), (Recipe(4), 0.02)])
+@pytest.mark.parametrize(("recipe", "limit"), few([(Recipe(8), 0.005), (Recipe(4), 0.02)], (Recipe(4), 0.02)))
 def test_the_bundled_model_keeps_its_perplexity(tmp_path: Path, recipe: Recipe, limit: float) -> None:
     folder = bundled()["tiny-v2"]
     tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.exhaustive import few
+
 
 @pytest.fixture
 def in_order(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +20,10 @@ def in_order(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.fixture(
+    params=few([torch.bfloat16, torch.float16, torch.float32], torch.bfloat16, torch.float32),
+    ids=["bf16", "fp16", "fp32"],
+)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 

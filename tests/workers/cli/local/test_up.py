@@ -200,22 +200,8 @@ def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outli
 
 
 def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hastens(up: Callable[..., Up]) -> None:
-    system = up("--drain-timeout", "100")
-    gateway = system.wait_ready()
-    streamed: list[dict[str, Any]] = []
-    task_id = gateway.submit(task(max_tokens=400, n=2))["id"]
-    reader = threading.Thread(target=lambda: streamed.extend(gateway.events(task_id, patience=0.0)), daemon=True)
-    reader.start()
-    until(lambda: streamed)
-    assert system.stop() == 0
-    # Its stream was open until the task's end, though the gateway took no new callers.
-    reader.join(60)
-    assert streamed[-1]["event"] == "end"
-    assert len(streamed) == 801
-
     system = up("--drain-timeout", "0")
     gateway = system.wait_ready()
-    assert gateway.task(task_id)["status"] == "completed"
     # Far more than ends before the stop: some are handed back in the middle, some never began.
     ids = [gateway.submit(task(max_tokens=500, seed=seed, n=2))["id"] for seed in range(40)]
     until(lambda: gateway.task(ids[0])["status"] != "queued")
@@ -233,10 +219,19 @@ def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hasten
         assert found["status"] == "completed"
         assert [len(choice["token_ids"]) for choice in found["choices"]] == [500] * 2
         assert len(whole(gateway, task_id)) == 1000
+    streamed: list[dict[str, Any]] = []
+    short = gateway.submit(task(max_tokens=200, n=2))["id"]
+    reader = threading.Thread(target=lambda: streamed.extend(gateway.events(short, patience=0.0)), daemon=True)
+    reader.start()
+    until(lambda: streamed)
     for seed in range(40):
         gateway.submit(task(max_tokens=1000, n=8, seed=seed))
     system.process.send_signal(signal.SIGINT)
     until(lambda: not gateway.ready())
+    # Its stream is open until the task's end, though the gateway takes no new callers.
+    reader.join(60)
+    assert streamed[-1]["event"] == "end"
+    assert len(streamed) == 401
     assert system.stop(signal.SIGTERM) == 0
     assert "handing" in system.out
     assert system.nothing_left()

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.kernels.ragged import ragged_attention
 from tests.engine.kernels.ragged_cases import Case, Lengths, Shape, ragged_case
+from tests.exhaustive import few
 
 pytest.importorskip("triton")
 
@@ -34,7 +35,7 @@ def attended(case: Case, where: torch.device, softcap: float | None = None, enou
     return FixedAttention(enough)(on.query, on.cache, batch, on.scale, softcap)
 
 
-@pytest.mark.parametrize("softcap", [None, 0.8], ids=["", "capped"])
+@pytest.mark.parametrize("softcap", few([None, 0.8], 0.8), ids=["", "capped"])
 @pytest.mark.parametrize("shape", [Shape(4, 1, 64), Shape(6, 2, 16, window=30), Shape(3, 3, 80, block=7)])
 def test_it_is_attention(where: torch.device, shape: Shape, softcap: float | None, dtype: torch.dtype) -> None:
     case = ragged_case(replace(shape, dtype=dtype), MIXED, padding=2, spare_rows=3)
@@ -64,7 +65,9 @@ def only(case: Case, sequence: int, count: int, end: int) -> Case:
 
 
 @pytest.mark.usefixtures("in_order")
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (45, 0.8)], ids=["", "windowed and capped"])
+@pytest.mark.parametrize(
+    ("window", "softcap"), few([(None, None), (45, 0.8)], (45, 0.8)), ids=["", "windowed and capped"]
+)
 def test_a_query_has_the_same_bits_alone_in_chunks_and_in_any_batch(
     where: torch.device, monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.kernels.ragged import ragged_attention
 from tests.engine.kernels.ragged_cases import Case, Lengths, Shape, ragged_case
+from tests.exhaustive import few
 
 pytest.importorskip("triton")
 
@@ -38,33 +40,36 @@ def check(case: Case, where: torch.device, softcap: float | None = None, multipr
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", few([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16), ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("lengths", [DECODES, MIXED], ids=["decodes", "mixed"])
 def test_ragged_steps_in_every_dtype(where: torch.device, dtype: torch.dtype, lengths: Lengths) -> None:
     check(ragged_case(Shape(heads=4, kv_heads=1, head_dim=128, dtype=dtype), lengths), where)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (7, 1), (8, 1), (20, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), few([(3, 3), (6, 2), (7, 1), (8, 1), (20, 1)], (3, 3), (20, 1)))
 def test_any_number_of_heads_shares_a_kv_head(where: torch.device, heads: int, kv_heads: int) -> None:
     lengths = [(1, 70), (12, 30), (50, 60)]
     check(ragged_case(Shape(heads, kv_heads, head_dim=32), lengths), where)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("head_dim", few([8, 64, 80, 96, 256], 8, 80, 256))
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], torch.bfloat16), ids=["fp32", "bf16"])
 def test_head_dims_that_fill_no_tile(where: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     check(ragged_case(Shape(2, 1, head_dim, dtype=dtype), [(1, 50), (20, 200)]), where)
 
 
-@pytest.mark.parametrize("block", [1, 7, 16, 32, 48, 130])
+@pytest.mark.parametrize("block", few([1, 7, 16, 32, 48, 130], 1, 7, 130))
 def test_block_sizes_that_divide_no_tile(where: torch.device, block: int) -> None:
     # Full pages, one place more, one less.
     lengths = [(1, 2 * block), (1, block + 1), (9, 4 * block + 5), (min(block, 30), block)]
     check(ragged_case(Shape(2, 1, 64, block=block), lengths), where)
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
-@pytest.mark.parametrize("softcap", [None, 0.8], ids=["", "capped"])
+@pytest.mark.parametrize(
+    ("window", "softcap"), few(itertools.product((1, 5, 64, 100, 1000), (None, 0.8)), (1, None), (5, 0.8), (100, None))
+)
 def test_windows_and_caps(where: torch.device, window: int, softcap: float | None) -> None:
     check(ragged_case(Shape(2, 1, 128, window=window), [(1, 150), (1, 7), (70, 300), (130, 130)]), where, softcap)
 
@@ -92,7 +97,7 @@ def test_a_step_of_padding_alone_is_zero(where: torch.device) -> None:
     assert PagedAttention()(nothing.query, nothing.cache, nothing.batch, 1.0).shape == (0, 4, 64)
 
 
-@pytest.mark.parametrize("window", [None, 200], ids=["", "windowed"])
+@pytest.mark.parametrize("window", few([None, 200], 200), ids=["", "windowed"])
 def test_walks_in_parts_are_walks_as_a_whole(where: torch.device, window: int | None) -> None:
     """Walks of one round, of a few and of many beside each other; prompts behind a cached prefix too."""
     shape = Shape(4, 1, 128, window=window)
@@ -106,8 +111,8 @@ def test_more_parts_than_are_joined_at_a_time(where: torch.device) -> None:
     check(ragged_case(Shape(2, 1, 128, dtype=torch.bfloat16), [(1, 64 * 18 + 3)]), where, multiprocessors=132)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("head_dim", few([64, 128, 256], 128))
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], torch.bfloat16), ids=["fp32", "bf16"])
 def test_tiles_for_less_shared_memory(
     where: torch.device, monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype
 ) -> None:

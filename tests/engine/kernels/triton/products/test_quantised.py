@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from tests.engine.kernels.triton.conftest import noise
+from tests.exhaustive import few
 
 pytest.importorskip("triton")
 
@@ -42,7 +43,7 @@ def check(weight: Int4Weight | Int8Weight, rows: int, dtype: torch.dtype, biased
     assert (found.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("rows", [1, 17, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", few([1, 17, MOST_ROWS, MOST_ROWS + 1], 17, MOST_ROWS + 1))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_4_bit_products_are_those_of_the_weights(
     where: torch.device, dtype: torch.dtype, rows: int, symmetric: bool
@@ -51,7 +52,7 @@ def test_4_bit_products_are_those_of_the_weights(
     check(weight, rows, dtype, rows == 17, where)
 
 
-@pytest.mark.parametrize("rows", [1, 17, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", few([1, 17, MOST_ROWS, MOST_ROWS + 1], 17, MOST_ROWS + 1))
 @pytest.mark.parametrize("group", [None, 128])
 def test_8_bit_products_are_those_of_the_weights(
     where: torch.device, dtype: torch.dtype, rows: int, group: int | None
