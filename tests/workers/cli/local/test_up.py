@@ -206,7 +206,7 @@ def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hasten
     ids = [gateway.submit(task(max_tokens=500, seed=seed, n=2))["id"] for seed in range(40)]
     until(lambda: gateway.task(ids[0])["status"] != "queued")
     assert system.stop(signal.SIGTERM) == 0
-    assert "stopped; what was queued is found at the next start" in system.out
+    assert "stopped; queued tasks are kept for the next start" in system.out
     assert system.nothing_left()
 
     system = up("--drain-timeout", "100")
