@@ -169,7 +169,7 @@ class Broker(ABC):
 
     @abstractmethod
     async def depths(self, queues: Sequence[str]) -> Depths:
-        """Everything that /metrics tells, in two round trips whatever the number of queues."""
+        """Everything that /metrics tells, in three round trips at most, whatever the number of queues."""
 
     @abstractmethod
     async def workers(self) -> list[Listed]:

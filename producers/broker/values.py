@@ -127,10 +127,12 @@ class Waiting:
 @dataclass(slots=True)
 class Depth:
     """What a queue holds. `waiting`: messages to be fetched, by tier, wherever they lie; `tenants`: of how many tenants
-    something waits, as far as that is known."""
+    something waits, as far as that is known. `oldest`: seconds since the task that waits longest was submitted, by
+    tier, where that is known."""
 
     waiting: dict[str, int] = field(default_factory=by_tier)
     tenants: dict[str, int] = field(default_factory=by_tier)
+    oldest: dict[str, float] = field(default_factory=dict)
     delayed: int = 0
     in_flight: int = 0
 

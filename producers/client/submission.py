@@ -96,7 +96,8 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
     fields = record_fields(task, known)
     yield from _admit(directory, task, task_id, known, fields, patience_s)
-    message = Message(task_id, known.queue, task.tier, task.width, int(fields["tokens"]), task.tenant or "")
+    tokens, tenant, at = int(fields["tokens"]), task.tenant or "", known.now_ms()
+    message = Message(task_id, known.queue, task.tier, task.width, tokens, tenant, at)
     try:
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:

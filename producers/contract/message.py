@@ -35,13 +35,16 @@ class Message:
     tokens: int
     tenant: str = ""
     """The task's tenant; empty: all tasks without one share a turn."""
+    at: int = 0
+    """When the task was submitted (ms of the store's clock); 0: not known."""
 
     @classmethod
     def of(cls, record: Record) -> Message:
         """The message of a record, to send it again. Raises KeyError or ValueError for a broken record."""
         fields = record.fields
         tenant = fields.get("tenant", "")
-        return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]), tenant)
+        at = record.time("created") or 0
+        return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]), tenant, at)
 
     def options(self) -> dict[str, Any]:
         """The message as options of Celery's `send_task`."""
@@ -98,7 +101,8 @@ class Message:
         )
 
     def _size(self) -> dict[str, int | str]:
-        return {"v": 1, "n": self.n, "tokens": self.tokens, **({"tenant": self.tenant} if self.tenant else {})}
+        said: dict[str, int | str] = {"tenant": self.tenant, "at": self.at}
+        return {"v": 1, "n": self.n, "tokens": self.tokens, **{name: value for name, value in said.items() if value}}
 
 
 def id_of(headers: Mapping[str, Any]) -> str | None:

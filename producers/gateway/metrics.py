@@ -142,6 +142,11 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
     tenants = GaugeMetricFamily(
         "penstock_queued_tenants", "Tenants whose tasks wait for their turn.", labels=("model", "pool", "tier")
     )
+    oldest = GaugeMetricFamily(
+        "penstock_queued_oldest_seconds",
+        "Since the task that waits longest was submitted; not for plain Celery tasks.",
+        labels=("model", "pool", "tier"),
+    )
     delayed = GaugeMetricFamily("penstock_delayed", "Tasks to be offered again later.", labels=("model", "pool"))
     in_flight = GaugeMetricFamily("penstock_in_flight", "Tasks that workers have taken.", labels=("model", "pool"))
     workers = GaugeMetricFamily("penstock_workers", "Workers with a live lease.", labels=("model", "pool"))
@@ -149,10 +154,12 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
         for tier, waiting in pool.queued.items():
             queued.add_metric((pool.model, pool.name, tier), waiting)
             tenants.add_metric((pool.model, pool.name, tier), pool.tenants[tier])
+            if not waiting or tier in pool.oldest_s:
+                oldest.add_metric((pool.model, pool.name, tier), pool.oldest_s.get(tier, 0.0))
         delayed.add_metric((pool.model, pool.name), pool.delayed)
         in_flight.add_metric((pool.model, pool.name), pool.in_flight)
         workers.add_metric((pool.model, pool.name), len(pool.workers))
-    yield from (queued, tenants, delayed, in_flight, workers)
+    yield from (queued, tenants, oldest, delayed, in_flight, workers)
     for name, text, key, grows in WORKER_FIGURES:
         family = CounterMetricFamily if grows else GaugeMetricFamily
         figures = family(f"penstock_worker_{name}", text, labels=("model", "pool", "worker"))

@@ -28,6 +28,8 @@ class Pool:
     queued: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
     #: Tenants of whom something waits, as far as workers have sorted it.
     tenants: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
+    #: Seconds since the task that waits longest was submitted, where that is known.
+    oldest_s: dict[str, float] = field(default_factory=dict)
     delayed: int = 0
     in_flight: int = 0
     #: What each live worker says of itself in its lease (see `workers.runtime.assembly`).
@@ -75,7 +77,13 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     depths = await broker.depths(list(served))
     pools = {
         queue: Pool(
-            queue.removeprefix(QUEUE_PREFIX), served[queue], its.waiting, its.tenants, its.delayed, its.in_flight
+            queue.removeprefix(QUEUE_PREFIX),
+            served[queue],
+            its.waiting,
+            its.tenants,
+            its.oldest,
+            its.delayed,
+            its.in_flight,
         )
         for queue, its in depths.queues.items()
     }

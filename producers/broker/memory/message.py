@@ -24,6 +24,8 @@ class Sent:
     generates: bool = True
     seqs: float = 0
     tokens: float = 0
+    at: float = 0
+    """When its task was submitted (ms); 0: unsaid."""
 
     def size(self, capacity: tuple[int, int], plain_tokens: int) -> tuple[int, int]:
         """Sequences and tokens that it takes of an engine."""
@@ -57,6 +59,7 @@ def read(raw: bytes) -> Sent:
         task == keys.TASK_NAME,
         _whole(_of(said, "n")),
         _whole(_of(said, "tokens")),
+        _whole(_of(said, "at")),
     )
 
 

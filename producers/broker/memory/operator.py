@@ -62,6 +62,8 @@ class MemoryBroker(Broker):
         for name, tier in self._lists(queue):
             found.waiting[tier] += len(server.lists[name]) + len(server.turns[name])
             found.tenants[tier] += len(server.turns[name].queues)
+            if submitted := server.submitted(name):
+                found.oldest[tier] = max(0.0, server.clock() - submitted) / 1000
         found.in_flight = sum(len(server.inflight[inc]) for inc, its in server.listed.items() if its == queue)
         return found
 

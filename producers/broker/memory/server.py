@@ -7,9 +7,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
-from producers.broker.memory.message import task_id_of
+from producers.broker.memory.message import Unusable, read, task_id_of
 from producers.broker.memory.turns import Turns
 from producers.contract import keys
 
@@ -78,6 +80,13 @@ class Server:
         self.lists[name].insert(len(self.lists[name]) if front else 0, raw)
         for poke in list(self.pokes):
             poke()
+
+    def submitted(self, name: str) -> float | None:
+        """When (ms) the oldest of a list was submitted, as its front and the first of what was sorted say it."""
+        said = [sent.at for _, sent in sorted(self.turns[name].messages().items())[:1]]
+        with suppress(IndexError, Unusable):
+            said.append(read(self.lists[name][-1]).at)
+        return min((at for at in said if 0 < at < inf), default=None)
 
     def bury(self, reason: str, name: str, raw: bytes) -> None:
         message = raw.decode(errors="surrogateescape")

@@ -110,6 +110,11 @@ def scheduled(queue: str, count: int) -> Call:
     return Call(script(PACKAGE, "scheduled"), (keys.delayed(queue),), (count,))
 
 
+def oldest(lists: Sequence[str]) -> Call:
+    """Answers for how long (ms) the oldest message of each list waits, -1 where none says it."""
+    return Call(script(PACKAGE, "oldest"), [key for name in lists for key in (name, keys.sorted_of(name))], ())
+
+
 def recall(queue: str, pools: Sequence[str], count: int) -> Call:
     """Where no worker of these pools lives, which are those that take from a queue: what was sorted of it goes back to
     the fronts of its lists. Answers how many messages, `count` at most (fewer were the last); -1 where one lives."""

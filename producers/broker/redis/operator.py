@@ -83,9 +83,15 @@ class RedisBroker(Broker):
         )
         found = {queue: Depth(delayed=count) for queue, count in zip(queues, counts, strict=False)}
         each = iter(counts[len(queues) :])
-        for (queue, tier, _), arrived, by_tenant, tenants in zip(lists, each, each, each, strict=True):
+        some = []
+        for (queue, tier, name), arrived, by_tenant, tenants in zip(lists, each, each, each, strict=True):
             found[queue].waiting[tier] += arrived + by_tenant
             found[queue].tenants[tier] += tenants
+            some += [(found[queue].oldest, tier, name)] if arrived or by_tenant else []
+        waited = await arun(self._redis, calls.oldest([name for *_, name in some])) if some else ()
+        for (oldest, tier, _), ms in zip(some, waited, strict=True):
+            if ms >= 0:
+                oldest[tier] = max(oldest.get(tier, 0.0), ms / 1000)
         workers = {text(name): text(queue) for name, queue in listed.items()}
         held = await self._ask(*(("HLEN", keys.inflight(name)) for name in workers))
         for queue, count in zip(workers.values(), held, strict=True):

@@ -51,7 +51,8 @@ async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Con
     await send(broker, "f")
     depths = await broker.depths([QUEUE, "none"])
     tiers = {"priority": 0, "flex": 0}
-    assert depths.queues[QUEUE] == Depth({**tiers, "default": 3, "batch": 1}, {**tiers, "default": 1, "batch": 1}, 1, 1)
+    held = Depth({**tiers, "default": 3, "batch": 1}, {**tiers, "default": 1, "batch": 1}, delayed=1, in_flight=1)
+    assert depths.queues[QUEUE] == held
     assert depths.queues["none"] == Depth()
     assert (depths.workers, depths.dead_letters) == ({INC: QUEUE}, 0)
     waiting = await broker.waiting(QUEUE)
@@ -59,6 +60,23 @@ async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Con
     assert await broker.waiting_of(QUEUE, "t") == 2
     waits, unsorted = await broker.tenants([QUEUE])
     assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 1)
+
+
+async def test_the_age_of_the_oldest_is_told_where_messages_say_it(broker: Broker, consumer: Consumer) -> None:
+    """Whether it is sorted or not; and the older of the two."""
+    now = await broker.now_ms()
+    for name, age, tier in (("a", 9000, "default"), ("b", 5000, "default"), ("c", 7000, "flex"), ("d", 0, "batch")):
+        await broker.send(Message(name, QUEUE, tier, 1, 100, "", now - age * 1000 if age else 0))
+
+    async def oldest() -> dict[str, int]:
+        return {tier: int(age // 1000) for tier, age in (await broker.depths([QUEUE])).queues[QUEUE].oldest.items()}
+
+    assert await oldest() == {"default": 9, "flex": 7}
+    assert take(consumer, "1") == ["a"]
+    assert await oldest() == {"default": 5, "flex": 7}
+    await broker.send(Message("e", QUEUE, "default", 1, 100, "", now - 6_000_000))
+    consumer.put_down([Back(INC, "1")])
+    assert await oldest() == {"default": 9, "flex": 7}
 
 
 async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str) -> None:

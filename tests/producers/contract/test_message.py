@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,9 +88,12 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
     for tier, (_, priority) in keys.TIERS.items():
         handle = client.submit(model="tiny", prompt=[1, 2, 3], max_tokens=5, tier=tier, n=2)
         expected[handle.id] = ((), {}, {"v": 1, "n": 2, "tokens": 13}, priority)
+        latest = handle.status().time("created")
     level = logging.getLogger().level  # of all this process: unless told, Celery's helper leaves it at ERROR
     with start_worker(app, pool="solo", perform_ping_check=False, shutdown_timeout=60, loglevel=level):
         assert every.wait(60)
+    for _, _, size, _ in seen.values():
+        assert latest - 60_000 < size.pop("at") <= latest, "the store's clock, as nearly as it is known"
     assert seen == expected
     assert logging.getLogger().level == level
 
@@ -98,7 +102,8 @@ def test_whose_turn_it_is_stands_in_message_and_record(client: Face, valkey: Red
     valkey.hset(keys.ROUTES, "tiny", QUEUE)
     handle = client.submit(model="tiny", prompt=[1], max_tokens=2, tenant="Ünï")
     (raw,) = valkey.lrange(broker_keys.tier_list(QUEUE, "default"), 0, -1)
-    assert json.loads(raw)["headers"]["penstock"] == {"v": 1, "n": 1, "tokens": 3, "tenant": "Ünï"}
+    size = json.loads(raw)["headers"]["penstock"]
+    assert size == {"v": 1, "n": 1, "tokens": 3, "tenant": "Ünï", "at": size["at"]}
     assert Message.of(handle.status()).tenant == "Ünï"
 
 
@@ -107,6 +112,7 @@ def test_a_record_gives_its_message_again() -> None:
     fields = {"queue": QUEUE, "tier": "flex", "n": "3", "tokens": "40", "task": "{}"}
     assert Message.of(Record("t", fields)) == message
     assert Message.of(Record("t", fields | {"tenant": "é"})) == Message("t", QUEUE, "flex", 3, 40, "é")
+    assert Message.of(Record("t", fields | {"created": "7"})) == replace(message, at=7)
     best = fields | {"n": "2", "task": '{"best_of": 3}'}
     assert Message.of(Record("t", best)) == message
     with pytest.raises(KeyError):

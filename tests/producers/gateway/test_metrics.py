@@ -68,6 +68,9 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
     assert [got["penstock_queued", "tiny", POOL, tier] for tier in keys.TIERS] == [1, 2, 3, 4]
     assert [got["penstock_queued_tenants", "tiny", POOL, tier] for tier in keys.TIERS] == [0, 0, 2, 0]
     assert [got["penstock_queued", "tiny", "tiny", tier] for tier in keys.TIERS] == [0, 1, 0, 0]
+    assert 0 <= got["penstock_queued_oldest_seconds", "tiny", POOL, "priority"] < 600
+    assert got["penstock_queued_oldest_seconds", "tiny", "tiny", "batch"] == 0
+    assert ("penstock_queued_oldest_seconds", "tiny", POOL, "flex") not in got, "nothing there says when it came"
     assert got["penstock_delayed", "tiny", POOL] == 2
     assert got["penstock_tasks_submitting",] == 0
 

@@ -1,0 +1,23 @@
+#!lua flags=no-writes
+-- OLDEST | how long the oldest message of each list has waited since its task was submitted, as the front of the list and
+-- the first of what was sorted say it; reads only. What does not say when (a plain Celery message) does not count.
+-- KEYS: list, sorted, ...
+-- Answers: ms, ... (by the clock of this server); -1 where nothing says it
+local function submitted(raw)
+  local fine, m = pcall(cjson.decode, raw)
+  local headers = fine and type(m) == 'table' and m.headers
+  local said = type(headers) == 'table' and headers.penstock
+  local at = type(said) == 'table' and said.at
+  return type(at) == 'number' and at > 0 and at or math.huge
+end
+
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local out = {}
+for k = 1, #KEYS, 2 do
+  local raw, packed = redis.call('LINDEX', KEYS[k], -1), redis.call('ZRANGE', KEYS[k + 1], 0, 0)[1]
+  local fine, e = pcall(cmsgpack.unpack, packed or '')
+  local at = math.min(submitted(raw), submitted(fine and type(e) == 'table' and e[2]))
+  out[#out + 1] = at < math.huge and math.max(0, now - at) or -1
+end
+return out
