@@ -138,7 +138,7 @@ def places(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        pytest.param(module, line, marks=pytest.mark.exhaustive if module.startswith("tests.bench") else ())
+        pytest.param(module, line, marks=pytest.mark.exhaustive if ".bench" in module else ())
         for module, lines in TINY.items()
         for line in lines
     ],

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import few
+
 HARDWARE = "import pytest\n\ndef test_it() -> None:\n    pytest.skip('no CUDA device')\n"
 UNJUDGED = HARDWARE.replace("no CUDA device", "today is Sunday")
 ABSENT = "import pytest\npytest.importorskip('no_such_package')\n\ndef test_it() -> None:\n    pass\n"
@@ -16,11 +18,14 @@ ABSENT = "import pytest\npytest.importorskip('no_such_package')\n\ndef test_it()
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere any test may be skipped")
 @pytest.mark.parametrize(
     ("code", "said"),
-    [
-        (HARDWARE, "1 skipped"),
+    few(
+        [
+            (HARDWARE, "1 skipped"),
+            (UNJUDGED, "Skipped: today is Sunday: no test is skipped for that on Linux"),
+            (ABSENT, "could not import 'no_such_package'"),
+        ],
         (UNJUDGED, "Skipped: today is Sunday: no test is skipped for that on Linux"),
-        (ABSENT, "could not import 'no_such_package'"),
-    ],
+    ),
     ids=["hardware", "unjudged", "absent"],
 )
 def test_only_hardware_excuses(tmp_path: Path, code: str, said: str) -> None:

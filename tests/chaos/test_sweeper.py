@@ -15,6 +15,7 @@ from producers.contract import keys
 from tests.chaos.calls import Call
 from tests.chaos.sweeping import Left, Sweeper, within
 from tests.chaos.tap import Mode, Tap
+from tests.exhaustive import few
 
 WRITES = {"LEAD", "COMPACT", "ORPHAN", "EXPIRE", "LPUSH queue", "QUEUED", "HINCRBY swept"}
 
@@ -62,7 +63,7 @@ def test_it_may_die_between_any_two_calls(valkey: Redis, valkey_server: ValkeySe
     assert met > len(strikes) / 2, "else it was done before most of its strikes"
 
 
-@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+@pytest.mark.parametrize("sig", few([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], signal.SIGSTOP))
 def test_another_follows(valkey: Redis, valkey_url: str, sig: signal.Signals) -> None:
     """In the midst of its work; what is stopped goes on later, and thinks that it leads."""
     left = Left(valkey, streams=(40,) * 150)

@@ -15,6 +15,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conformance.conftest import TINY, System
+from tests.exhaustive import few
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -63,7 +64,7 @@ def oracle() -> list[tuple[float, bool, float]]:
     return found
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", few([1, 5], 5))
 def test_loglikelihoods_are_those_of_transformers(
     system: System, oracle: list[tuple[float, bool, float]], batch_size: int
 ) -> None:

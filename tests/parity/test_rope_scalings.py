@@ -13,6 +13,7 @@ from engine.models import load_model
 from engine.models.rotary import RopeSettings
 from engine.text.config import Config
 from tests.engine.random_models import BASE, LLAMA3_SCALING, write_model
+from tests.exhaustive import few
 from tests.parity.conftest import Truth, transformers
 from tests.parity.driver import Driver, greedy, prompts_of
 
@@ -94,7 +95,7 @@ def test_the_context_is_what_a_scaling_was_set_for(scaling: dict[str, Any], cont
     assert Config.of_model(BASE | {"rope_scaling": scaling}).context_length() == context
 
 
-@pytest.mark.parametrize("kind", ["linear", "yarn", "yarn-betas", "longrope"])
+@pytest.mark.parametrize("kind", few(["linear", "yarn", "yarn-betas", "longrope"], "yarn"))
 def test_a_models_output(kind: str, tmp_path: Path) -> None:
     write_model(tmp_path, tokenizer=False, rope_scaling=KINDS[kind])
     truth, model = Truth(tmp_path), load_model(tmp_path, "auto", torch.device("cpu"))

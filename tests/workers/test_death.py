@@ -12,6 +12,7 @@ import pytest
 from producers import Client
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from tests.exhaustive import few
 from tests.processes import Worker
 from tests.stub_engine import DEADLY, STALLED
 from tests.workers.rig import Rig
@@ -49,7 +50,7 @@ def test_a_text_is_counted_though_its_worker_dies_before_the_first_token(rig: Ri
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pause", [0.0, 0.003])
+@pytest.mark.parametrize("pause", few([0.0, 0.003], 0.003))
 def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: float) -> None:
     """No task is given up, or made to wait and run alone: each got on under each of its workers."""
     ids = rig.fill(40, max_tokens=60)
@@ -63,7 +64,7 @@ def test_killed_again_and_again_no_token_is_lost_or_doubled(rig: Rig, pause: flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugins", ["", "tests.workers.plugins:claims_one_by_one"])
+@pytest.mark.parametrize("plugins", few(["", "tests.workers.plugins:claims_one_by_one"], ""))
 def test_a_task_that_kills_its_workers_is_given_up_and_its_neighbours_are_not(rig: Rig, plugins: str) -> None:
     (killer,) = rig.fill(1, prompt=[DEADLY])
     innocent = rig.fill(6, max_tokens=30)

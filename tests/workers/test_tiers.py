@@ -8,6 +8,7 @@ import pytest
 
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from tests.exhaustive import few
 from tests.stub_engine import STALLED
 from tests.workers.rig import POOL, Rig
 
@@ -40,7 +41,9 @@ def test_within_a_tier_the_first_goes_first(rig: Rig) -> None:
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize(("low", "high"), [("batch", "priority"), ("batch", "flex"), ("flex", "default")])
+@pytest.mark.parametrize(
+    ("low", "high"), few([("batch", "priority"), ("batch", "flex"), ("flex", "default")], ("batch", "flex"))
+)
 def test_a_full_worker_takes_a_higher_task_at_once(rig: Rig, low: str, high: str) -> None:
     rig.worker(STUB_SEQS=4, STUB_STEP_S=0.01, ageing=3600.0)
     running = rig.fill(4, tier=low, prompt=[STALLED])

@@ -56,7 +56,7 @@ def test_decoding_beside_any_number_of_others(steps: Steps) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        ("gqa", "bfloat16", "cpu"),
+        pytest.param(("gqa", "bfloat16", "cpu"), marks=pytest.mark.exhaustive),
         ("gemma2", "float32", "cpu"),
         pytest.param(("gqa", "bfloat16", "native"), marks=[NATIVE, pytest.mark.exhaustive]),
         pytest.param(("gemma2", "float32", "native"), marks=[NATIVE, pytest.mark.exhaustive]),

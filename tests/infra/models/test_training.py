@@ -18,6 +18,8 @@ from infra.models.recipes import RECIPES, Recipe
 from infra.models.train import Checkpoint, batches, documents, train
 from workers.library.corpus import SourceFile, chat_pairs, standard_library
 
+pytestmark = pytest.mark.exhaustive
+
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 SHAPE = Shape(hidden_size=32, intermediate_size=48, layers=1, heads=2, kv_heads=1, head_dim=16, context=256)
 RECIPE = dataclasses.replace(RECIPES["tiny-draft"], shape=SHAPE, steps=10, warm_up=2)

@@ -11,6 +11,7 @@ import pytest
 
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from tests.exhaustive import few
 from tests.stub_engine import STALLED
 from tests.workers.rig import TIMES, Rig, two_servers
 from workers.runtime.signals import SAME_S
@@ -27,7 +28,7 @@ def check_gone(rig: Rig) -> None:
     assert rig.redis.hgetall(broker_keys.INCARNATIONS) == {}
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", few([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_what_ends_in_time_ends_here(rig: Rig, how: signal.Signals) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=30.0)
     ids = rig.fill(4, max_tokens=50)
@@ -84,7 +85,7 @@ def test_order_is_kept_when_tasks_go_back(rig: Rig) -> None:
     assert waiting == ids[::-1], "those that ran are in front, the oldest first"
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGQUIT])
+@pytest.mark.parametrize("second", few([signal.SIGTERM, signal.SIGQUIT], signal.SIGTERM))
 def test_a_second_signal_cuts_the_drain_short(rig: Rig, second: signal.Signals) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
     (task_id,) = rig.fill(1, prompt=[STALLED])

@@ -49,7 +49,9 @@ def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
     [
         ({"STUB_HANG_AFTER": 20}, "a step has not ended for"),
         # The step returns while all is handed back.
-        ({"STUB_HANG_AFTER": 20, "STUB_HANG_S": 3.0}, "a step has not ended for"),
+        pytest.param(
+            {"STUB_HANG_AFTER": 20, "STUB_HANG_S": 3.0}, "a step has not ended for", marks=pytest.mark.exhaustive
+        ),
         ({"STUB_LOST_AFTER": 20}, "the device is lost: a fault of the stub's device"),
     ],
     ids=["hung", "hung for a while", "lost"],

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from engine.text import ModelCard
 from tests.engine.random_models import write_model
+from tests.exhaustive import few
 from workers.cli.app import app
 from workers.cli.exits import Failure
 from workers.errors import Refused
@@ -36,7 +37,7 @@ def quantize(*arguments: str | Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("bits", ["8", "4"])
+@pytest.mark.parametrize("bits", few(["8", "4"], "4"))
 def test_a_folder_is_made_that_is_whole_and_says_what_changed(folder: Path, tmp_path: Path, bits: str) -> None:
     out = tmp_path / "new" / "out"
     said = quantize(folder, out, "--bits", bits, "--calibration", folder.parent / "text.py", "--threads", "1", "--json")
