@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from producers.admin.dead_letters import letters, purge
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, script, text
+from producers.connection.script import text
 from producers.contract import keys
-from producers.store.protocol import PACKAGE
+from producers.store import blobs
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +23,6 @@ LETTERS_KEPT_S: Final = 14 * 24 * 3600.0
 #: Seconds for which something is to have been found unneeded: far longer than any process takes from one call to the
 #: next, also a worker that is about to say that it lives.
 UNNEEDED_S: Final = 60.0
-
-
-def unused(sha256: str) -> Call:
-    """Answers 1 where the file was there, and no card named it."""
-    return Call(script(PACKAGE, "unused"), (keys.MODELS, keys.blob(sha256)), (sha256,))
 
 
 @dataclass(slots=True)
@@ -76,11 +71,10 @@ class Stale:
                     log.warning("worker %s is gone: its %d deliveries are in the queue again", name, count)
 
     async def _files(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
-        prefix, named = keys.blob(""), " ".join(map(text, await self._store.hvals(keys.MODELS)))
-        async for key in self._store.scan_iter(match=keys.blob("*"), count=1000):
-            sha256 = text(key).removeprefix(prefix)
-            if sha256 not in named and self._long(text(key), since, kept):
-                removed.files += int(await arun(self._store, unused(sha256)))
+        named = " ".join(map(text, await self._store.hvals(keys.MODELS)))
+        async for sha256 in blobs.names(self._store):
+            if sha256 not in named and self._long(keys.blob(sha256), since, kept):
+                removed.files += await blobs.remove_unused(self._store, sha256)
 
     async def _letters(self, removed: Removed) -> None:
         before = await self._broker.now_ms() - int(self._letters_kept_s * 1000)

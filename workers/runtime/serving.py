@@ -12,6 +12,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from producers.contract import keys
+from producers.store import blobs
 from workers.errors import Refused
 from workers.library import find_model, verify
 
@@ -51,14 +52,13 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
         card["kv_capacity"] = engine.kv_capacity
     queue = keys.pool_queue(card["name"], card["version"], engine.fingerprint)
     for name, data in files.items():
-        if not store.exists(keys.blob(card["files"][name])):  # megabytes, named by what is in them
-            store.set(keys.blob(card["files"][name]), data)
+        blobs.put(store, card["files"][name], data)
     pool = {"model": card["name"], "version": card["version"], "fingerprint": engine.fingerprint}
     pool["announced"] = int(time.time() * 1000)  # a sweeper that is about to forget the pool sees that it is back
     store.hset(keys.POOLS, queue, json.dumps(pool))
     store.transaction(lambda pipe: _write(pipe, card), keys.MODELS)
     for name, data in files.items():  # a sweeper removes files that no card names, as these were until now
-        store.set(keys.blob(card["files"][name]), data, nx=True)
+        blobs.put(store, card["files"][name], data)
     store.hset(keys.ROUTES, card["name"], queue)
     return card, queue
 

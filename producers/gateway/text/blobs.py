@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.store import blobs
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,13 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
         digest = card["files"].get(name)
         if digest is None:
             continue
-        data = await store.execute_command("GET", keys.blob(digest))
+        data = await blobs.get(store, digest)
         if data is None:
             raise unavailable(
                 f"{name} of model {shown(card['name'])} is not in the store; start a worker, which puts it there."
             )
         if hashlib.sha256(data).hexdigest() != digest:
-            logger.error("%s of %s (%s) is not what its name says", name, card["name"], keys.blob(digest))
+            logger.error("%s of %s (%s) is not what its name says", name, card["name"], digest)
             raise broken(card["name"], name)
         files[name] = data
     return files
