@@ -110,7 +110,7 @@ class Engine:
             rope_switch=model.rope_switch,
             seed=config.seed,
             speculation=speculation,
-            # A CPU takes as long for a decode's token as for a prompt's; on a GPU decodes ride along for little.
+            # A CPU takes as long for a decode's token as for a prompt's. On a GPU, decodes beside a prompt cost little.
             prefill_priority=PrefillPriority(config.unhurried_tokens, exclusive=model.device.type == "cpu"),
         )
         self._ids = itertools.count()
@@ -120,7 +120,8 @@ class Engine:
         self._loop = StepLoop(
             scheduler,
             runner,
-            # In deterministic mode the thread that steps has as many as the one that loaded, where products were tried.
+            # In deterministic mode the loop uses as many threads as loading did, because products were tried with
+            # these.
             partial(model.kernels.use_threads, torch.get_num_threads() if config.deterministic else config.threads),
             overlap=overlap,
             release=release,

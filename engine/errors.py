@@ -30,7 +30,7 @@ class ModelError(EngineError):
 
 
 class DeviceLostError(EngineError):
-    """The device does nothing more for this process; only another process finds it whole."""
+    """The device no longer works for this process. Only a new process can use it."""
 
 
 def brief(error: BaseException) -> str:

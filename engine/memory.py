@@ -13,7 +13,8 @@ from engine.kv import KvGroup, KvSpace, window_blocks
 
 GIB = 1 << 30
 _CGROUP, _MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
-#: The default cache on a CPU: this part of the free memory, but at most so many bytes, as other programs run there too.
+#: The default cache on a CPU: this part of the free memory, but at most this many bytes, as other programs run there
+#: too.
 _CPU_PART, _CPU_MOST = 0.25, 4 * GIB
 #: Error texts by which the driver, cuBLAS and torch's CPU allocator report a lack of memory.
 _LACKING = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
@@ -53,7 +54,7 @@ def kv_spaces(
     sizes = [block_bytes(group, block_size, element_bytes) + one for group, one in zip(groups, drafts, strict=True)]
     shares = [of_one(group, typical) for group in groups]
     least = [1 if group.window is None else of_one(group, length) for group in groups]
-    # In a group with a window a step's tokens need extra blocks: so many whole ones, and one begun by each sequence.
+    # In a group with a window a step's tokens need extra blocks: whole ones, and one begun by each sequence.
     on_top = -(-step_tokens // block_size) + sequences
     most = [min(sequences * -(-length // block_size), sequences * of_one(group, length) + on_top) for group in groups]
     whole = budget // sum(size * share for size, share in zip(sizes, shares, strict=True))

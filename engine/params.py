@@ -82,8 +82,8 @@ class SamplingParams:
     n: int = 1
     """The number of independent choices made from one prompt."""
     best_of: int | None = None
-    """Make so many choices and return the n with the highest mean log probability per token, best first, once all have
-    ended. None or n makes n choices and returns their tokens as they come."""
+    """Make this many choices and return the n with the highest mean log probability per token, best first, once all
+    have ended. None or n makes n choices and returns their tokens as they come."""
     logprobs: int | None = None
     """k: return the log probabilities, in the model's own distribution, of each chosen token and of the k most likely
     ones. None: no log probabilities."""

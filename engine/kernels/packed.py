@@ -16,7 +16,7 @@ from torch import Tensor
 #: The most inputs of a 4-bit plane, and of an 8-bit tile.
 _PLANE = 64
 _TILE = 128
-#: The fewest inputs of a group, because tensor cores multiply so many inputs at once.
+#: The fewest inputs of a group, because tensor cores multiply this many inputs at once.
 _LEAST = 16
 #: The number that stands for 0 in symmetric 4-bit weights.
 MIDDLE = 8
@@ -35,9 +35,9 @@ class Int4Weight:
     zeros: Tensor | None
     """uint8 [groups, outputs]; None if all are MIDDLE."""
     group: int
-    """Consecutive inputs that have one scale; all of them, or a multiple of 16 that divides them."""
+    """The number of consecutive inputs that share a scale: all of them, or a multiple of 16 that divides them."""
     shape: tuple[int, int]
-    """(outputs, inputs)"""
+    """(outputs, inputs)."""
 
     @property
     def plane(self) -> int:
@@ -76,18 +76,18 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Without what tiles are filled up with."""
+        """The bytes in use, without the padding of tiles."""
         outputs, inputs = self.shape
         return outputs * inputs // 2 + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def part(self, start: int, stop: int) -> Int4Weight:
-        """Outputs from `start` to `stop`; views."""
+        """The outputs from `start` to `stop`, as views."""
         zeros = None if self.zeros is None else self.zeros[:, start:stop]
         shape = (stop - start, self.shape[1])
         return Int4Weight(self.packed[:, start:stop], self.scales[:, start:stop], zeros, self.group, shape)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """fp32 [len(outputs), inputs]: those of int64 `outputs`, dequantised."""
+        """The outputs listed in `outputs`, int64, dequantised to fp32 [len(outputs), inputs]."""
         zeros = None if self.zeros is None else self.zeros.index_select(1, outputs)
         shape = (len(outputs), self.shape[1])
         scales = self.scales.index_select(1, outputs)
@@ -100,7 +100,7 @@ class Int4Weight:
         return halves.reshape(outputs, -1)[:, :inputs]
 
     def dequantise(self) -> Tensor:
-        """fp32 [outputs, inputs]."""
+        """The weights in fp32 [outputs, inputs]."""
         zeros = MIDDLE if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
         return (self.values().float() - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
 
@@ -114,9 +114,9 @@ class Int8Weight:
     scales: Tensor
     """[groups, outputs], floating."""
     group: int
-    """Consecutive inputs that have one scale; all of them, or a multiple of 16 that divides them."""
+    """The number of consecutive inputs that share a scale: all of them, or a multiple of 16 that divides them."""
     shape: tuple[int, int]
-    """(outputs, inputs)"""
+    """(outputs, inputs)."""
 
     @property
     def tile(self) -> int:
@@ -147,17 +147,17 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Without what tiles are filled up with."""
+        """The bytes in use, without the padding of tiles."""
         outputs, inputs = self.shape
         return outputs * inputs + self.scales.nbytes
 
     def part(self, start: int, stop: int) -> Int8Weight:
-        """Outputs from `start` to `stop`; views."""
+        """The outputs from `start` to `stop`, as views."""
         shape = (stop - start, self.shape[1])
         return Int8Weight(self.packed[:, start:stop], self.scales[:, start:stop], self.group, shape)
 
     def rows(self, outputs: Tensor) -> Tensor:
-        """fp32 [len(outputs), inputs]: those of int64 `outputs`, dequantised."""
+        """The outputs listed in `outputs`, int64, dequantised to fp32 [len(outputs), inputs]."""
         shape = (len(outputs), self.shape[1])
         scales = self.scales.index_select(1, outputs)
         return Int8Weight(self.packed.index_select(1, outputs), scales, self.group, shape).dequantise()
@@ -168,7 +168,7 @@ class Int8Weight:
         return self.packed.transpose(0, 1).reshape(outputs, -1)[:, :inputs]
 
     def dequantise(self) -> Tensor:
-        """fp32 [outputs, inputs]."""
+        """The weights in fp32 [outputs, inputs]."""
         return self.values().float() * self.scales.T.float().repeat_interleave(self.group, 1)
 
 

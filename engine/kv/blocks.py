@@ -40,7 +40,7 @@ class BlockPool:
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Allocate `count` blocks with one reference each, for a table that ends with the block `after`.
 
-        The caller has checked that so many are available.
+        The caller has checked that enough are available.
         """
         blocks = []
         for _ in range(count):
@@ -121,11 +121,11 @@ class BlockPool:
         return name in self._by_hash
 
     def held(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks have references, so that sharing them does not reduce `available`."""
+        """Count the blocks with references. Sharing these does not reduce `available`."""
         return sum(self._references[block] > 0 for block in blocks)
 
     def freed_by(self, tables: Iterable[list[int]], keep: Iterable[int] = ()) -> int:
-        """How many blocks become available if these tables are released, not counting the blocks to `keep`."""
+        """Count the blocks that become available if these tables are released, without the blocks to `keep`."""
         counts = Counter(block for table in tables for block in table)
         for block in keep:
             counts.pop(block, None)

@@ -18,7 +18,7 @@ class Table:
     """The index in the sequence of blocks[0]. The blocks before it fell out of the window, or were never allocated."""
 
     def lengthen(self, pool: BlockPool, count: int) -> None:
-        """Append `count` blocks from the pool, which must have so many available."""
+        """Append `count` blocks from the pool, which must have that many available."""
         self.blocks += pool.allocate(count, self.blocks[-1] if self.blocks else None)
 
 
@@ -49,8 +49,7 @@ class GroupTables:
         self.headroom = max(1, space.num_blocks // 100)
 
     def shareable(self, names: Names[bytes], most: int) -> int:
-        """How many leading blocks, up to `most`, can be shared: the cache must have all that later queries see of
-        them."""
+        """The number of leading blocks, up to `most`, that can be shared: the cache has all that later queries see."""
         return len(self.pool.match(names[:most]))
 
     def cached_table(self, names: Names[bytes], blocks: int) -> tuple[int, list[int]]:
@@ -82,7 +81,7 @@ class GroupTables:
         return -(-tokens // self._size) - len(table.blocks)
 
     def computable(self, table: Table, computed: int, count: int, spare: int) -> int:
-        """How many of `count` tokens can be computed with the available blocks, leaving `spare` ones if possible."""
+        """The number of `count` tokens that can be computed, leaving `spare` blocks available if possible."""
         return count
 
     def drop_unseen(self, table: Table, computed: int) -> None:

@@ -185,7 +185,7 @@ def _read(path: Path, dtype: str) -> tuple[type[Model], Config, torch.dtype]:
 def _dtype(path: Path, config: Config, asked: str) -> torch.dtype:
     name = asked
     if asked == "auto":
-        # transformers 5 writes "dtype", earlier ones "torch_dtype"; none at all meant float32.
+        # transformers 5 writes "dtype", earlier versions "torch_dtype". Neither means float32.
         name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise ModelError(f"{path}: dtype {shown(name)} is not supported; choose one of {', '.join(DTYPES)}")

@@ -96,6 +96,6 @@ class TokenCounts:
 
 
 def _room(lengths: Ids) -> Ids:
-    """The capacities for lists that have so many tokens now."""
+    """The capacities for lists that have that many tokens now."""
     rooms: Ids = np.maximum(_ROOM, lengths + lengths // 2)
     return rooms

@@ -94,7 +94,7 @@ class RequestLimits:
         computed = max(wanted - 1, prompt)
         asked = f"{prompt} tokens of prompt" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
         if wanted > self.max_model_len:
-            # OpenAI's words: clients that shorten a conversation know an overflow by how the message begins.
+            # The text is OpenAI's: clients that shorten a conversation recognise an overflow by how the message begins.
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} "
                 f"tokens ({prompt} in the prompt, {wanted - prompt} in the completion). Shorten the prompt or lower "

@@ -28,7 +28,7 @@ from engine.scheduling.policy import (
 from engine.sequence import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
 
-#: One in so many of a step's tokens is kept for running decodes even if prompts of better tiers could use it.
+#: One in this many of a step's tokens is kept for running decodes even if prompts of better tiers could use it.
 DECODE_SHARE = 8
 
 
@@ -155,7 +155,7 @@ class Planner:
         )
         place = 0
         below = TIERS  # only requests of a tier better than this are still admitted
-        freely = True  # False: only in the place of others
+        freely = True  # False: only by preempting others
         head = self.waiting.first(now)
         while place < len(running) or head is not None:
             waits = place == len(running) or (head is not None and head[0] < running[place].effective_tier)

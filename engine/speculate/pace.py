@@ -18,7 +18,7 @@ from engine.speculate.times import Curve, Times
 
 #: The factor by which drafts must be expected to gain over none, because measurements are not exact.
 _MARGIN = 1.03
-#: A step may exceed the largest measured one by this fraction (one in so many) of its tokens, or by one token.
+#: A step may exceed the largest measured one by this fraction (one in this many) of its tokens, or by one token.
 _GROWTH = 4
 
 

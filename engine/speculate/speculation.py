@@ -16,8 +16,8 @@ from engine.speculate.pace import Pace
 
 logger = logging.getLogger("penstock.engine")
 
-#: Chosen draft lengths stay one more step for each so many sequences, because choosing takes time for each sequence. If
-#: drafts do not pay, the choice stays for at least so many steps.
+#: Chosen draft lengths stay one more step for every 8 sequences, because choosing takes time for each sequence. If
+#: drafts do not pay, the choice stays for at least 8 steps.
 _CHOOSE = 8
 #: The most turns between two drafts of a sequence after which the proposer is still up to date with it.
 _FOLLOWS = 2
@@ -54,9 +54,9 @@ class Speculation:
         barred: Callable[[Sequence], bool] = lambda seq: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`most`: the most tokens of a draft; if not `adaptive`, every draft may have so many. `rope_switch`: no draft
-        goes past this length, after which keys differ. `barred`: whether a sequence gets no drafts. `clock`: seconds,
-        to time the proposer."""
+        """`most`: the most tokens of a draft; if not `adaptive`, every draft may have that many. `rope_switch`: no
+        draft goes past this length, after which keys differ. `barred`: whether a sequence gets no drafts. `clock`:
+        seconds, to time the proposer."""
         self._proposer = proposer
         self._most = most
         self._adaptive = adaptive

@@ -16,7 +16,7 @@ _TRUSTED = 2
 _STALE = 1000
 #: The most that a duration counts in the mean, as a multiple of the estimate. The rest was not the step's fault.
 _LONGEST = 10.0
-#: Sizes up to so many tokens are separate. Larger sizes are grouped by an eighth of a doubling.
+#: Sizes up to this many tokens are separate. Larger sizes are grouped by an eighth of a doubling.
 _EXACT = 16
 #: The ratio of two known sizes up to which sizes between them are interpolated linearly.
 _NEAR = 1.2

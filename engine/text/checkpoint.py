@@ -138,7 +138,7 @@ def _digest(path: Path) -> str:
 
 
 def _read_header(path: Path, file: BinaryIO) -> bytes:
-    """Read the header of a safetensors file: 8 bytes of little-endian length, then so many bytes of JSON."""
+    """Read the header of a safetensors file: 8 bytes of little-endian length, then that many bytes of JSON."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size

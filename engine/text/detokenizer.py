@@ -142,8 +142,8 @@ class ByteFallbackDetokenizer:
 class WindowDetokenizer:
     """Any other decoder: decodes the last tokens with and without the new ones, and returns the difference."""
 
-    #: After so many tokens, text that ends in U+FFFD is returned all the same. A character takes four bytes at most, so
-    #: only output that really contains U+FFFD gets here. It must not make the window grow without end.
+    #: After this many tokens, text that ends in U+FFFD is returned all the same. A character takes four bytes at most,
+    #: so only output that really contains U+FFFD gets here. It must not make the window grow without end.
     LONGEST_HOLD = 16
 
     __slots__ = ("_given", "_ids", "_token_of", "_tokenizer")

@@ -13,7 +13,7 @@ Right = Callable[[Running, list[int]], int]
 
 
 class Guesser:
-    """Guesses up to `room` tokens of each row, each right with the chance `agreement`."""
+    """Guesses up to `max_draft` tokens of each row, each right with the chance `agreement`."""
 
     def __init__(self, right: Right, agreement: float, vocab_size: int, whole: bool = False) -> None:
         """`whole`: as many tokens as there is room for, in place of any number."""

@@ -17,7 +17,7 @@ def measured(prefill_priority: PrefillPriority) -> tuple[float, float, int]:
     return statistics.mean(run.ttfts()), p95(run.ttfts()), run.good()
 
 
-def test_with_short_steps_and_steps_apart_the_first_token_comes_sooner_at_no_cost_to_goodput() -> None:
+def test_with_short_and_exclusive_steps_the_first_token_comes_sooner_at_no_cost_to_goodput() -> None:
     mean, worst, good = measured(NO_PREFILL_PRIORITY)
     hurried_mean, hurried_worst, as_good = measured(PrefillPriority(16, exclusive=True))
     assert hurried_mean < 0.9 * mean

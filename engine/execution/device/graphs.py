@@ -15,8 +15,8 @@ from engine.execution.device.inputs import Shape
 
 logger = logging.getLogger("penstock.engine")
 
-#: Contexts of up to so many tokens share a recording, then those up to four times as many, and so on. The bound limits
-#: into how many parts a recorded kernel splits its work, not what it reads.
+#: Contexts of up to this many tokens share a recording, then those up to four times as many, and so on. The bound
+#: limits into how many parts a recorded kernel splits its work, not what it reads.
 FEWEST_PLACES = 1024
 
 

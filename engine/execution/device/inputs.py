@@ -20,7 +20,7 @@ from engine.plan import ScheduledSeq, StepPlan
 #: A row's flags. PENDING: its last token is the one that its slot sampled last. LONG: its sequence is beyond the rope
 #: switch. PADDING: the row belongs to no sequence.
 PENDING, LONG, PADDING = 1, 2, 4
-#: The parts of the sent buffer begin at multiples of so many numbers, which kernels rely on.
+#: The parts of the sent buffer begin at multiples of this many numbers, which kernels rely on.
 _ALIGN = 4
 #: The most changes of permanent rows that are sent with a step. More changes are sent in a copy of their own.
 _MOST_CHANGES = 8192

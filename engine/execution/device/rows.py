@@ -16,7 +16,7 @@ from engine.plan import ScheduledSeq
 
 Ints = NDArray[np.int32]
 
-#: Tables of up to so many numbers (256 MiB) have their final width from the beginning. Larger ones grow on demand.
+#: Tables of up to this many numbers (256 MiB) have their final width from the beginning. Larger ones grow on demand.
 _MOST_AT_ONCE = 1 << 26
 _NARROWEST = 64
 #: The most table entries, because kernels count them in int32.

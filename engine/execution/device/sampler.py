@@ -1,7 +1,7 @@
 """The sampler of the device runner: permanent rows, a launch that waits for nothing, results by a copy.
 
     sampler = DeviceSampler(slots, vocab_size, device)
-    features = sampler.admit(sequences)                       # host: sends what is new of their rows
+    features = sampler.admit(sequences)                       # host: sends the changes of their rows
     sampler.launch(logits, slots, positions, features)        # device only: may be recorded in a CUDA graph
     drawn = sampler.fetch(logits, sequences)                  # begins the copy of the results to the host
     sampled = sampler.collect(drawn)                          # waits for that copy, whenever

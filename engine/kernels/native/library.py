@@ -107,7 +107,7 @@ class Pool:
     address."""
 
     def __init__(self, library: Library, threads: int) -> None:
-        """`threads`: the number including the caller's. Raises EngineError if the system does not start so many."""
+        """`threads`: the number including the caller's. Raises EngineError if the system does not start that many."""
         self.threads = threads
         address = library.pool(threads, _SPIN_US)
         if address is None:

@@ -45,7 +45,7 @@
 alignas(32) static const uint32_t kUpper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
                                                0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 
-// Sets `to`, [4, 24], to `from` plus the product of x, [4, 4 * fours], and so many inputs of a panel. `fours` is at
+// Sets `to`, [4, 24], to `from` plus the product of x, [4, 4 * fours], and this many inputs of a panel. `fours` is at
 // least 1. Each four inputs it prefetches at `ahead`, three cache lines here and two below, and advances that by `step`
 // bytes.
 INLINE void tile_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fours, const float* from, int64_t from_ld,

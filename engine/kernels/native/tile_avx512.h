@@ -51,7 +51,7 @@
         : [step] "r"(step), [ldx] "r"(4 * ldx), [to] "m"(to), [ld_after] "m"(ld_after), [upper] "m"(upper) \
         : VECTORS, "cc", "memory")
 
-// Sets `to`, [8, 48], to `from` plus the product of x, [8, 4 * fours], and so many inputs of a panel. `fours` is at
+// Sets `to`, [8, 48], to `from` plus the product of x, [8, 4 * fours], and this many inputs of a panel. `fours` is at
 // least 1. Each four inputs it prefetches at `ahead`, three cache lines or as many as it reads, and advances that by
 // `step` bytes.
 INLINE void tile_by_hand(const float* x, int64_t ldx, const bf16* w, int64_t fours, const float* from, int64_t from_ld,

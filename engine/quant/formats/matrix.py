@@ -43,7 +43,7 @@ class Quantised(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Matrix(Quantised):
-    """weight[n, order[k]] = (q[n, k] - zeros[k // group, n]) * scales[k // group, n]"""
+    """A matrix of integers: weight[n, order[k]] = (q[n, k] - zeros[k // group, n]) * scales[k // group, n]"""
 
     bits: int
     """4 or 8."""

@@ -1,4 +1,4 @@
-"""The frames between `engine.text.chat.confined` and its child: a length (HEADER bytes, big-endian), then so many
+"""The frames between `engine.text.chat.confined` and its child: a length (HEADER bytes, big-endian), then that many
 bytes.
 
 The bytes are JSON. In an answer, the first byte says whether the text follows, or JSON with the reason why there is

@@ -88,7 +88,7 @@ def test_what_was_timed_elsewhere_is_taken_from_the_part_around_it() -> None:
     assert least <= meter._now["outer"] + 0.012 <= most
 
 
-def test_a_part_is_told_without_those_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_s_time_excludes_the_parts_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     meter = Meter()

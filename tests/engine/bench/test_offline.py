@@ -110,7 +110,7 @@ def test_what_would_lose_the_figures_is_refused_first(
         (["--workload", "W1", "--kernels", "none"], "kernels='none' must be one of"),
     ],
 )
-def test_what_the_engine_cannot_do_is_told_in_a_line(
+def test_an_impossible_bench_is_reported_in_one_line(
     model_folder: Path,
     given: list[str],
     message: str,

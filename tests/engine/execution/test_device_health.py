@@ -56,7 +56,7 @@ def scheduler() -> Scheduler:
     return Scheduler(spaces=[KvSpace(64)], block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 
 
-def test_all_who_are_in_are_told_and_the_thread_ends(
+def test_all_unfinished_requests_get_an_event_and_the_thread_ends(
     steps: Steps, scheduler: Scheduler, overlap: int, died: list[type[BaseException]]
 ) -> None:
     device, all_in = Device(steps), threading.Event()
@@ -82,7 +82,7 @@ def test_all_who_are_in_are_told_and_the_thread_ends(
     assert scheduler.stats().kv_blocks_used == 0
 
 
-def test_whoever_takes_them_elsewhere_is_told_of_those_in_the_step(
+def test_on_lost_gets_the_requests_of_the_step(
     steps: Steps, scheduler: Scheduler, overlap: int, died: list[type[BaseException]]
 ) -> None:
     """And they are told nothing: no request has failed."""
@@ -139,9 +139,7 @@ def test_a_row_that_loses_the_device_when_it_runs_alone_is_the_last(
 
 
 @pytest.mark.parametrize(("told", "lost"), [(0, False), (1, False), (2, True)])
-def test_an_error_that_is_told_again_and_again_means_the_end(
-    monkeypatch: pytest.MonkeyPatch, told: int, lost: bool
-) -> None:
+def test_an_error_that_repeats_means_a_lost_device(monkeypatch: pytest.MonkeyPatch, told: int, lost: bool) -> None:
     left = told
 
     def synchronize(device: torch.device) -> None:

@@ -185,7 +185,7 @@ def test_a_prompt_finds_what_the_step_in_flight_fills():
     assert steps.device.log[:3] == ["launch 0", "launch 1", "collect 0"]
 
 
-def test_a_sequence_whose_token_is_needed_sits_a_step_out_and_holds_nobody_up():
+def test_a_sequence_whose_token_is_needed_sits_a_step_out_and_delays_no_other():
     steps = Steps(scheduler())
     steps.device.waits = {"a"}
     steps.scheduler.add(request("a", max_tokens=3))
@@ -322,7 +322,7 @@ def test_blocks_of_a_step_that_failed_under_another_are_not_found_again():
     assert rows_of(steps, "a") == [(0, 12), (12, 12), (0, 12), (12, 12), (24, 1)]
 
 
-def test_whoever_shares_blocks_of_a_step_that_failed_under_its_own_computes_them():
+def test_a_sequence_that_shares_blocks_of_a_failed_step_computes_them():
     steps = Steps(scheduler())
     steps.scheduler.add(request("a", list(range(20, 29)), max_tokens=3))
     steps()

@@ -85,7 +85,7 @@ def test_shared_and_copied_blocks_serve_another_sequence(runner: Runner, expecte
     assert going_on == pytest.approx(alone, abs=1e-4)
 
 
-def test_rubbish_of_an_earlier_owner_harms_nobody(runner: Runner, expected: list[float]) -> None:
+def test_leftovers_of_an_earlier_sequence_harm_no_other(runner: Runner, expected: list[float]) -> None:
     runner._caches[0][:, :, :24] = float("nan")
     short = seq(1, [4], [11])
     one = seq(0, PROMPT, [0, 1, 2])

@@ -90,7 +90,7 @@ def no_memory(plan: StepPlan) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_a_device_that_has_memory_for_nobody_is_lost_where_another_takes_over(
+def test_a_device_without_memory_for_any_sequence_is_lost_if_another_takes_over(
     steps: Steps, scheduler: Scheduler, overlap: int
 ) -> None:
     all_in, told = threading.Event(), list[tuple[str, set[str]]]()
@@ -110,7 +110,7 @@ def test_a_device_that_has_memory_for_nobody_is_lost_where_another_takes_over(
     made.close()
 
 
-def test_where_nobody_takes_over_each_ends_alone_and_the_engine_goes_on(loop: StepLoop, steps: Steps) -> None:
+def test_if_no_other_takes_over_each_sequence_fails_alone_and_the_engine_goes_on(loop: StepLoop, steps: Steps) -> None:
     steps.before = no_memory
     heard = [Listener() for _ in range(3)]
     for i, listener in enumerate(heard):

@@ -35,7 +35,7 @@ def test_a_ragged_step_is_the_same_as_in_groups(kernels: Kernels, shape: Shape, 
     assert found.isfinite().all()
 
 
-def test_rows_of_nobody_come_out_zero_and_change_no_others(kernels: Kernels) -> None:
+def test_rows_of_no_sequence_are_zero_and_change_no_others(kernels: Kernels) -> None:
     plain, padded = ragged_case(Shape(), LENGTHS), ragged_case(Shape(), LENGTHS, padding=3, spare_rows=4)
     padded = replace(padded, cache=plain.cache, batch=replace(padded.batch, tables=plain.batch.tables))
     rows = torch.cat((plain.batch.table_rows, torch.zeros(3, dtype=torch.int32)))

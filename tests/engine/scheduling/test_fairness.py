@@ -94,7 +94,7 @@ bursts = st.lists(
 
 @given(bursts, st.sampled_from([(1.0, 1.0, 1.0), (4.0, 1.0, 2.0)]))
 @settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
-def test_what_those_who_wait_are_served_differs_by_a_bound_and_nobody_starves(bursts, weights):
+def test_the_service_of_waiting_tenants_differs_by_a_bound_and_none_starves(bursts, weights):
     served = Served(dict(zip("abc", weights, strict=True)))
     for tenant, count, prompt, output, steps in bursts:
         for _ in range(count):
@@ -180,7 +180,7 @@ def test_for_want_of_blocks_the_one_whose_tenant_had_most_is_put_out():
     assert [name for name, _ in out] == ["heavy3"] or [name for name, _ in out] == ["heavy2"]
 
 
-def test_what_is_computed_again_is_paid_by_nobody():
+def test_tokens_computed_again_are_not_charged():
     s = scheduler(max_num_seqs=1)
     s.add(request("batch", 8, Tier.BATCH, tenant="t", max_tokens=4))
     step(s)

@@ -117,7 +117,7 @@ def test_in_the_long_run_one_step_in_four_is_the_best_tiers_alone():
 
 
 @pytest.mark.parametrize("prefill_priority", [PrefillPriority(exclusive=True), PrefillPriority()], ids=["apart", "not"])
-def test_a_step_for_the_best_tier_alone_holds_back_those_who_wait_too(prefill_priority):
+def test_an_exclusive_step_admits_no_worse_tier_either(prefill_priority):
     s = beside_decodes(prefill_priority, budget=32)
     s.add(request("late", 8, Tier.DEFAULT, arrival=8.0, max_tokens=1))
     s.add(request("p", 8, Tier.PRIORITY, arrival=9.0, max_tokens=1))
@@ -126,7 +126,7 @@ def test_a_step_for_the_best_tier_alone_holds_back_those_who_wait_too(prefill_pr
 
 
 @pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
-def test_nobody_else_has_steps_for_itself_though_it_has_aged(tier):
+def test_an_aged_request_has_no_exclusive_steps(tier):
     s = beside_decodes(PrefillPriority(8, exclusive=True), tier=Tier.BATCH)
     s.add(request("p", 20, tier, arrival=-1000.0, max_tokens=3))
     found = rows(step(s, now=100.0)[0])
@@ -182,7 +182,7 @@ def test_a_higher_tier_takes_the_blocks_of_lower_ones_but_only_as_many_as_it_nee
     assert {name for name, _ in s.preempted(0.0)} == {"y", "z"}
 
 
-def test_nobody_is_put_out_for_a_request_that_would_not_fit_all_the_same():
+def test_no_sequence_is_preempted_for_a_request_that_would_still_not_fit():
     s = scheduler(num_blocks=12, enable_prefix_caching=False)
     s.add(request("same", 30, Tier.DEFAULT, max_tokens=5))
     s.add(request("lower", 8, Tier.BATCH, max_tokens=5))
@@ -324,7 +324,7 @@ def test_past_an_aged_one_that_cannot_enter_a_better_tier_pays_with_anothers_pla
     assert s.preempted(100.0) == [("running", 0.0)]
 
 
-def test_nobody_is_put_out_for_blocks_that_the_request_would_share_with_them_anyway():
+def test_no_sequence_is_preempted_for_blocks_that_the_request_would_share_with_it():
     s = scheduler(num_blocks=10)
     s.add(request("equal", 15, Tier.DEFAULT, max_tokens=3))
     s.add(request("lower", list(range(17)), Tier.BATCH, max_tokens=3))

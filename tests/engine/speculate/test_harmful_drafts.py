@@ -65,7 +65,7 @@ class Harmful:
         ),
     ],
 )
-def test_what_is_rejected_harms_nobody(
+def test_rejected_draft_tokens_harm_no_sequence(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, deterministic: bool, first: bool
 ) -> None:
     """Blocks of four tokens, so that drafts end within blocks and beyond them."""

@@ -61,7 +61,7 @@ def test_large_batches_go_without() -> None:
     assert settled(Pace(5), [0.8] * 32, step) == [0] * 32
 
 
-def test_where_some_of_a_batch_fit_beside_the_others_those_get_drafts_that_are_guessed_best() -> None:
+def test_if_only_some_drafts_fit_the_sequences_with_the_best_acceptance_get_them() -> None:
     """Up to eight tokens a step takes no longer."""
     step = {tokens: 1.0 if tokens <= 8 else tokens / 4 for tokens in range(1, 600)}
     assert settled(Pace(3), [0.5, 0.9, 0.6, 0.1], step) == [0, 3, 1, 0]

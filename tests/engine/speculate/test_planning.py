@@ -31,7 +31,7 @@ def step(s: Scheduler, speculation: Speculation, *chosen: list[int]) -> StepPlan
     return plan
 
 
-def test_who_decodes_has_a_draft_beside_a_prompt_that_does_not() -> None:
+def test_a_decoding_sequence_has_a_draft_beside_a_prompt_without_one() -> None:
     s, speculation = guessing()
     s.add(request("a"))
     step(s, speculation, [1])
@@ -63,7 +63,7 @@ def test_a_draft_takes_no_block_that_a_decode_to_come_may_want() -> None:
     assert s.stats().preemptions == 0
 
 
-def test_a_draft_puts_nobody_out() -> None:
+def test_a_draft_preempts_no_sequence() -> None:
     s, speculation = guessing(num_blocks=3)
     s.add(request("a"))
     s.add(request("b", 3))
@@ -125,7 +125,7 @@ def test_logits_that_are_not_finite_are_computed_again_without_a_draft_and_end_t
     assert s.stats().not_finite == 1
 
 
-def test_logits_that_are_not_finite_after_a_wrong_guess_are_nobodys() -> None:
+def test_logits_that_are_not_finite_after_a_wrong_guess_fail_no_sequence() -> None:
     s, speculation = guessing()
     s.add(request("b", 5))
     step(s, speculation, [1])

@@ -25,7 +25,7 @@ from engine.kernels.triton.attention.paged_kernels import owner, rows_of
 
 _LOG2_E: Final = math.log2(math.e)
 SPLIT: Final = 512
-#: The rows of a tile: queries times query heads of a KV head. A warpgroup multiplies so many at once.
+#: The rows of a tile: queries times query heads of a KV head. A warpgroup multiplies this many at once.
 _ROWS: Final = 64
 #: The rows of partial sums in the scratch memory.
 _SCRATCH_ROWS: Final = 1 << 17

@@ -50,7 +50,7 @@ class Tiles:
     least: int
     """The fewest rounds of a part of a divided walk."""
     longest: int
-    """The most places of a part, if there is scratch memory for so many parts."""
+    """The most places of a part, if there is scratch memory for that many parts."""
 
     def with_rows_for(self, share: int) -> Tiles:
         """The tiles widened to hold at least one query of `share` heads."""

@@ -20,7 +20,7 @@ from engine.kernels.fp8 import QuantiseRows
 from engine.kernels.fp8 import quantise_rows as quantise_plainly
 from engine.kernels.layer import PreparedLinear
 
-#: The size of a tile. Multiplying so many rows takes about as long as reading the weights for them.
+#: The size of a tile. Multiplying this many rows takes about as long as reading the weights for them.
 ROWS, OUTPUTS = 64, 128
 #: The wanted number of programs of a launch with few rows. It is fixed, so that sums are cut alike on all devices.
 _PROGRAMS = 132

@@ -56,7 +56,7 @@ def test_longer_contexts_are_left_for_idle_times(model: Model) -> None:
     assert len(shapes(runner)) == len(batch_sizes(4)) * 3
 
 
-def test_a_recording_writes_into_nobodys_blocks(model: Model) -> None:
+def test_a_recording_writes_into_no_block(model: Model) -> None:
     runner = made(model)
     for cache in runner._caches:
         cache.fill_(3.0)

@@ -79,7 +79,7 @@ def test_behind_a_window_a_table_begins_where_it_says() -> None:
     assert rows.firsts(0) is None
 
 
-def test_what_was_forgotten_is_told_again() -> None:
+def test_forgotten_rows_are_sent_again() -> None:
     rows = made(None, 6)
     plan = [row(0, Table([1, 2]), Table([5], 3)), row(1, Table([3]), Table([6, 7]))]
     rows.differences(plan)  # which never got there

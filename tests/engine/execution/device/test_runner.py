@@ -115,7 +115,7 @@ def test_shared_and_copied_blocks_serve_another_sequence(runner: DeviceRunner, e
     assert going_on == pytest.approx(alone, abs=1e-4)
 
 
-def test_rubbish_of_an_earlier_owner_harms_nobody(runner: DeviceRunner, expected: list[float]) -> None:
+def test_leftovers_of_an_earlier_sequence_harm_no_other(runner: DeviceRunner, expected: list[float]) -> None:
     for cache in runner._caches:
         cache.fill_(float("nan"))
     short, one = seq(1, [4], [11]), seq(0, PROMPT, [0, 1, 2])

@@ -41,7 +41,7 @@ def test_the_winner_is_nearly_alone(make: Make) -> None:
     assert set(map(tuple, near.nonzero().tolist())) <= set(zip(rows.tolist(), tokens.tolist(), strict=True))
 
 
-def test_numbers_too_large_to_tell_apart_are_left_to_all(make: Make) -> None:
+def test_all_tokens_are_candidates_if_numbers_are_too_large_to_tell_apart(make: Make) -> None:
     logits = torch.full((2, 500), 3e9)
     how = draws(2, 1.0)
     candidates = make(torch.float32, 1).candidates

@@ -95,7 +95,7 @@ def test_native_kernels_that_are_not_built_are_refused_by_name() -> None:
         select(CPU, torch.float32, "native")
 
 
-def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "_avx2.so"
     path.write_bytes(b"nothing")
     with pytest.raises(OSError, match=r"_avx2\.so"):
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
 
 
 @BUILT
-def test_a_file_that_is_cut_off_is_told_before_it_is_mapped(tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_before_it_is_mapped(tmp_path: Path) -> None:
     own = load_library()
     assert own is not None
     path = tmp_path / "_avx2.so"
@@ -116,7 +116,7 @@ def test_a_file_that_is_cut_off_is_told_before_it_is_mapped(tmp_path: Path) -> N
     assert Library(path, own.isa).columns == own.columns
 
 
-def test_a_library_without_a_function_is_told(tmp_path: Path) -> None:
+def test_a_library_without_a_function_is_reported(tmp_path: Path) -> None:
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler")

@@ -10,7 +10,7 @@ from engine.kernels.native.pages import Pages
 from tests.engine.kernels.native.conftest import Make
 
 
-def test_memory_is_zero_aligned_and_nobody_elses() -> None:
+def test_memory_is_zero_aligned_and_not_shared() -> None:
     memory = Pages()
     tensors = [memory.zeros(rows, 3, dtype=torch.bfloat16) for rows in range(1, 40)]
     for number, tensor in enumerate(tensors):

@@ -51,7 +51,7 @@ def test_of_equal_ones_the_first(make: Make) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 30, 998])
-def test_a_row_with_anything_that_is_not_finite_is_told_alone(make: Make, value: float, place: int) -> None:
+def test_only_a_row_with_a_number_that_is_not_finite_is_reported(make: Make, value: float, place: int) -> None:
     kernels = make(torch.float32, 2)
     weight = noise(999, 8)
     weight[place] = 0

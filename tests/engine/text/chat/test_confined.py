@@ -99,7 +99,7 @@ def test_a_template_over_its_limits_is_stopped_and_the_next_one_is_served(make: 
         ("{{ 1 | no_such_filter }}", ModelError, "compiled"),
     ],
 )
-def test_what_a_template_does_wrong_is_told(make: Make, text: str, error: type[Exception], says: str) -> None:
+def test_a_template_s_fault_is_reported(make: Make, text: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make(text).render(MESSAGES)
 
@@ -134,7 +134,7 @@ def test_a_process_that_says_nothing_is_given_up(make: Make) -> None:
     assert not Path(f"/proc/{first}/stat").exists()
 
 
-def test_close_ends_it_and_so_does_the_end_of_whoever_asked(make: Make) -> None:
+def test_close_ends_the_child_and_so_does_the_end_of_its_parent(make: Make) -> None:
     template = make(PLAIN)
     template.render(MESSAGES)
     child = template._child

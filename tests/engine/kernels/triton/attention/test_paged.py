@@ -82,7 +82,7 @@ def test_a_cap_holds_where_scores_are_far_beyond_it(where: torch.device) -> None
 
 
 @pytest.mark.parametrize("lengths", [DECODES, MIXED], ids=["decodes", "mixed"])
-def test_rows_of_nobody_come_out_zero(where: torch.device, lengths: Lengths) -> None:
+def test_rows_of_no_sequence_are_zero(where: torch.device, lengths: Lengths) -> None:
     case = ragged_case(Shape(4, 1, 64), lengths, padding=2, spare_rows=30)
     case.query[-30:] = float("nan")
     found = check(case, where)
