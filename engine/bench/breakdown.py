@@ -177,13 +177,13 @@ class Meter:
             self._now, self._kind = {}, None
             if self._device is None:
                 with self.part("loop"):
-                    told = step()
+                    worked = step()
             else:
-                told = step()
+                worked = step()
                 self._read()
             if self._kind is not None:
                 self._steps[self._kind].append(self._now)
-            return told
+            return worked
 
         pipeline.step = timed
 

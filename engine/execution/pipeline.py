@@ -135,34 +135,34 @@ class Pipeline:
         """Plan and launch a step, and enter the one before it; without overlap, enter this one too. Returns False if
         there was nothing to do."""
         began = time.monotonic()
-        under = self._flights[0] if self._flights else None
+        running = self._flights[0] if self._flights else None
         with self._state:
-            if under is not None:
-                self._scheduler.foresee(under.plan, self._executor.needs_token)
+            if running is not None:
+                self._scheduler.foresee(running.plan, self._executor.needs_token)
             plan = self._scheduler.schedule(began)
-        over = None if plan is None else _Flight(plan, began)
-        if over is not None and self._speculation is not None:
-            over.guessing = self._speculation.propose(over.plan)
-        self._under_way = tuple(flight.plan for flight in (under, over) if flight is not None)
-        if over is None and under is None:
+        planned = None if plan is None else _Flight(plan, began)
+        if planned is not None and self._speculation is not None:
+            planned.guessing = self._speculation.propose(planned.plan)
+        self._under_way = tuple(flight.plan for flight in (running, planned) if flight is not None)
+        if planned is None and running is None:
             if self._scheduler.has_work:
                 raise EngineError("the scheduler has work and plans nothing")
             return False
-        launched = over is not None and self._launch(over)
-        if under is not None:
+        launched = planned is not None and self._launch(planned)
+        if running is not None:
             sampled = self._collect()
             if sampled is None:
-                self._take_back([flight.plan for flight in (under, over) if flight is not None])
-                self._shrink.on_failure(under.error)
+                self._take_back([flight.plan for flight in (running, planned) if flight is not None])
+                self._shrink.on_failure(running.error)
                 return True
-            self._enter(under, sampled, [])
-        if over is None or (launched and self._overlap > 0 and not self._suspected()):
+            self._enter(running, sampled, [])
+        if planned is None or (launched and self._overlap > 0 and not self._suspected()):
             return True
         found = self._collect() if launched else None
-        if self._shrink.on_failure(over.error):
+        if self._shrink.on_failure(planned.error):
             return True
         failures: list[Event] = []
-        self._enter(over, self._run_apart(over.plan, failures) if found is None else found, failures)
+        self._enter(planned, self._run_apart(planned.plan, failures) if found is None else found, failures)
         return True
 
     def finish(self) -> None:

@@ -111,10 +111,10 @@ def typical(logits: Tensor, mass: Tensor) -> Tensor:
     These are the tokens whose surprise is nearest to the entropy, as few as together have `mass`, [rows, 1], of the
     probability. Tokens with -inf logits are not kept.
     """
-    said = logits.log_softmax(-1)
-    chances = said.exp()
-    entropy = -_row_sums(torch.where(chances > 0, chances * said, 0.0))
-    strangeness = (said + entropy).abs()
+    log_probs = logits.log_softmax(-1)
+    chances = log_probs.exp()
+    entropy = -_row_sums(torch.where(chances > 0, chances * log_probs, 0.0))
+    strangeness = (log_probs + entropy).abs()
     # On a CPU, finding the nearest few is faster than sorting all, and is nearly always enough.
     count = logits.shape[-1]
     head = min(_HEAD, count) if logits.device.type == "cpu" else count

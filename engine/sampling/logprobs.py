@@ -21,12 +21,12 @@ _SLICE = 1 << 23
 _ALIGNED = 8
 
 
-def token_logprobs(said: Tensor, tokens: Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(log_probs: Tensor, tokens: Tensor, ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """For each row, the log probabilities of the chosen token and of the `counts[row]` most likely tokens.
 
-    `said`: log probabilities [rows, vocabulary]. `tokens`: int64 [rows]; `ids`: the same on the host.
+    `log_probs`: log probabilities [rows, vocabulary]. `tokens`: int64 [rows]; `ids`: the same on the host.
     """
-    values, likeliest = ranked(said, tokens, max(counts))
+    values, likeliest = ranked(log_probs, tokens, max(counts))
     return listed(values.tolist(), likeliest.tolist(), ids, counts)
 
 
@@ -39,13 +39,13 @@ def log_softmax(logits: Tensor) -> Tensor:
     return F.pad(wide, (0, missing), value=float("-inf")).log_softmax(-1)[:, : logits.shape[-1]]
 
 
-def ranked(said: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def ranked(log_probs: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Returns two tensors. fp32 [rows, 1 + most]: the token's log probability, then those of the most likely tokens.
     int64 [rows, most]: the ids of the most likely tokens. It does not wait for the device."""
     # Always the same count: it decides which of equal tokens come first, and other rows may want more.
-    values, likeliest = said.topk(min(MAX_LOGPROBS, said.shape[-1]))
+    values, likeliest = log_probs.topk(min(MAX_LOGPROBS, log_probs.shape[-1]))
     values, likeliest = values[:, :most], likeliest[:, :most]
-    return torch.cat((said.gather(1, tokens[:, None]), values), 1), likeliest
+    return torch.cat((log_probs.gather(1, tokens[:, None]), values), 1), likeliest
 
 
 def listed(

@@ -34,7 +34,7 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
     # Two passes, because aminmax is 15 times slower on a CPU. Both pass NaN on.
     finite = logits.amin(-1).isfinite() & logits.amax(-1).isfinite()
     # Log probabilities are those of the model's own logits, so they are taken before any edits.
-    said = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
+    log_probs = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(-1)
     faults = (~finite).long()
     if batch.edits is not None:
         edit(logits, batch.edits)
@@ -44,7 +44,7 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
     if batch.draws is not None:
         tokens[batch.draws.rows] = draw(logits[batch.draws.rows], batch.draws, candidates)
     ids, found = torch.stack((tokens, faults)).tolist()
-    logprobs = {} if said is None else _logprobs(said, tokens, ids, batch)
+    logprobs = {} if log_probs is None else _logprobs(log_probs, tokens, ids, batch)
     return [
         failed(token, fault) if fault else Sampled(token, logprobs.get(row))
         for row, (token, fault) in enumerate(zip(ids, found, strict=True))
@@ -100,9 +100,9 @@ def _largest(rows: Tensor, tokens: Tensor, noisy: Tensor, shape: torch.Size) -> 
     )
 
 
-def _logprobs(said: Tensor, tokens: Tensor, ids: list[int], batch: SamplingBatch) -> dict[int, TokenLogprobs]:
-    """The log probabilities by row. `said`: [rows that want them, vocabulary]. `tokens`: int64 [rows], the chosen
+def _logprobs(log_probs: Tensor, tokens: Tensor, ids: list[int], batch: SamplingBatch) -> dict[int, TokenLogprobs]:
+    """The log probabilities by row. `log_probs`: [rows that want them, vocabulary]. `tokens`: int64 [rows], the chosen
     tokens; `ids`: the same on the host."""
     rows, counts = list(batch.logprob_counts), list(batch.logprob_counts.values())
-    found = token_logprobs(said, tokens[batch.logprob_rows], [ids[row] for row in rows], counts)
+    found = token_logprobs(log_probs, tokens[batch.logprob_rows], [ids[row] for row in rows], counts)
     return dict(zip(rows, found, strict=True))

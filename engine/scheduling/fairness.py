@@ -26,7 +26,7 @@ class Shares:
         self._accounts: list[dict[str, Account]] = [{} for _ in range(tiers)]
         self._clocks = [0.0] * tiers
         self._held = [0] * tiers
-        self._rested: list[list[tuple[float, str]]] = [[] for _ in range(tiers)]  # heaps
+        self._idle: list[list[tuple[float, str]]] = [[] for _ in range(tiers)]  # heaps
 
     def served(self, tier: int, tenant: str) -> float:
         account = self._accounts[tier].get(tenant)
@@ -50,10 +50,10 @@ class Shares:
         self._held[tier] -= 1
         if self._held[tier] == 0:
             self._accounts[tier].clear()
-            self._rested[tier].clear()
+            self._idle[tier].clear()
             self._clocks[tier] = 0.0
         elif account.held == 0:
-            heapq.heappush(self._rested[tier], (account.served, account.tenant))
+            heapq.heappush(self._idle[tier], (account.served, account.tenant))
             self._forget(tier)
 
     def admitted(self, account: Account) -> None:
@@ -63,9 +63,9 @@ class Shares:
         self._forget(account.tier)
 
     def _forget(self, tier: int) -> None:
-        rested, clock = self._rested[tier], self._clocks[tier]
-        while rested and rested[0][0] <= clock:
-            _, tenant = heapq.heappop(rested)
+        idle, clock = self._idle[tier], self._clocks[tier]
+        while idle and idle[0][0] <= clock:
+            _, tenant = heapq.heappop(idle)
             account = self._accounts[tier].get(tenant)
             if account is not None and account.held == 0 and account.served <= clock:
                 del self._accounts[tier][tenant]

@@ -110,8 +110,8 @@ class DeviceSampler:
         if len(rows):
             (index,) = upload([rows], self._device)
             # Log probabilities are those of the model's own logits, before any edits.
-            said = log_softmax(logits[index])
-            results += ranked(said, chosen[0, index], int(wanted.max()))
+            log_probs = log_softmax(logits[index])
+            results += ranked(log_probs, chosen[0, index], int(wanted.max()))
         hosts, wait = _to_host(results)
         counts = {int(row): int(wanted[row]) for row in rows}
         return Drawn(hosts[0], (hosts[1], hosts[2]) if counts else None, counts, wait)

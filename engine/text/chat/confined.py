@@ -123,18 +123,18 @@ class ConfinedTemplate:
             raise
         if answer.startswith(TEXT):
             return answer[len(TEXT) :].decode("utf-8", "surrogatepass")
-        told: dict[str, Any] = json.loads(answer[len(REASON) :])
-        if "stopped" in told:
+        reply: dict[str, Any] = json.loads(answer[len(REASON) :])
+        if "stopped" in reply:
             self._end()
-        return told
+        return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
         env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
         limits = self._limits
-        told = [f"{limits.cpu:g}", str(limits.memory), str(limits.output)]
+        arguments = [f"{limits.cpu:g}", str(limits.memory), str(limits.output)]
         child = subprocess.Popen(
-            [sys.executable, *CHILD, *told],
+            [sys.executable, *CHILD, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -34,8 +34,8 @@ def main() -> NoReturn:
         signal.setitimer(signal.ITIMER_PROF, cpu)
         try:
             if template is None:
-                told = json.loads(source)
-                template = ChatTemplate(told["text"], told["special_tokens"])
+                fields = json.loads(source)
+                template = ChatTemplate(fields["text"], fields["special_tokens"])
             answer = _render(template, json.loads(data), output)
         except ModelError as error:
             answer = _reason(model=str(error))
@@ -58,8 +58,8 @@ def _render(template: ChatTemplate, asked: dict[str, Any], output: int) -> bytes
     return TEXT + text
 
 
-def _reason(**told: str) -> bytes:
-    return REASON + json.dumps({name: text[:LONGEST] for name, text in told.items()}).encode()
+def _reason(**fields: str) -> bytes:
+    return REASON + json.dumps({name: text[:LONGEST] for name, text in fields.items()}).encode()
 
 
 def _confine(memory: int) -> None:
