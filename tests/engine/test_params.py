@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from engine.errors import RequestError
 from engine.params import SamplingParams
-
-HUGE = 10**400
 
 
 def test_lists_become_tuples_and_defaults_stand():
@@ -61,98 +57,19 @@ def test_the_limits_themselves_are_allowed(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", -1),
-        ("max_tokens", HUGE),
-        ("min_tokens", HUGE),
-        ("temperature", HUGE),
-        ("temperature", -HUGE),
-        ("top_p", HUGE),
-        ("seed", HUGE),
-        ("logit_bias", {HUGE: 1.0}),
-        ("logit_bias", {1: HUGE}),
-        ("banned_token_ids", [HUGE]),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("min_p", math.nan),
-        ("min_p", None),
-        ("typical_p", 0),
-        ("typical_p", 1.1),
-        ("typical_p", "1"),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", 10.1),
-        ("repetition_penalty", True),
-        ("presence_penalty", 2.1),
-        ("presence_penalty", -2.1),
-        ("frequency_penalty", math.nan),
-        ("frequency_penalty", -math.inf),
-        ("logit_bias", {1: 100.1}),
-        ("logit_bias", {1: -100.1}),
-        ("logit_bias", {-1: 1.0}),
+        *((name, None) for name in ("min_p", "allowed_token_ids", "include_stop", "min_tokens", "temperature", "stop")),
         ("logit_bias", {"1": 1.0}),
         ("logit_bias", {1: None}),
         ("logit_bias", [(1, 1.0), (1, 2.0)]),
-        ("logit_bias", [5]),
         ("logit_bias", [(1,)]),
         ("logit_bias", ["ab"]),
-        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
-        ("allowed_token_ids", [-1]),
-        ("allowed_token_ids", [2**31]),
-        ("allowed_token_ids", [1] * 4097),
-        ("allowed_token_ids", None),
-        ("banned_token_ids", [1.0]),
-        ("banned_token_ids", [1] * 4097),
-        ("bad_words", "text"),
-        ("bad_words", [""]),
-        ("bad_words", ["x" * 257]),
-        ("bad_words", ["x"] * 65),
-        ("bad_words", [1]),
-        ("include_stop", 1),
-        ("include_stop", None),
-        ("best_of", 0),
-        ("best_of", 65),
-        ("best_of", 2.0),
-        ("prompt_logprobs", -1),
-        ("prompt_logprobs", 21),
-        ("prompt_logprobs", False),
-        ("max_tokens", 1.0),
-        ("max_tokens", True),
-        ("min_tokens", -1),
-        ("min_tokens", None),
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "1"),
-        ("temperature", True),
-        ("temperature", None),
-        ("top_k", -1),
-        ("top_k", 2.5),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("seed", 1.0),
         ("stop", "text"),
-        ("stop", [""]),
-        ("stop", ["x" * 257]),
-        ("stop", ["x"] * 17),
         ("stop", [b"x"]),
-        ("stop", None),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", [True]),
-        ("stop_token_ids", [1.0]),
-        ("stop_token_ids", 5),
-        ("stop_token_ids", list(range(65))),
-        ("ignore_eos", 1),
-        ("n", 0),
-        ("n", 65),
-        ("n", True),
-        ("logprobs", -1),
-        ("logprobs", 21),
-        ("logprobs", True),
+        ("temperature", 10**400),
     ],
 )
-def test_a_bad_value_is_refused_by_name(name, value):
+def test_what_only_python_can_say_is_refused_by_name(name, value):
+    """What a task's JSON can say too is in tests/producers/test_bounds_agree.py."""
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name

@@ -14,6 +14,7 @@ from engine.errors import RequestError
 from engine.params import SamplingParams
 from producers import InvalidTask, Task
 from tests.producers.conftest import CARD
+from tests.producers.contract.test_task import BAD
 
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 EDGES = [-1, 0, 1, 2, 16, 17, 20, 21, 63, 64, 65, 100, 101, 2**31 - 1, 2**31, 2**63 - 1, 2**63]
@@ -63,6 +64,20 @@ def test_the_edge_and_the_engine_refuse_the_same(fields: dict[str, Any]) -> None
     if isinstance(fields.get("stop"), str):  # one stop string needs no list, to a Task
         fields["stop"] = [fields["stop"]]
     assert refused(lambda **f: Task(model="m", prompt="x", **f), fields) == refused(SamplingParams, fields)
+
+
+#: But for a lone surrogate, which a task alone refuses.
+BAD_HERE = [
+    (fields, param) for fields, param, _ in BAD if fields.keys() <= {*FIELDS} and fields != {"stop": ["\ud800"]}
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_HERE, ids=[f"{k}-{param}" for k, (_, param) in enumerate(BAD_HERE)])
+def test_the_engine_refuses_by_name_what_a_task_refuses(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError, match=param) as refused:
+        SamplingParams(**fields)
+    assert refused.value.param == param
+    assert refused.value.code in ("invalid_value", "invalid_type")
 
 
 @pytest.mark.parametrize("name", FIELDS)
