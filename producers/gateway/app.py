@@ -1,4 +1,4 @@
-"""The application: its parts, made and closed with it."""
+"""Builds the application and its parts, and closes them with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 
 from producers.client.aio import AsyncClient
 from producers.gateway import front, health, metrics, models, openai
-from producers.gateway.admission.limits import Room
+from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
 from producers.gateway.http import errors
 from producers.gateway.http.edge import Edge
@@ -28,14 +28,14 @@ from producers.gateway.text.templates import Templates
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
-#: Large results (`large.LARGE`) in memory at once; each may have some tens of megabytes.
+#: Most large results (`large.LARGE`) in memory at once; each may have tens of megabytes.
 LARGE_RESULTS: Final = 4
-#: Headers of ours that a web page may read.
+#: Response headers that a web page may read.
 EXPOSED: Final = ("location", "retry-after", "retry-after-ms", "x-request-id")
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The gateway as an ASGI application, to be started once. Nothing connects before that.
+    """The gateway as an ASGI application, to be started once. It connects when it is started.
 
     Raises ValueError for a broker or store that is no Redis or Valkey.
     """
@@ -48,11 +48,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         async with client:
             prompts, templates = Prompts(client.store), Templates(client.store)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
-            room = Room(client, settings.max_queued, settings.max_queued_per_tenant)
+            admission = Admission(client, settings.max_queued, settings.max_queued_per_tenant)
             large = asyncio.Semaphore(LARGE_RESULTS)
             awaited = set(settings.awaited)
             app.state.gateway = Gateway(
-                settings, client, prompts, templates, readers, room, figures, streams, large, awaited
+                settings, client, prompts, templates, readers, admission, figures, streams, large, awaited
             )
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
             if settings.sweep:
@@ -72,16 +72,16 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         version=version("penstock"),
         lifespan=lifespan,
         default_response_class=JSONResponse,
-        # Those pages load their scripts from elsewhere; /openapi.json is there for tools.
+        # FastAPI's own pages load scripts from other servers; /openapi.json is for tools.
         docs_url=None,
         redoc_url=None,
         responses=views.errors(*views.ANYWHERE),
-        redirect_slashes=False,  # what is not there is said in our words, not by a redirect without any
+        redirect_slashes=False,  # unknown paths get our JSON error, not a redirect without a body
     )
     app.state.streams = streams
     app.state.metrics = figures
     app.add_middleware(Edge, metrics=figures)
-    if settings.cors_origins:  # around the edge, so that a page may read the errors of both
+    if settings.cors_origins:  # outside the edge, so that pages can read the errors of both
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,

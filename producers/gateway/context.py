@@ -1,4 +1,4 @@
-"""What all routes share."""
+"""The parts of a gateway that all routes share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from producers.client.aio import AsyncClient
-from producers.gateway.admission.limits import Room
+from producers.gateway.admission.limits import Admission
 from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.settings import GatewaySettings
@@ -19,20 +19,20 @@ from producers.sweeper.reader_leases import ReaderLeases
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """One gateway's parts, made when its application starts."""
+    """One gateway's parts, built when its application starts."""
 
     settings: GatewaySettings
     client: AsyncClient
     prompts: Prompts
     templates: Templates
     readers: ReaderLeases
-    room: Room
+    admission: Admission
     metrics: Metrics
     streams: Streams
     large: asyncio.Semaphore
-    """Of large results, as many as may be in memory at once."""
+    """Permits for large results in memory."""
     awaited: set[str]
-    """Models that no worker has served yet, of those that it waits for to be ready."""
+    """Models that must be served before the gateway is ready, and that no worker has served yet."""
 
 
 def gateway_of(request: Request) -> Gateway:

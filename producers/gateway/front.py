@@ -1,4 +1,4 @@
-"""`/`: what this is, for a person who opens it in a browser."""
+"""`/`: a page for people who open the gateway in a browser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 
 router = APIRouter(tags=["health"])
 
-#: Nothing is loaded from elsewhere.
+#: The page; it loads nothing from other servers.
 PAGE: Final = f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -32,5 +32,5 @@ PAGE: Final = f"""<!doctype html>
 
 @router.get("/", response_class=HTMLResponse)
 async def front() -> HTMLResponse:
-    """What this is, and where to go from here."""
+    """A page that says what this server is and links to its endpoints."""
     return HTMLResponse(PAGE)

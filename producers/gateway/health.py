@@ -1,4 +1,4 @@
-"""Is this process alive, and is it of use."""
+"""`/livez` and `/readyz`: whether this process is alive, and whether it can take tasks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from producers.gateway.tasks.views import ErrorView
 
 router = APIRouter(tags=["health"])
 
-#: A server that takes longer than this (s) to say PONG is of no use.
+#: Time limit (s) for a server's PONG.
 PATIENCE_S = 2.0
 
 
 @router.get("/livez")
 async def livez() -> JSONResponse:
-    """The process answers. Do not restart it for what /readyz says."""
+    """The process is alive. Do not restart it because of /readyz."""
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/health", include_in_schema=False)  # as vLLM calls it: load generators wait for it
-@router.get("/readyz", responses={503: {"model": ErrorView, "description": "It is of no use now; the error says why."}})
+@router.get("/health", include_in_schema=False)  # vLLM's name, which load generators poll
+@router.get(
+    "/readyz",
+    responses={503: {"model": ErrorView, "description": "The gateway cannot take tasks now; the error says why."}},
+)
 async def readyz(request: Request) -> JSONResponse:
-    """Store and broker answer, so tasks can be taken; and the models that it was told to wait for were served."""
+    """Store and broker answer, and every awaited model has been served: the gateway can take tasks."""
     gateway = gateway_of(request)
     client = gateway.client
     servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.store.ping, "broker": client.broker.ping}
@@ -49,8 +52,10 @@ def _not_ready(why: str, checks: dict[str, str]) -> JSONResponse:
 
 
 async def _unserved(gateway: Gateway) -> list[str]:
-    """Of the models that are waited for, those that no worker has served yet. One that lost its workers since is no
-    reason to refuse tasks: they wait."""
+    """The awaited models that no worker has served yet.
+
+    A model that lost its workers later does not count: its tasks wait in the queue.
+    """
     if gateway.awaited:
         fleet = await read_fleet(gateway.client.store, gateway.client.broker)
         gateway.awaited.difference_update(pool.model for pool in fleet.pools if pool.workers)

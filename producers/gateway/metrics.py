@@ -1,7 +1,7 @@
 """`/metrics`, in Prometheus' text format: this gateway's own figures, and those of all pools.
 
-Labels are bounded: routes by their template, models and pools by what is deployed, workers by who is alive. Every
-gateway tells the same of the pools; take `max by (pool)` over gateways, not the sum.
+Labels are bounded: routes by their templates, models and pools by what is deployed, workers by those alive. Every
+gateway reports the same for the pools: take `max by (pool)` over gateways, not the sum.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
 from producers.gateway.pools import Fleet, read_fleet
 
-#: Seconds; fine where an interactive caller would notice.
+#: Latency buckets (s), fine in the range that an interactive caller notices.
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-#: Name, help, key in the lease, whether it only grows.
+#: (name, help, key in the worker's lease, whether it is a counter).
 WORKER_FIGURES: Final = (
     ("running", "Sequences that a worker is generating.", "running", False),
     ("waiting", "Sequences that a worker has taken and not yet begun.", "waiting", False),
@@ -39,7 +39,7 @@ WORKER_FIGURES: Final = (
     ("drafted_tokens", "Tokens that a worker guessed ahead (speculative decoding).", "drafted", True),
     ("draft_accepted_tokens", "Of these, those that were right.", "draft_accepted", True),
 )
-#: Of the GPU that a worker has, where its driver says it: the same, the key within the lease's `gpu`.
+#: The same for a worker's GPU, as far as its driver reports it; keys are within the lease's `gpu`.
 GPU_FIGURES: Final = (
     ("memory_bytes", "Memory of a worker's GPU.", "memory_bytes", False),
     ("memory_used_bytes", "Memory of a worker's GPU that is taken, by whomever.", "memory_used_bytes", False),
@@ -57,12 +57,12 @@ GPU_FIGURES: Final = (
     ("ecc_corrected_errors", "Memory errors that were corrected, since the driver was loaded.", "ecc_corrected", True),
     ("ecc_uncorrected_errors", "Memory errors that were not.", "ecc_uncorrected", True),
 )
-#: The tier of what was refused before it was read so far, or has none.
+#: The tier label of requests that were refused before their tier was known, or that have none.
 UNKNOWN: Final = "unknown"
 
 
 class Metrics:
-    """One gateway's figures. `open_streams` tells how many there are now."""
+    """One gateway's figures. `open_streams` returns the number of open streams."""
 
     def __init__(self, open_streams: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
@@ -94,7 +94,7 @@ class Metrics:
         self.registry.register(_FleetCollector(self))
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """An answer has begun. `route` is its template, never its URL."""
+        """Count a response that has begun. `route`: the route's template, never the URL."""
         self._requests.labels(method, route, status).inc()
         self._latency.labels(route).observe(seconds)
 
@@ -102,12 +102,12 @@ class Metrics:
         self._submitted.labels(model, tier).inc()
 
     def refused(self, reason: str, tier: str = UNKNOWN) -> None:
-        """`reason`: the error's code. By no model: it may be one that only the caller knows of."""
+        """Count a refused task. `reason`: the error's code. No model label, since callers can make names up."""
         self._refused.labels(reason, tier).inc()
 
 
 class _FleetCollector(Collector):
-    """Tells what was read last; nothing of the pools where they could not be read."""
+    """Collects the figures of all pools as last read; none if they could not be read."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -165,7 +165,7 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
         figures = family(f"penstock_worker_{name}", text, labels=("model", "pool", "worker"))
         for pool in fleet.pools:
             for worker in pool.workers:
-                if key in worker:  # another version's may not tell
+                if key in worker:  # a worker of another version may lack it
                     figures.add_metric((pool.model, pool.name, worker["worker"]), worker[key])
         yield figures
     ready = GaugeMetricFamily(
@@ -206,7 +206,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """For Prometheus. Answers also while the store or the broker is away, or hangs: `penstock_up` says so."""
+    """The figures in Prometheus' format. It answers also while store or broker is away: see `penstock_up`."""
     gateway = request.app.state.gateway
     try:
         async with asyncio.timeout(SILENT_S):  # Prometheus waits for 10 s

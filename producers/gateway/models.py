@@ -1,4 +1,4 @@
-"""`/v1/models`: what is in the store, also while no worker is up."""
+"""`/v1/models`: the models in the store, also while no worker is up."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ router = APIRouter(prefix="/v1/models", tags=["models"])
 
 @router.get("", response_model=ModelList)
 async def listed(request: Request) -> ModelList:
-    """All models."""
+    """List all models."""
     return ModelList(data=[ModelView.of(card) for card in await gateway_of(request).client.models()])
 
 
 @router.get("/{name:path}", response_model=ModelView, responses=errors(404))
 async def one(request: Request, name: str) -> ModelView:
-    """One model. Its name may have slashes."""
+    """Get one model. Its name may have slashes."""
     return ModelView.of(await gateway_of(request).client.card(name))

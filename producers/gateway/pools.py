@@ -1,6 +1,6 @@
-"""The state of all pools, as broker and store have it: what is queued, in flight, and what the workers say.
+"""The state of all pools, from broker and store: queued tasks, tasks in flight, and the workers' leases.
 
-Read by whoever asks for /metrics, so the figures are there at zero workers.
+It is read at each request for /metrics, so the figures exist at zero workers.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ QUEUE_PREFIX: Final = keys.model_queue("")
 
 @dataclass(slots=True)
 class Pool:
-    """A queue and those who serve it. `name`: `model@version.fingerprint`, or the bare model's name for the queue of
-    plain Celery senders, which all pools of the model take from."""
+    """A queue and the workers that serve it.
+
+    `name`: `model@version.fingerprint`, or the bare model's name for the queue of plain Celery senders, which all pools
+    of the model serve.
+    """
 
     name: str
     model: str
     queued: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
-    #: Tenants of whom something waits, as far as workers have sorted it.
+    #: Tier -> number of tenants with waiting tasks, as far as workers have sorted them.
     tenants: dict[str, int] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, 0))
     #: Seconds since the task that waits longest was submitted, where that is known.
     oldest_s: dict[str, float] = field(default_factory=dict)
     delayed: int = 0
     in_flight: int = 0
-    #: What each live worker says of itself in its lease (see `workers.runtime.assembly`).
+    #: The live workers' leases (see `workers.runtime.assembly`).
     workers: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Tasks that wait for a sweeper, should nobody else come first: how many, and how long the first of them does."""
+    """Tasks that the sweeper will finish unless another process does: their number, and the oldest one's wait."""
 
     count: int = 0
     oldest_s: float = 0.0
@@ -46,7 +49,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All pools, what no pool's worker will ever take, and what sweepers do. `swept`: what they did -> how often."""
+    """All pools, dead letters and the sweepers' work. `swept`: a sweeper's duty -> how often it was done."""
 
     pools: list[Pool]
     dead_letters: int = 0
@@ -58,7 +61,7 @@ class Fleet:
 
 
 async def read_fleet(store: Redis, broker: Broker) -> Fleet:
-    """In four round trips, whatever their number. Raises redis.exceptions.RedisError or OSError."""
+    """Read all pools in four round trips. Raises redis.exceptions.RedisError or OSError."""
     models, about, leads, swept, now, *left = await _ask(
         store,
         ("HKEYS", keys.MODELS),

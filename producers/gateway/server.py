@@ -1,4 +1,4 @@
-"""Runs the application on a socket, and stops it without cutting anyone off who can be finished."""
+"""Serves the application on a socket, and drains it at the end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from producers.gateway.http.connection import limited
 from producers.gateway.http.sse import Streams
 from producers.gateway.settings import GatewaySettings
 
-#: Open files that are no caller's connection: to store and broker, and whatever else there is.
+#: Open files reserved for other things than callers' connections: store, broker, logs.
 OTHER_FILES: Final = 128
 
 
 class _Server(uvicorn.Server):
-    """The first signal stops listening and lets open streams go on for `drain` seconds; the second ends them."""
+    """A uvicorn server. The first signal stops listening and lets open streams go on for `drain` seconds.
+
+    The second signal ends them.
+    """
 
     def __init__(self, config: uvicorn.Config, streams: Streams, drain: float) -> None:
         super().__init__(config)
@@ -43,7 +46,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any that is free. Raises OSError where that is not to be had."""
+    """A listening socket. Port 0 takes any free port. Raises OSError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -59,21 +62,21 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT. The socket is closed then. Raises what `create_app` does."""
     app = create_app(settings)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by its connections: the kernel gives up whom we have given up
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by connections: the kernel drops stalled peers as we do
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.stall * 1000))
     config = configured(app, settings)
     server = _Server(config, app.state.streams, settings.drain)
     for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, _stopped)  # uvicorn raises a signal again when it is done; that would be our exit status
-    # What is there now stays: no collection need go through it again.
+        signal.signal(sig, _stopped)  # uvicorn re-raises signals at its end, which would set the exit status
+    # Objects that exist now stay: freeze them, so that no collection scans them again.
     gc.collect()
     gc.freeze()
-    gc.collect()  # the next full one comes when a quarter of what this one leaves, nothing, has come
+    gc.collect()  # the next full collection depends on the survivors of this one, of which there are none
     server.run([listener])
 
 
 def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
-    """How the application is served."""
+    """The settings with which uvicorn serves the application."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return uvicorn.Config(
         app,
@@ -83,15 +86,15 @@ def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
         ),
         ws="none",
         lifespan="on",
-        log_config=None,  # what Python's logging is set to holds for all of the process
+        log_config=None,  # Python's logging settings hold for the whole process
         access_log=False,
         server_header=False,
-        # Longer than common load balancers keep theirs, so that it is never us who close a connection just being used.
+        # Longer than common load balancers' own timeout, so that we never close a connection that one is about to use.
         timeout_keep_alive=75,
-        # Streams are ended before that; this is for whatever else would not come to an end.
+        # Streams end before that; this limits any other request that would not end.
         timeout_graceful_shutdown=round(settings.drain) + 5,
     )
 
 
 def _stopped(sig: int, frame: FrameType | None) -> None:
-    """The server has stopped as it was told to."""
+    """Ignore a signal: the server has already stopped for it."""

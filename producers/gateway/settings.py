@@ -1,4 +1,4 @@
-"""What a gateway is told."""
+"""Settings of a gateway."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 8000
     max_body: int = 4 << 20
-    """A larger request body is refused with 413."""
+    """Largest request body; a larger one is refused with 413."""
     patience: float = 4.0
-    """How long a failing connection to store or broker is tried again before the caller is told 503."""
+    """Time for which a failing connection to store or broker is retried before the caller gets 503."""
     heartbeat: float = 10.0
-    """A stream with no news for this long is sent a comment, so that proxies and clients see that it lives."""
+    """Silence after which a stream gets a comment, so that proxies and clients see that it is alive."""
     stall: float = 60.0
-    """A reader that takes nothing for this long is dropped; it may come back to its position."""
+    """Time after which a reader that takes no data is dropped; it may resume at its position."""
     receive: float = 60.0
-    """A request that has not come in whole within this long is given up, and its connection closed."""
+    """Time limit for receiving a whole request; then its connection is closed."""
     connections: int = 8192
-    """Connections open at once, or as many as the limit of open files leaves; others are told 503."""
+    """Most open connections, if the limit of open files allows; further ones get 503."""
     drain: float = 30.0
-    """On SIGTERM, how long requests and streams that are open may go on."""
+    """Time for which open requests and streams may go on after SIGTERM."""
     reader_lease: float = LEASE_S
-    """A request whose gateway is not heard of for this long is over: its task is cancelled."""
+    """Silence of a gateway after which its waiting requests' tasks are cancelled."""
     max_queued: int | None = None
-    """Tasks of a pool that may wait, all tiers together; past it they are refused with 429, lower tiers before that."""
+    """Most waiting tasks of a pool, all tiers together. More are refused with 429; lower tiers are refused earlier."""
     max_queued_per_tenant: int | None = None
-    """Those of one tenant in a pool, as far as workers have sorted what waits."""
+    """Most waiting tasks of one tenant in a pool, as far as workers have sorted them by tenant."""
     cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may read answers (`https://chat.example.org`, or `*`); none: no page may."""
+    """Origins of web pages that may read answers: `https://chat.example.org`, or `*`. Empty: none."""
     awaited: tuple[str, ...] = ()
-    """Models that have to be served once before this gateway says that it is ready."""
+    """Models that workers must have served before the gateway reports itself ready."""
     sweep: bool = True
-    """Whether this process also re-sends tasks that were recorded and never sent, and cancels those of lost readers."""
+    """Whether this process also sends recorded but unsent tasks, and cancels tasks of lost readers."""

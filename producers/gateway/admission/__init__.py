@@ -1,2 +1,1 @@
-"""Decides what is let in: a task that would wait too long is refused with 429 before anything of it is written
-(limits)."""
+"""Admission: limits refuses a task that would wait too long with 429, before anything is written."""

@@ -1,13 +1,13 @@
-"""How much may wait: past a bound, a task is refused with 429 before anything of it is written.
+"""Limits on waiting tasks: beyond a limit, a task is refused with 429 before anything is written.
 
-A queue without a bound keeps all it is given and answers nobody in time. What waits is counted at each submit, in one
-round trip to the broker that serves all submits of the moment; what this gateway has let in since is added. Gateways do
-not ask each other, so that the bound may be passed by what they let in within one such moment.
+A queue without a limit accepts everything and answers nobody in time. Waiting tasks are counted at each submit, in one
+round trip to the broker that serves all submits of that moment. Tasks that this gateway has admitted since are added.
+Gateways do not ask each other, so together they may exceed a limit by what they admit within one such moment.
 
-Lower tiers are refused first, so that a backlog of theirs leaves room for the others; the priority tier, which waits
-for none of them, is bounded by itself alone. Who is refused is told to come again when there will be a place, by how
-fast tasks were taken from the broker while some waited, and after those who were told so before: else all would come at
-once, and a gateway under more load would do nothing but refuse.
+Lower tiers are refused first, so that their backlog leaves places for others. The priority tier waits for no other
+tier, and only its own tasks count against it. A refused caller is told when to try again: when a place will be free,
+judged by how fast tasks were taken from the broker, and after callers that were refused before. Otherwise all would
+retry at once, and a busy gateway would do nothing but refuse.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
 
-#: Of the bound, how much a tier may find taken: by all tiers, for the priority tier by itself. Never less than one
-#: task, so that a small bound refuses no tier where nothing waits.
+#: Tier -> share of the limit that may be taken, by all tiers or, for priority, by its own tasks. It is at least one
+#: task, so that a small limit refuses no tier while nothing waits.
 PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
-#: A count is used for so long (s).
+#: Time (s) for which a count is used.
 FRESH_S: Final = 0.05
-#: The rate at which tasks are taken is that of the last so many seconds in which some waited, the older the less.
+#: Time constant (s) of the average rate at which tasks are taken; only times with waiting tasks count.
 RATE_S: Final = 20.0
-#: What is assumed where nothing was seen yet: tasks a second, as if seen for so long (s).
+#: The initial rate (tasks a second), with the weight of an observation of USUAL_S seconds.
 USUAL_RATE, USUAL_S = 10.0, 2.0
-#: Something waits at each look; between two that are further apart (s) the queue may have been empty all the same.
+#: Longest time (s) between two looks in which the queue counts as never empty, if tasks waited at both.
 APART_S: Final = 5.0
-#: Bounds on what a caller is told to wait (s); the upper one also where no worker serves the queue.
+#: Shortest and longest wait (s) that a refused caller is told. Without a worker it is the longest.
 SHORTEST_S, LONGEST_S = 0.25, 30.0
 
 
@@ -46,17 +46,17 @@ SHORTEST_S, LONGEST_S = 0.25, 30.0
 class _Count:
     at: float = -math.inf
     waiting: dict[str, int] = field(default_factory=dict)
-    """By tier."""
+    """Tier -> waiting tasks."""
     tenants: dict[str, int] = field(default_factory=dict)
     served: bool = False
-    """A worker takes from this queue."""
+    """Whether a worker serves the queue."""
     line: float = -math.inf
-    """When there will be a place for the last one that was told to come again, at the rate of late."""
+    """Expected time at which the last refused caller gets a place, at the current rate."""
     counting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Room:
-    """The bounds of one gateway; None: there is none."""
+class Admission:
+    """The admission limits of one gateway; None: no limit."""
 
     def __init__(self, client: AsyncClient, max_queued: int | None, max_queued_per_tenant: int | None) -> None:
         self._client = client
@@ -64,13 +64,15 @@ class Room:
         self._most_of_one = max_queued_per_tenant
         self._counts: dict[str, _Count] = {}
         self._looked: tuple[float, int, bool] | None = None
-        """When the last look was, what had been taken by then, and whether anything waited."""
+        """The last look: its time, the number of tasks taken by then, and whether any waited."""
         self._away = False
         self._taken, self._took_s = USUAL_RATE * USUAL_S, USUAL_S
 
     async def enter(self, tasks: Sequence[Task]) -> None:
-        """Count them in. Raises Problem, 429 where they would be too many and 400 where they always will be, and what
-        `AsyncClient.known` does."""
+        """Admit a request's tasks and count them.
+
+        Raises Problem: 429 if they are too many now, 400 if they always will be. Raises what `AsyncClient.known` does.
+        """
         if self._most is None and self._most_of_one is None:
             return
         queue = (await self._client.known(tasks[0].model)).queue
@@ -94,7 +96,7 @@ class Room:
     def _check(self, count: _Count, waiting: int, more: int, most: int, tier: str, tenant: str | None) -> None:
         if waiting + more <= most:
             return
-        if more > most:  # to come again would not help
+        if more > most:  # a retry would not help
             raise Problem(
                 400,
                 f"{more} prompts in one request, where {most} tasks may wait: send {most} at a time",
@@ -106,7 +108,7 @@ class Room:
             need = (waiting + more - most) * self._took_s / max(self._taken, 1e-9)
             count.line = min(max(count.line, now) + need, now + LONGEST_S)
             seconds = max(SHORTEST_S, count.line - now)
-        seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - those who were refused together should not come together
+        seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - spreads retries of callers refused together
         whose = (
             "of this model and tier"
             if tenant is None
@@ -127,8 +129,10 @@ class Room:
         )
 
     async def _waiting(self, queue: str) -> tuple[dict[str, int], bool]:
-        """Tasks of each tier of a pool, and whether a worker serves it. Measures how fast tasks are taken, from all
-        queues of the broker. A broker that does not answer is submit's to tell of."""
+        """Tier -> waiting tasks of a pool, and whether a worker serves it.
+
+        It also measures how fast tasks are taken from all queues. If the broker does not answer, submit reports that.
+        """
         try:
             async with asyncio.timeout(SILENT_S):
                 found = await self._client.broker.waiting(queue)
@@ -140,7 +144,7 @@ class Room:
         return found.tiers, found.served
 
     def _measure(self, taken: int, waits: bool) -> None:
-        """Time in which nothing waited says nothing of how fast workers are: it is passed over."""
+        """Update the rate at which tasks are taken. Time in which nothing waited is skipped."""
         now = time.monotonic()
         before, self._looked = self._looked, (now, taken, waits)
         if before is None or taken < before[1]:  # the broker was emptied
@@ -152,8 +156,8 @@ class Room:
             self._took_s = self._took_s * kept + took
 
     async def _waiting_of(self, queue: str, tenant: str) -> int:
-        """As far as workers have sorted what waits."""
-        if self._away:  # a moment ago: not each tenant has to wait for that
+        """A tenant's waiting tasks, as far as workers have sorted them by tenant."""
+        if self._away:  # it did not answer just now: do not wait again for each tenant
             return 0
         try:
             async with asyncio.timeout(SILENT_S):

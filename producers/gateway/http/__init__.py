@@ -1,5 +1,5 @@
-"""HTTP itself, whatever the route.
+"""The HTTP layer that all routes share.
 
 connection (limits of a socket) -> edge (request id, counts, last resort) -> body (JSON in) -> route -> sse (events out)
-errors gives every refusal its one shape
+errors gives every error the same JSON form
 """

@@ -1,4 +1,4 @@
-"""Reading a request's JSON, with limits: of what comes in, and of what that unpacks to."""
+"""Reads a request's JSON body, with limits on its size before and after unpacking."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from producers.gateway.http.errors import Problem
 
 T = TypeVar("T")
 
-#: A body beyond the limit is still read up to this many times the limit, and thrown away: a client that is cut off
-#: while it sends sees a broken connection instead of the reason.
+#: A too large body is read and discarded up to this many times the limit: a client that is cut off while it sends sees
+#: a broken connection instead of the error.
 COURTESY = 4
 #: Larger bodies (bytes) are parsed off the event loop.
 INLINE = 64 * 1024
 
 
 async def read_task(request: Request, limit: int) -> Task:
-    """The task in a request's body. Raises InvalidTask, and Problem for what is no JSON or too much."""
+    """The task in a request's body. Raises InvalidTask, and Problem for a body that is too large or not JSON."""
     return await _parsed(request, limit, Task.parse_json)
 
 
@@ -57,7 +57,7 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
 
 
 def _unpacking(request: Request) -> Callable[[bytes, int], bytes] | None:
-    """What unpacks the body, as its Content-Encoding says. Raises Problem."""
+    """The function that unpacks the body's Content-Encoding, or None. Raises Problem for an unknown one."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in CODINGS:
         raise Problem(
@@ -70,7 +70,7 @@ def _unpacking(request: Request) -> Callable[[bytes, int], bytes] | None:
 
 
 def _gunzip(body: bytes, limit: int) -> bytes:
-    """Unpacks no more than the limit. Raises Problem."""
+    """Unpack gzip. Raises Problem for bad data, or for more than `limit` bytes, without unpacking more."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(body)) as packed:
             plain = packed.read(limit + 1)
@@ -81,7 +81,7 @@ def _gunzip(body: bytes, limit: int) -> bytes:
     return plain
 
 
-#: Content codings that are taken.
+#: Supported content encodings -> their unpackers.
 CODINGS: Final[dict[str, Callable[[bytes, int], bytes] | None]] = {"identity": None, "gzip": _gunzip, "x-gzip": _gunzip}
 
 

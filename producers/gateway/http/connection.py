@@ -1,4 +1,4 @@
-"""A connection that cannot be held open for nothing: a uvicorn protocol with limits.
+"""A uvicorn protocol with limits, so that idle or slow clients cannot hold connections.
 
 - A request has to come in whole within a time, its first byte included.
 - Of more connections than are taken, each new one is told 503 and closed.
@@ -22,31 +22,33 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 
-#: The ASGI extension by which a response finds its connection's `cut`.
+#: The ASGI extension with which a response finds its connection's `cut`.
 CUT: Final = "penstock.cut"
-#: Closes at once, and what was not taken yet is thrown away.
+#: The SO_LINGER value that makes close discard unsent data.
 _NOW: Final = struct.pack("ii", 1, 0)
 _NO_HTTP: Final = Problem(400, "This is no request in HTTP/1.1, as far as it can be read.", code="invalid_http")
 
 
 def cut(scope: Scope) -> None:
-    """End the connection of a request now; nothing where the server offers no such thing."""
+    """Close a request's connection now; does nothing under a server without this extension."""
     end: Callable[[], None] | None = (scope.get("extensions") or {}).get(CUT)
     if end is not None:
         end()
 
 
 class Connection(HttpToolsProtocol):
-    """`receive`: seconds that a request may take to come in. `most`: connections that are open at once. `refused`: told
-    the code of each that was one too many."""
+    """An HTTP connection with limits.
+
+    `receive`: time limit (s) for receiving a request. `most`: most open connections. `refused`: called with the error
+    code for each connection beyond that.
+    """
 
     receive: ClassVar[float]
     most: ClassVar[int]
     refused: ClassVar[Callable[[str], None]]
     _late: asyncio.TimerHandle | None = None
     _open: tuple[RequestResponseCycle, ...] = ()
-    """Requests that are not answered, the oldest first: of those that came at once, uvicorn tells the last alone that
-    the connection is lost."""
+    """Unanswered requests, the oldest first. uvicorn reports a lost connection only to the last pipelined one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         if len(self.connections) >= self.most:
@@ -98,13 +100,13 @@ class Connection(HttpToolsProtocol):
             self._late = None
 
     def _is_late(self) -> None:
-        if self.flow.read_paused:  # it waits for us: an earlier request of this connection is not answered yet
+        if self.flow.read_paused:  # an earlier request of this connection is not answered yet
             self._wait()
         elif not self.transport.is_closing():
             self._refuse(_slow(self.receive))
 
     def _refuse(self, problem: Problem) -> None:
-        """Say so, unless that would stand in the middle of another answer; and close."""
+        """Answer with an error, unless another answer is being sent, and close."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.response_complete:
             self.transport.write(_raw(problem))
@@ -119,8 +121,10 @@ class Connection(HttpToolsProtocol):
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 knows no chunks: an answer whose length is not said ends with its connection. uvicorn would send chunks;
-    told that there are none, it expects each part to be as long as it is."""
+    """Answer an HTTP/1.0 request without chunked encoding: a body of unknown length ends with its connection.
+
+    uvicorn would send chunks. With chunking switched off, it accepts each part at its own length.
+    """
     send: Callable[[Any], Awaitable[None]] = cycle.send
 
     async def send_plain(message: Message) -> None:
@@ -132,7 +136,7 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
 
 
 def limited(receive: float, most: int, refused: Callable[[str], None]) -> type[Connection]:
-    """The protocol with these limits, for uvicorn's `http`."""
+    """A protocol class with these limits, for uvicorn's `http` setting."""
     return type("Limited", (Connection,), {"receive": receive, "most": most, "refused": staticmethod(refused)})
 
 
@@ -150,7 +154,7 @@ def _slow(seconds: float) -> Problem:
 
 
 def _raw(problem: Problem) -> bytes:
-    """A response for a connection that has no request."""
+    """A raw response for a connection without a request."""
     body = json.dumps(body_of(problem)).encode()
     headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
     lines = [

@@ -1,4 +1,4 @@
-"""What every request passes first and last: its id, its count, and the answer to what nobody else caught."""
+"""The outermost middleware: request ids, counts, and answers to uncaught exceptions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from producers.gateway.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
-#: A caller's own request id is taken over where it can do no harm in a log.
+#: Callers' request ids that are safe in logs and are kept.
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
 
 class Edge:
-    """ASGI middleware; Starlette's own kind runs each response through a queue and a task, which streams would pay."""
+    """ASGI middleware. Starlette's base class would cost each streamed chunk a queue and a task."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -62,8 +62,7 @@ class Edge:
 
 
 def _without_body(send: Send) -> Send:
-    """To answer HEAD as GET is: the head of the answer, and its end at once. A stream takes that for its reader's
-    leaving, and ends."""
+    """Answer HEAD as GET, with the head only. A stream takes the end for a disconnect, and ends."""
 
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""Every error as one JSON object, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as JSON in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 AWAY = "The store or the broker does not answer; try again in a moment."
 REFUSES = "The store or the broker answers, but refuses; nothing was done."
 FULL = "The memory or disk of the store or the broker is full: nothing new is taken for now; try again later."
-#: Seconds after which a caller may try again what failed for want of the store or the broker.
+#: Headers of errors that a retry after a second may cure.
 RETRY_AFTER = {"retry-after": "1"}
 
 
 class Problem(Exception):
-    """An error that the gateway itself found. `param` names the field or parameter, `code` is for programs."""
+    """An error that the gateway found. `param`: the field or parameter at fault. `code`: for programs."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ def body_of(problem: Problem) -> dict[str, dict[str, str | None]]:
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     if problem.status == 429:
         kind = "rate_limit_error"
-    # Names that a caller gave may be in both, and need be no text that could be sent.
+    # Both may contain names from the caller, which may not be encodable text.
     message = problem.message.encode(errors="backslashreplace").decode()
     param = None if problem.param is None else label(problem.param)
     return {"error": {"message": message, "type": kind, "param": param, "code": problem.code}}
@@ -61,7 +61,7 @@ def response_of(problem: Problem) -> JSONResponse:
 
 
 def problem_of(error: Exception) -> Problem:
-    """What a caller is told of an exception; nothing of our insides."""
+    """The Problem that a caller sees for an exception, without internals."""
     match error:
         case Problem():
             return error
@@ -110,6 +110,6 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Answer the exceptions that mean something to a caller. What is left is the edge's to answer."""
+    """Register handlers for exceptions that mean something to callers. The edge answers all others."""
     for kind in (Problem, PenstockError, RedisError, ConnectionError, TimeoutError, HTTPException):
         app.add_exception_handler(kind, _handle)

@@ -31,10 +31,10 @@ from producers.gateway.http.errors import Problem, body_of, problem_of
 
 logger = logging.getLogger(__name__)
 
-#: The first line: how soon (ms) an EventSource comes back when the connection breaks.
+#: The first line: the time (ms) after which an EventSource reconnects.
 PREAMBLE = b"retry: 1000\n\n"
 HEARTBEAT = b": still here\n\n"
-#: What OpenAPI says of each event.
+#: The JSON schema of an event, for OpenAPI.
 EVENT = {
     "type": "object",
     "required": ["event", "data"],
@@ -47,13 +47,13 @@ EVENT = {
 
 
 def logprobs_view(logprobs: Logprobs) -> dict[str, Any]:
-    """A token's log probability and the alternatives', as callers see them."""
+    """A token's log probability and its alternatives, as callers see them."""
     logprob, top = logprobs
     return {"logprob": logprob, "top": [{"token_id": token, "logprob": value} for token, value in top]}
 
 
 def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any]]:
-    """A prompt's tokens and how likely each was, as callers see them; the first has null."""
+    """A prompt's tokens with their log probabilities, as callers see them; null for the first."""
     return [
         {"token_id": token, **(logprobs_view(one) if one else {"logprob": None, "top": []})}
         for token, one in zip(token_ids, logprobs, strict=True)
@@ -61,7 +61,7 @@ def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -
 
 
 def encode(event: Event) -> str:
-    """An event's lines. A token's are made by hand: this runs for every token of every reader."""
+    """An event as SSE lines. A token's JSON is built by hand, since this runs for every token of every reader."""
     if isinstance(event, Token):
         more = "" if event.logprobs is None else f',"logprobs":{json.dumps(logprobs_view(event.logprobs))}'
         if event.finish_reason is not None:
@@ -88,7 +88,7 @@ def encode(event: Event) -> str:
 
 
 class Streams:
-    """The streams that are open, so that they can be counted, and ended when the gateway stops."""
+    """The open streams. They are counted, and ended when the gateway stops."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Future[None]] = set()
@@ -97,7 +97,7 @@ class Streams:
         return len(self._open)
 
     def end(self) -> None:
-        """Close all; their clients may take them up again elsewhere."""
+        """End all streams; their clients may resume them at another gateway."""
         for stop in self._open:
             if not stop.done():
                 stop.set_result(None)
@@ -114,8 +114,8 @@ class Streams:
 class LiveStream(Response):
     """Sends chunks as they come, until they end, the client leaves, or the gateway stops.
 
-    A slow client is waited for with nothing in hand but one chunk: meanwhile `chunks` is not asked. What `opening`,
-    `cut` and `broken` give is sent before the first chunk, when the gateway stops, and for an error.
+    While a slow client takes a chunk, `chunks` is not advanced. `opening`, `cut` and `broken` give the bytes to send
+    before the first chunk, when the gateway stops, and for an error.
     """
 
     media_type = "text/event-stream"
@@ -182,7 +182,7 @@ class LiveStream(Response):
 
 
 class EventStream(LiveStream):
-    """A task's events, in the form above. `first`: a batch that was taken before, to see what there is."""
+    """A task's events as SSE. `first`: a batch that was read before the response began."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ def _lines(events: Sequence[Event]) -> bytes:
 
 
 async def watch(receive: Receive, stop: asyncio.Future[None]) -> None:
-    """Sets `stop` when the client has gone, and returns then."""
+    """Wait until the client has gone, then set `stop`."""
     while (await receive())["type"] != "http.disconnect":
         pass
     if not stop.done():

@@ -1,11 +1,11 @@
-"""OpenAI's endpoints for text, each request one task or several whose caller waits for them.
+"""OpenAI's endpoints for text. Each request becomes one or more tasks whose caller waits for them.
 
     body -> parameters (known, offered, within limits) -> messages, template | prompts -> token ids -> Task
-    Foreground: submit all, their events as they come; the caller who leaves takes them along
+    Foreground: submit all, events as they come; tasks are cancelled when the caller leaves
     events -> outputs (by choice) -> chunks as they come -> usage -> [DONE]
-                                  -> whole: JSON by choice, the large in turns; echo: the prompt, once for all choices
+                                  -> whole: JSON by choice, few large ones at once; echo: the prompt, made once
 
-What is OpenAI's is named as there; what is not offered is refused by name.
+OpenAI's parameters keep their names. Unsupported ones are refused by name.
 """
 
 from producers.gateway.openai.chat import router as chat

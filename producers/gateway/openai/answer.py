@@ -1,4 +1,4 @@
-"""What the answers of both endpoints have in common: who made them, what was used, and their server-sent form."""
+"""Parts that both endpoints' answers share: the head, usage, and the stream's chunks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from producers.gateway.tasks.foreground import Foreground, stopping
 
 T = TypeVar("T")
 
-#: Ends a stream that is complete.
+#: The last event of a complete stream.
 DONE: Final = b"data: [DONE]\n\n"
-#: More tokens and log probabilities at a time are made into JSON in a thread.
+#: Most tokens and log probabilities turned into JSON on the event loop; more are done in a thread.
 INLINE: Final = 1000
-#: Reasons that OpenAI knows too; a choice of a task that failed has none of them.
+#: Finish reasons that OpenAI knows, too; a failed task's choice has none of them.
 REASONS: Final = ("stop", "length")
 
 
 def head(kind: str, prefix: str, task_id: str, known: Known) -> dict[str, Any]:
-    """The first fields of an answer or chunk. The id names the task, which `/v1/tasks` shows, too."""
+    """The first fields of an answer or chunk. The id contains the task's id in `/v1/tasks`."""
     return {
         "id": f"{prefix}-{task_id}",
         "object": kind,
@@ -42,14 +42,14 @@ def head(kind: str, prefix: str, task_id: str, known: Known) -> dict[str, Any]:
 
 
 def fingerprint(known: Known) -> str | None:
-    """The pool that runs the model: answers to one seed may differ between pools. None while no pool serves it."""
+    """`system_fingerprint`: the model's pool, since answers to one seed may differ between pools; None without one."""
     card = known.card
     prefix = keys.pool_queue(card["name"], card["version"], "")
     return f"fp_{known.queue.removeprefix(prefix)}" if known.queue.startswith(prefix) else None
 
 
 async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Queue the tasks and answer. Where there is no answer, they end; a stream's end with it."""
+    """Submit the tasks and answer. Without an answer the tasks are cancelled; a stream's tasks end with the stream."""
     with asked.in_its_words():
         try:
             await foreground.submit()
@@ -60,12 +60,12 @@ async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awa
 
 
 async def made(weight: int, make: Callable[[], T]) -> T:
-    """What `make` makes; off the event loop where that is much, because others are served meanwhile."""
+    """Call `make`, in a thread if its `weight` is large, so that the event loop serves others."""
     return make() if weight <= INLINE else await asyncio.to_thread(make)
 
 
 def usage_of(ends: Iterable[End]) -> dict[str, Any]:
-    """Tokens of all tasks of a request; of each, its prompt once and all choices."""
+    """The usage of a request: for each task, its prompt once and the tokens of all choices."""
     prompt = cached = output = 0
     for end in ends:
         prompt += end.usage["prompt_tokens"]
@@ -86,35 +86,35 @@ def usage_of(ends: Iterable[End]) -> dict[str, Any]:
 
 
 class Chunks:
-    """Encodes chunks that begin alike. In ASCII, because many clients split lines at U+2028 and the like, too.
+    """Encodes a stream's chunks, in ASCII, because many clients split lines at U+2028 and the like.
 
-    `prompts`: tokens of each choice's prompt, for who asked for `continuous_usage_stats`: each chunk then has the usage
+    `prompts`: number of tokens of each choice's prompt. With `continuous_usage_stats`, each chunk has the usage
     of its choice so far, as with vLLM.
     """
 
     def __init__(self, head: dict[str, Any], asked: Asked, prompts: Sequence[int]) -> None:
         self._begin = json.dumps(head)[:-1]
-        # With usage asked for, OpenAI names it in every chunk.
+        # If usage is requested, OpenAI has the field in every chunk.
         self._end = ', "usage": null}' if asked.include_usage else "}"
         self._prompts = prompts if asked.continuous_usage else ()
         self._made = [0] * len(prompts)
 
     def count(self, index: int, tokens: int) -> None:
-        """Add tokens to what a choice has used; its next chunk says so."""
+        """Add tokens to a choice's usage, which its next chunk reports."""
         self._made[index] += tokens
 
     def of(self, choice: dict[str, Any]) -> bytes:
-        """The chunk of one choice."""
+        """One choice's chunk."""
         return f'data: {self._begin}, "choices": [{json.dumps(choice)}]{self._rest(choice["index"])}\n\n'.encode()
 
     def alike(self, indexes: Iterable[int], rest: str) -> Iterator[bytes]:
-        """A chunk for each choice, which say the same: `rest` is their JSON after the index."""
+        """Equal chunks for several choices. `rest`: their JSON after the index."""
         for index in indexes:
             begin = f'data: {self._begin}, "choices": [{{"index": {index}'
             yield f"{begin}, {rest}]{self._rest(index)}\n\n".encode()
 
     def _rest(self, index: int) -> str:
-        """A chunk's end, after its choice."""
+        """The JSON of a chunk after its choice."""
         if not self._prompts:
             return self._end
         prompt, made = self._prompts[index], self._made[index]
@@ -126,7 +126,7 @@ class Chunks:
 
 
 class ChunkStream(LiveStream):
-    """A request's chunks; its tasks end with it. Such a stream cannot be taken up again, so what goes wrong is said."""
+    """Streams a request's chunks, then cancels its open tasks. It cannot be resumed, so it sends errors as events."""
 
     def __init__(self, chunks: AsyncGenerator[bytes], foreground: Foreground, gateway: Gateway) -> None:
         settings = gateway.settings

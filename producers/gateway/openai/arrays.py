@@ -1,4 +1,4 @@
-"""JSON arrays that grow: what is kept of lists that are many times as large as objects."""
+"""Growing JSON arrays as bytes. Python lists of the same values would be many times as large."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Arrays:
-    """Arrays by name. `size`: bytes."""
+    """JSON arrays by name. `size`: bytes of all."""
 
     __slots__ = ("_arrays", "size")
 
@@ -17,7 +17,7 @@ class Arrays:
         self.size = 0
 
     def add(self, lists: Mapping[str, Sequence[Any]]) -> None:
-        """Append to each array."""
+        """Append each list's values to its array."""
         for name, values in lists.items():
             if values:
                 array = self._arrays[name]
@@ -31,7 +31,7 @@ class Arrays:
 
 
 def joined(names: Sequence[str], *parts: Arrays) -> Iterator[bytes | bytearray]:
-    """The members of an object that has the arrays of all parts, one after the other, by name."""
+    """The members of a JSON object in which each array joins those of all parts."""
     for at, name in enumerate(names):
         yield b'%b"%b":[' % (b"," if at else b"", name.encode())
         filled = [part[name] for part in parts if part[name]]
@@ -42,5 +42,5 @@ def joined(names: Sequence[str], *parts: Arrays) -> Iterator[bytes | bytearray]:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON as it is answered: compact, in UTF-8."""
+    """Compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages in, the assistant's next message out."""
+"""`POST /v1/chat/completions`: answers messages with the assistant's next message."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ RENAMED: Final = {
     "max_tokens": "max_tokens",
     "prompt_logprobs": "prompt_logprobs",
 }
-#: Variables of a template that the request has other ways to set.
+#: Template variables that `chat_template_kwargs` may not set: other parameters do.
 TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A chat request. `template`: what its template is told beside the messages."""
+    """A chat request. `template`: the template's variables besides the messages."""
 
     asked: Asked
     messages: list[dict[str, Any]]
@@ -131,7 +131,7 @@ def _read(body: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
 
 
 async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: Task) -> tuple[int, ...]:
-    """Token ids of the messages, once all else has been checked."""
+    """The token ids of the messages, after all other checks."""
     with chat.asked.in_its_words():
         task.check(card)
         if "chat" not in card["capabilities"]:
@@ -145,7 +145,7 @@ async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: 
 
 
 def _shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
-    """A choice's JSON in an answer in one piece."""
+    """A choice's JSON in a complete answer."""
     yield b'{"index":%d,"message":{"role":"assistant","content":"' % index
     yield choice.text
     yield b'","refusal":null,"annotations":[]},"logprobs":'
@@ -159,7 +159,7 @@ def _shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
 
 
 class _Stream:
-    """The chunks of a stream: of each choice one with the role, then content, then the reason that it ended."""
+    """A stream's chunks: for each choice one with the role, then content, then one with the finish reason."""
 
     def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None) -> None:
         self._chat = chat

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: the legacy endpoint, which evaluation harnesses use. Each prompt is a task."""
+"""`POST /v1/completions`: the legacy endpoint, which evaluation harnesses use. Each prompt becomes a task."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def create(request: Request) -> Response:
 async def _echoes(
     gateway: Gateway, card: Mapping[str, Any], wanted: Completion, tasks: Sequence[Task], tokenizer: Tokenizer | None
 ) -> list[Echo]:
-    """What the choices of each prompt begin with; nothing where that was not asked for."""
+    """The echo of each prompt, with which its choices begin; empty without `echo`."""
     if not wanted.echo:
         return []
     texts = await wanted.texts(gateway, card)
@@ -78,7 +78,7 @@ async def _echoes(
 def _scorers(
     wanted: Completion, tokenizer: Tokenizer | None, echoes: Sequence[Echo]
 ) -> list[CompletionLogprobs] | list[None]:
-    """One for each choice, where log probabilities were asked for."""
+    """A scorer for each choice, or None for each if no log probabilities were requested."""
     count = len(wanted.prompts) * wanted.n
     if tokenizer is None:
         return [None] * count
@@ -87,7 +87,7 @@ def _scorers(
 
 
 def _shape(n: int, echoes: Sequence[Echo], index: int, choice: Choice) -> Iterator[bytes | bytearray]:
-    """A choice's JSON in an answer in one piece."""
+    """A choice's JSON in a complete answer."""
     echo = echoes[index // n] if echoes else None
     yield b'{"index":%d,"text":"' % index
     if echo is not None:
@@ -103,7 +103,7 @@ def _shape(n: int, echoes: Sequence[Echo], index: int, choice: Choice) -> Iterat
 
 
 class _Stream:
-    """The chunks of a stream: one for whatever is new of a choice; its last one has the reason that it ended."""
+    """A stream's chunks: one for each choice's new output; its last one has the finish reason."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Stream:
             yield DONE
 
     def _of_all(self, number: int, said: str) -> Iterator[bytes]:
-        """What the choices of one prompt say alike."""
+        """Equal chunks for all choices of one prompt."""
         n = self._wanted.n
         return self._chunks.alike(range(number * n, (number + 1) * n), said)
 

@@ -1,4 +1,4 @@
-"""Prompts that their choices begin with: made once for all choices of a prompt.
+"""Echoed prompts, with which choices begin. Each is built once for all choices of its prompt.
 
 parts of the prompt's log probabilities -> lists -> in a stream, sent at once to each choice
                                                  -> in one piece, kept as JSON that the choices share
@@ -19,7 +19,7 @@ from producers.gateway.openai.logprobs import COMPLETION, PromptLogprobs
 
 
 class Echo:
-    """One prompt. `tokens`: how many it has; `tokenizer`: only where it is scored, too."""
+    """One echoed prompt. `tokens`: its length. `tokenizer`: given if it has log probabilities, too."""
 
     def __init__(self, text: str, tokens: int, tokenizer: Tokenizer | None) -> None:
         self.text = text
@@ -31,26 +31,26 @@ class Echo:
 
     @property
     def size(self) -> int:
-        """Bytes, about."""
+        """Approximate size in bytes."""
         return len(self.text) + self.arrays.size
 
     @cached_property
     def quoted(self) -> bytes:
-        """The text as JSON, without the quotes around it."""
+        """The text as JSON, without quotes."""
         return quote(self.text)[1:-1].encode()
 
     def take(self, part: Prompt) -> None:
-        """Keep what the choices begin with."""
+        """Add a part of the prompt's log probabilities."""
         self.arrays.add(self._lists(part))
 
     def members(self) -> Iterator[bytes]:
-        """Nothing: it is in the choices."""
+        """No members: the prompt is in the choices."""
         return iter(())
 
     def choice(self, part: Prompt) -> str:
-        """What a stream says of a part to each choice: the rest of a JSON object, after the choice's index.
+        """A part's JSON in a stream's chunk, after the choice's index.
 
-        A part has its tokens' text; the last one has what a tokenizer leaves out of it, too.
+        A part has the text of its tokens. The last part also has the text that no token covers.
         """
         lists = self._lists(part)
         last = part.first + len(part.token_ids) >= self._tokens
@@ -63,5 +63,5 @@ class Echo:
 
 
 def echoed(text: str, logprobs: dict[str, list[Any]] | None) -> str:
-    """The rest of a choice in a chunk, after its index."""
+    """A choice's JSON in a chunk, after its index."""
     return json.dumps({"text": text, "logprobs": logprobs, "finish_reason": None})[1:]

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes. Tokens are shown by their text, and ours are ids: hence the tokenizer."""
+"""Log probabilities in OpenAI's two forms. They show tokens as text, so the tokenizer decodes our token ids."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from engine.text import Tokenizer
 from producers.contract.events import Logprobs, Prompt, Token
 from producers.gateway.openai.arrays import Arrays, joined
 
-#: A choice's log probabilities in lists by name: a chat's, and the legacy endpoint's.
+#: Names of a choice's lists of log probabilities, in a chat and in the legacy endpoint.
 CHAT: Final = ("content",)
 COMPLETION: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-#: Lists of a choice's next tokens, with a row for each.
+#: List's name -> a value for each of a choice's next tokens.
 Lists = dict[str, list[Any]]
 
 
 class ChatLogprobs:
-    """One entry a token, with its bytes: the text of half a character is U+FFFD."""
+    """A chat's form: one entry a token, with its bytes. A part of a character has the text U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -37,15 +37,15 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """The legacy endpoint's four lists, of one text from its beginning.
+    """The legacy endpoint's form: four lists for one text from its beginning.
 
-    An offset (characters) is where a token's own text begins, which is not always where it was sent: text that may be
-    the beginning of a stop string is held back, and comes with a later token. So the tokens are put into text anew. A
-    token of a stop string that was cut off begins at the text's end or behind it.
+    An offset (characters) is the start of a token's own text. Text that may begin a stop string is held back and sent
+    with a later token, so the tokens are detokenised again here. A token of a removed stop string begins at or behind
+    the text's end.
     """
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        """`offset`: characters before the first token."""
+        """`offset`: number of characters before the first token."""
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.new_detokenizer()
         self.offset = offset
@@ -54,7 +54,7 @@ class CompletionLogprobs:
         return self.rows((token.token_id, token.logprobs) for token in tokens)
 
     def rows(self, rows: Iterable[tuple[int, Logprobs | None]]) -> Lists:
-        """Tokens as (id, logprobs or None for the first of a prompt)."""
+        """The lists for `rows`: (token id, log probabilities, or None for a prompt's first token)."""
         lists: Lists = {name: [] for name in COMPLETION}
         for token_id, logprobs in rows:
             name = self._name(token_id)
@@ -66,18 +66,18 @@ class CompletionLogprobs:
         return lists
 
     def _length(self, name: str, piece: str) -> int:
-        """Characters that a token adds to the text. `piece`: what the detokenizer makes of it."""
+        """The number of characters that a token adds to the text. `piece`: the detokenizer's output for it."""
         return len(piece)
 
     def _top(self, token_id: int, logprobs: Logprobs) -> dict[str, float]:
-        """The likeliest and the token itself, which may be one more, by text; of two of one text, the likelier."""
+        """Text -> log probability of the likeliest tokens and the token itself; of two with one text, the likelier."""
         named: dict[str, float] = {}
         for other, value in (*logprobs[1], (token_id, logprobs[0])):
             named.setdefault(self._name(other), value)
         return named
 
     def _name(self, token_id: int) -> str:
-        """A token's text; where that is no valid text, its bytes as OpenAI spells them, so that names differ."""
+        """A token's text, or for invalid UTF-8 its bytes in OpenAI's spelling, so that names differ."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()
@@ -86,7 +86,7 @@ class CompletionLogprobs:
 
 
 class PromptLogprobs(CompletionLogprobs):
-    """Those of a prompt, whose text is known; special tokens have a place in it where the text has them."""
+    """The legacy form for a prompt, whose text is known. Special tokens take characters only if the text has them."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         super().__init__(tokenizer)
@@ -98,7 +98,7 @@ class PromptLogprobs(CompletionLogprobs):
 
 
 class ScoredPrompt:
-    """A chat's `prompt_logprobs`, in vLLM's shape: of each token the likeliest and itself by id, of the first null."""
+    """A chat's `prompt_logprobs` in vLLM's form: for each token the likeliest and itself by id; null for the first."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -117,7 +117,7 @@ class ScoredPrompt:
         yield from joined(("prompt_logprobs",), self._json)
 
     def _entry(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
-        """A token without a rank is none of the likeliest that were asked for."""
+        """A token's entry. Its rank is null if it is not among the requested likeliest tokens."""
         logprob, top = logprobs
         ranked: list[tuple[int, float, int | None]] = [
             (other, value, rank) for rank, (other, value) in enumerate(top, 1)

@@ -1,4 +1,4 @@
-"""The events of a request's tasks, sorted into its choices: choice c of task k of n choices each is k * n + c."""
+"""Sorts the events of a request's tasks into its choices: choice c of task k, with n choices each, is k * n + c."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final
 
 from producers.contract.events import End, Event, Logprobs, Prompt, Token
 
-#: What OpenAI's endpoints call the reasons that only `/v1/tasks` knows: cut off by a limit, here that of time.
+#: Finish reason that only `/v1/tasks` has -> OpenAI's name: `deadline` is a limit of time.
 WORDS: Final = {"deadline": "length"}
 
 
 @dataclass(slots=True)
 class Output:
-    """One choice, or what is new of it."""
+    """One choice's new output."""
 
     tokens: list[Token] = field(default_factory=list)
     reason: str | None = None
@@ -27,7 +27,7 @@ class Output:
 
 @dataclass(slots=True)
 class News:
-    """What a batch of events brought. `prompts`, `ends`: by task; a prompt comes before its first token, in parts."""
+    """The contents of a batch of events. `prompts`, `ends`: by task. A prompt comes in parts before its first token."""
 
     outputs: dict[int, Output] = field(default_factory=dict)
     prompts: dict[int, list[Prompt]] = field(default_factory=dict)
@@ -35,13 +35,13 @@ class News:
 
     @property
     def weight(self) -> int:
-        """How much there is to be made of it: tokens, and log probabilities."""
+        """The work of encoding it: number of tokens and log probabilities."""
         prompts = (one for parts in self.prompts.values() for part in parts for one in part.logprobs)
         tokens = (token.logprobs for output in self.outputs.values() for token in output.tokens)
         return weight(prompts) + weight(tokens)
 
     def take(self, batch: Sequence[tuple[int, Event]], n: int) -> None:
-        """Add a batch of events, each with its task's number; `n` choices a task."""
+        """Add a batch of (task's number, event). `n`: choices of each task."""
         for number, event in batch:
             if isinstance(event, Token):
                 output = self.output(number * n + event.choice)
@@ -51,7 +51,7 @@ class News:
                 self.prompts.setdefault(number, []).append(event)
             else:
                 self.ends[number] = event
-                # A choice without a token has its reason here alone.
+                # A choice without a token has its finish reason only here.
                 for choice, reason in enumerate(event.reasons):
                     if reason is not None:
                         self.output(number * n + choice).reason = WORDS.get(reason, reason)
@@ -61,12 +61,12 @@ class News:
 
 
 def weight(logprobs: Iterable[Logprobs | None]) -> int:
-    """Of tokens with these log probabilities: how many of both there are."""
+    """The number of tokens and log probabilities in total."""
     return sum(1 if one is None else 2 + len(one[1]) for one in logprobs)
 
 
 async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> AsyncGenerator[News]:
-    """Each batch by itself: what a stream sends on."""
+    """The outputs of each batch, for a stream."""
     async with aclosing(events):
         async for batch in events:
             fresh = News()

@@ -1,6 +1,6 @@
-"""What a request to OpenAI's endpoints asks for, as the fields of a task.
+"""Turns the parameters of OpenAI's endpoints into the fields of a task.
 
-Every parameter is in one of the tables below, so that none is passed over in silence: what is unknown, or not offered
+Every parameter is in one of the tables below, so that none is silently ignored: an unknown one, or one not offered
 here, is refused by name. Values that a `Task` has too are checked there; a refusal names what the caller wrote.
 """
 
@@ -17,21 +17,21 @@ from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import errors
 
-#: The result of a foreground request is kept this long (s), for who looks into what happened.
+#: Time (s) for which a foreground request's task is kept, for inspection.
 KEPT_S: Final = 300
 #: The header that names a request's tenant.
 TENANT: Final = "Penstock-Tenant"
-#: Called the same, and meaning the same, as in a task: OpenAI's, then ours and other servers' (`extra_body`).
+#: Parameters with the same name and meaning as in a task: OpenAI's, then ours and other servers' (`extra_body`).
 SAME: Final[tuple[str, ...]] = (
     *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "metadata"),
     *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("bad_words", "allowed_token_ids", "banned_token_ids", "include_stop", "timeout"),
 )
-#: Other servers' names -> a task's.
+#: Other servers' parameter -> a task's field.
 OTHER_NAMES: Final = {"include_stop": "include_stop", "include_stop_str_in_output": "include_stop"}
-#: OpenAI's seeds are 64-bit with a sign; a task's have none.
+#: Least seed: OpenAI's seeds are signed 64-bit integers, a task's are unsigned.
 MIN_SEED: Final = -MAX_SEED - 1
-#: What OpenAI calls tiers -> (our tier, the name that the answer says). Whoever bought no scale has the default.
+#: OpenAI's service tier -> (our tier, the tier named in the answer). Without bought scale, `scale` is the default.
 SERVICE_TIERS: Final = {
     "auto": ("default", "default"),
     "default": ("default", "default"),
@@ -40,7 +40,7 @@ SERVICE_TIERS: Final = {
     "priority": ("priority", "priority"),
     "fast": ("priority", "priority"),
 }
-#: Hints to a service that this is not; they change nothing in an answer, so they are taken and not used.
+#: Hints that do not apply here and change no answer: accepted and ignored.
 HINTS: Final[dict[str, type]] = {
     "user": str,
     "safety_identifier": str,
@@ -49,7 +49,7 @@ HINTS: Final[dict[str, type]] = {
     "prompt_cache_options": dict,
 }
 _KINDS: Final[Mapping[type, str]] = {str: "string", dict: "object"}
-#: Not offered -> the values that ask for nothing beyond what is.
+#: Unsupported parameter -> its values that request nothing, which are accepted.
 NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -71,21 +71,21 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (True, False),
     "use_beam_search": (False,),
 }
-#: What OpenAPI says of the endpoints' answers: in one piece, or as a stream.
+#: The endpoints' answers for OpenAPI: complete, or as a stream.
 RESPONSES: Final = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}},
     **errors(404, 409, 413, 415, 429, 504),
 }
-#: OpenAI's, and vLLM's `continuous_usage_stats`, which load generators ask for.
+#: Stream options of OpenAI, and vLLM's `continuous_usage_stats`, which load generators use.
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, checked as far as it can be without its model.
+    """A request, checked as far as possible without its model.
 
-    `own`: the endpoint's own parameters. `fields`: a task's, but for its prompt. `names`: what the caller calls a
-    task's field, or a worker a request's, where that differs.
+    `own`: the endpoint's own parameters. `fields`: the task's fields without the prompt. `names`: a task's field -> the
+    caller's name for it, where they differ.
     """
 
     model: str
@@ -100,7 +100,7 @@ class Asked:
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
-        """What is said of a task's fields, saying what the caller called them."""
+        """Rewrites errors raised within: the task's field names become the caller's names."""
         try:
             yield
         except UnknownModel:
@@ -116,7 +116,7 @@ class Asked:
         for ours, theirs in self.names.items():
             if ours != "prompt":
                 message = re.sub(rf"\b{ours}\b", theirs, message)
-            elif param == ours:  # a prompt is also spoken of in plain words
+            elif param == ours:  # elsewhere in a message, `prompt` is a plain word
                 message = re.sub(rf"^{ours}\b", theirs, message)
         return message, self.names.get(param or "", param)
 
@@ -127,7 +127,7 @@ class Asked:
 
 
 def request_body(own: Mapping[str, Any], renamed: dict[str, str], *, required: str) -> dict[str, Any]:
-    """What OpenAPI says of an endpoint's body: all that is taken, with a task's limits."""
+    """The JSON schema of an endpoint's body, for OpenAPI: all accepted parameters, with a task's limits."""
     task = Task.model_json_schema()["properties"]
     properties = {
         "model": task["model"],
@@ -166,9 +166,10 @@ def _called(renamed: Mapping[str, str], field: str) -> list[str]:
 def read(
     body: Mapping[str, Any], headers: Mapping[str, str], *, own: Collection[str], renamed: dict[str, str], required: str
 ) -> Asked:
-    """The request in a body. `own`: the endpoint's own parameters; `renamed`: theirs -> a task's field.
+    """The request in a body. Raises Problem.
 
-    `required`: the one of its own that must be there. A parameter that is null was left out. Raises Problem.
+    `own`: the endpoint's own parameters. `renamed`: the endpoint's parameter -> a task's field. `required`: the
+    parameter that must be given. A null parameter counts as missing.
     """
     given = {name: value for name, value in body.items() if value is not None}
     renamed = OTHER_NAMES | renamed
@@ -215,7 +216,7 @@ def read(
 
 
 def flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A parameter that is true or false. Raises Problem."""
+    """A boolean parameter. Raises Problem."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise refusal(name, value, "true or false", code="invalid_type")
@@ -223,7 +224,7 @@ def flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def count(given: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
-    """An integer parameter within its limits; None where it was left out. Raises Problem."""
+    """An integer parameter within its limits; None if it is missing. Raises Problem."""
     value = given.get(name)
     wanted = f"an integer from {least} to {most}"
     if value is None:
@@ -240,7 +241,7 @@ def refusal(name: str, value: Any, wanted: str, code: str = "invalid_value") -> 
 
 
 def _tenant(headers: Mapping[str, str]) -> dict[str, str]:
-    """A task's tenant, which the header names in UTF-8; its parameters are OpenAI's, and none of them means this."""
+    """The task's tenant from the header, in UTF-8, since no parameter of OpenAI's means a tenant."""
     value = headers.get(TENANT)
     if value is None:
         return {}
@@ -254,13 +255,13 @@ def _tenant(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _seed(given: Mapping[str, Any]) -> dict[str, int]:
-    """A task's seed. -1 asks for one by chance, as with vLLM and llama.cpp; other negative ones lose their sign bit."""
+    """The task's seed. -1 means a random one, as in vLLM and llama.cpp; other negative ones lose their sign bit."""
     seed = count(given, "seed", MIN_SEED, MAX_SEED)
     return {} if seed is None or seed == -1 else {"seed": seed & MAX_SEED}
 
 
 def _top_k(given: Mapping[str, Any]) -> dict[str, int]:
-    """0 where it is -1, which is off with vLLM."""
+    """The task's top_k if given as -1, which is vLLM's value for off: 0."""
     top_k = given.get("top_k")
     return {"top_k": 0} if type(top_k) is int and top_k == -1 else {}
 

@@ -1,4 +1,4 @@
-"""A completions request, checked: its prompts, and the tasks that they become."""
+"""Checks a completions request and turns its prompts into tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from producers.gateway.text.prompts import InvalidPrompt
 P = TypeVar("P")
 T = TypeVar("T")
 
-#: Prompts in one request.
+#: Most prompts in one request.
 MAX_PROMPTS: Final = 256
 _TEXT: Final = {"type": "string", "maxLength": MAX_PROMPT_BYTES}
 _IDS: Final = {
@@ -40,16 +40,16 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "add_special_tokens": {"type": "boolean"},
 }
 RENAMED: Final = {name: name for name in ("max_tokens", "best_of", "logprobs")}
-#: OpenAI's default.
+#: OpenAI's default of max_tokens.
 MAX_TOKENS: Final = 16
-#: Tokens of all choices of all prompts that an answer in one piece may have: some tens of megabytes.
+#: Most output tokens of a complete answer, over all choices and prompts: some tens of megabytes.
 MAX_ANSWER: Final = 1 << 23
 Prompt = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`special`: whether the tokenizer's own tokens go around a text."""
+    """A checked completions request. `special`: whether the tokenizer adds its special tokens to texts."""
 
     asked: Asked
     prompts: list[Prompt]
@@ -65,23 +65,23 @@ class Completion:
         return "logprobs" in self.asked.fields
 
     def tasks(self) -> list[Task]:
-        """A task for each prompt, not yet in token ids. Raises InvalidTask."""
+        """A task for each prompt, before tokenisation. Raises InvalidTask."""
         return [self._task(at, prompt) for at, prompt in enumerate(self.prompts)]
 
     async def encoded(self, gateway: Gateway, card: Mapping[str, Any], tasks: Sequence[Task]) -> list[Task]:
-        """The tasks with token ids, checked against the model. Raises InvalidTask and what `Prompts.encode` does."""
+        """The tasks with token ids, checked against the model. Raises InvalidTask, and as `Prompts.encode`."""
         found = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
         ids = await self._each(found, partial(gateway.prompts.encode_all, card, special=self.special))
         return [self._checked(card, at, task, ids.get(at)) for at, task in enumerate(tasks)]
 
     async def texts(self, gateway: Gateway, card: Mapping[str, Any]) -> list[str]:
-        """Of each prompt. Raises as `encoded` does."""
+        """Each prompt's text. Raises as `encoded` does."""
         found = {at: prompt for at, prompt in enumerate(self.prompts) if not isinstance(prompt, str)}
         decoded = await self._each(found, partial(gateway.prompts.decode_all, card))
         return [prompt if isinstance(prompt, str) else decoded[at] for at, prompt in enumerate(self.prompts)]
 
     async def _each(self, prompts: Mapping[int, P], work: Callable[[Sequence[P]], Awaitable[list[T]]]) -> dict[int, T]:
-        """What `work` makes of prompts by their place, which its refusal names."""
+        """Place -> result of `work` for each prompt. Its errors name the prompt's place."""
         places = list(prompts)
         try:
             made = await work(list(prompts.values()))
@@ -91,21 +91,21 @@ class Completion:
         return dict(zip(places, made, strict=True))
 
     def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None) -> Task:
-        """`ids`: of its prompt, where that came as text."""
+        """A task ready to submit. `ids`: the token ids of a text prompt, else None."""
         with self._words(at).in_its_words():
             if ids is None and not self.prompts[at]:
                 ids = _beginning(card)
             if ids is not None:
                 task = task.model_copy(update={"prompt": ids})
             if "max_tokens" not in self.asked.fields:
-                # Nobody asked for so many: a prompt that leaves less room gets what there is.
-                room = max(1, int(card["context_length"]) - len(task.prompt))
-                task = task.model_copy(update={"max_tokens": min(MAX_TOKENS, room)})
+                # 16 is only a default: a long prompt gets the tokens that are left.
+                left = max(1, int(card["context_length"]) - len(task.prompt))
+                task = task.model_copy(update={"max_tokens": min(MAX_TOKENS, left)})
             task.check(card)
         return task
 
     def check_size(self, tasks: Sequence[Task]) -> None:
-        """What one answer tells is bounded: all its prompts' tasks are small enough, and yet there may be many."""
+        """Raise Problem if the complete answer to all prompts would be too large."""
         output = sum(task.max_tokens or 0 for task in tasks) * self.n
         if not self.asked.stream and output > MAX_ANSWER:
             raise Problem(
@@ -134,11 +134,11 @@ class Completion:
         fields = {} if "max_tokens" in self.asked.fields else {"max_tokens": MAX_TOKENS}
         if self.echo and self.logprobs:
             fields["prompt_logprobs"] = self.asked.fields["logprobs"]
-        # What an empty text stands for, only the model's card says: until then, a token that every model has.
+        # The model's card says which token an empty text means; until then, a token that every model has.
         return self._words(at).task([0] if prompt == "" else prompt, **fields)
 
     def _words(self, at: int) -> Asked:
-        """What to call the fields of the task of prompt `at`."""
+        """The request, with the caller's names for the fields of the task of prompt `at`."""
         names = self.asked.names | {"prompt_logprobs": "logprobs"}
         if len(self.prompts) > 1:
             names |= dict.fromkeys(("prompt", "prompt_ids"), f"prompt[{at}]")
@@ -146,7 +146,7 @@ class Completion:
 
 
 def read_completion(body: Mapping[str, Any], headers: Mapping[str, str]) -> Completion:
-    """The request in a body. Raises Problem."""
+    """The completions request in a body. Raises Problem."""
     asked = read(body, headers, own=OWN, renamed=RENAMED, required="prompt")
     n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
     if asked.stream and best_of is not None and best_of != n:
@@ -162,7 +162,7 @@ def read_completion(body: Mapping[str, Any], headers: Mapping[str, str]) -> Comp
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One prompt or many: text, token ids, or a list of either. What each of them may be, its task says."""
+    """The prompts: one or a list, each text or token ids. The task checks each one."""
     many = isinstance(value, list) and bool(value) and all(isinstance(one, (str, list)) for one in value)
     if not many:
         return [value]
@@ -177,7 +177,7 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 def _beginning(card: Mapping[str, Any]) -> tuple[int, ...]:
-    """What an empty text stands for: as with OpenAI, the token before every document. Raises InvalidTask."""
+    """The token that an empty text means: as in OpenAI's API, the one before every document. Raises InvalidTask."""
     tokens = [token for token in (card["bos_token_id"], *card["eos_token_ids"]) if token is not None]
     if not tokens:
         raise InvalidTask(

@@ -1,5 +1,5 @@
-"""`/v1/tasks`: routes submits, shows, follows and cancels; views and outcome are what callers are shown.
+"""`/v1/tasks`: routes submits, shows, follows and cancels tasks; views and outcome build the answers.
 
-large bounds the memory that big answers take; foreground holds tasks whose caller waits on the connection: OpenAI's
-endpoints use it too
+large limits the memory of large answers; foreground runs tasks whose caller waits on the connection, for OpenAI's
+endpoints
 """

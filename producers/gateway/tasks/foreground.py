@@ -1,6 +1,6 @@
-"""Tasks whose caller waits for them on the connection: they end with it.
+"""Runs tasks whose caller waits on the connection, and cancels them when the connection ends.
 
-ids -> reader leases -> submit all -> events of all, as they come -> what has not ended is cancelled
+ids -> reader leases -> submit all -> events of all, as they come -> cancel those that have not ended
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: What became of a request whose client left before the answer: nobody reads it, but it is counted.
+#: HTTP status of a request whose client left before the answer; it is only counted.
 CLIENT_LEFT: Final = 499
-#: Error codes of tasks that failed by no fault of their request. Any other is a refusal that a worker had to make.
+#: Error code of a task that failed through no fault of its request -> HTTP status. Other codes are a worker's refusals.
 FAULTS: Final = {"engine_error": 500, "dead_lettered": 500, "failed": 500, "expired": 504}
-#: Of these, the codes that a second try would not mend: it would wait as long, or cost as many workers.
+#: Those codes for which a retry is useless: it would wait as long, or kill as many workers.
 FINAL: Final = ("dead_lettered", "expired")
-#: Headers of an answer that OpenAI's clients should not send their request again for, as they do for 409 and 5xx.
+#: Headers that stop OpenAI's clients from retrying, as they do after 409 and 5xx.
 ONCE: Final = {"x-should-retry": "false"}
 
 
 class Foreground:
-    """The tasks of one request. `close` it, whatever happened."""
+    """The tasks of one request. Always call `close`."""
 
     def __init__(self, gateway: Gateway, tasks: Sequence[Task]) -> None:
         self._gateway = gateway
@@ -47,9 +47,9 @@ class Foreground:
         self._open = set(self.ids)
 
     async def submit(self) -> None:
-        """Queue all. Raises Problem where too much waits, and as `AsyncClient.submit`; then none is left queued."""
+        """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
         client, metrics = self._gateway.client, self._gateway.metrics
-        await self._gateway.room.enter(self._tasks)
+        await self._gateway.admission.enter(self._tasks)
         await self._gateway.readers.enter(self.ids)
         submits = [client.submit(task, task_id=name) for task, name in zip(self._tasks, self.ids, strict=True)]
         try:
@@ -64,10 +64,10 @@ class Foreground:
             metrics.submitted(task.model, task.tier)
 
     async def events(self) -> AsyncGenerator[list[tuple[int, Event]]]:
-        """Every event of every task, each with its task's number, as many at a time as there are.
+        """All events of all tasks, as (task's number, event), in batches as they come.
 
         Raises Problem for a task that failed or was cancelled, TaskNotFound, and redis.exceptions.RedisError or OSError
-        where the store stays away.
+        if the store stays away.
         """
         readers = [self._gateway.client.get(name).batches() for name in self.ids]
         async with aclosing(merged(readers)) as batches:
@@ -82,11 +82,11 @@ class Foreground:
                     raise problem
 
     def again(self, number: int, start: int) -> AsyncGenerator[list[Event]]:
-        """Events of one task, once it has ended, from a position on. Raises as `events` does."""
+        """The events of one ended task from a position on, read again. Raises as `events` does."""
         return self._gateway.client.get(self.ids[number]).batches(start)
 
     async def close(self) -> None:
-        """Cancel what has not ended. What the store does not hear now ends when the reader leases lapse."""
+        """Cancel the tasks that have not ended. If the store is away, they end when their reader leases lapse."""
         await asyncio.shield(asyncio.create_task(self._close()))
 
     async def _close(self) -> None:
@@ -96,7 +96,7 @@ class Foreground:
             try:
                 await client.get(name).cancel()
             except TaskNotFound:
-                pass  # it was never recorded
+                pass  # it never had a record
             except (PenstockError, *FAILURES) as error:
                 logger.warning("task %s of a caller who left is not cancelled yet: %s", name, said(error))
                 missed.add(name)
@@ -105,7 +105,7 @@ class Foreground:
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:
-    """What `waiting` returns, while the client stays and the gateway runs. Raises Problem otherwise."""
+    """Run `waiting` and return its result. Raises Problem if the client leaves or the gateway stops first."""
     stop = gateway.streams.enter()
     leaving = asyncio.create_task(watch(request.receive, stop))
     work = asyncio.ensure_future(waiting())
@@ -124,14 +124,14 @@ async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awa
 
 
 def stopping() -> Problem:
-    """What those are told who still wait when the gateway ends."""
+    """The error for callers that still wait when the gateway stops."""
     return Problem(
         503, "This gateway is stopping, and the request with it; send it again.", code="stopping", headers=RETRY_AFTER
     )
 
 
 async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerator[list[tuple[int, Event]]]:
-    """Batches of several streams, each event with its stream's number, in order within a stream; to the end of all."""
+    """Merge streams into batches of (stream's number, event), in order within a stream, until all end."""
     coming: dict[asyncio.Future[list[Event] | None], int] = {}
     try:
         for number, stream in enumerate(streams):
@@ -157,10 +157,10 @@ async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerat
 
 
 def _problem_of(end: End) -> Problem | None:
-    """What a caller is told of a task that ended in another way than asked for."""
+    """The error for a task that failed, was cancelled, or timed out before its first token; else None."""
     if end.status == "cancelled":
         return Problem(409, "The task of this request was cancelled.", code="cancelled", headers=ONCE)
-    # Of a task whose time was over before its first token there is nothing to answer with.
+    # A task that timed out before its first token has no output to answer with.
     if end.status == "failed" or (end.status == "incomplete" and not end.usage["output_tokens"]):
         error: dict[str, Any] = end.error or {}
         code = error.get("code", "failed")

@@ -1,6 +1,6 @@
-"""Answers of tens of megabytes: few are in memory at once, and none waits for its reader for ever.
+"""Limits answers of tens of megabytes: few are in memory at once, and slow readers are cut off.
 
-collected up to LARGE -> a turn -> the rest -> sent in chunks, no faster than they are taken -> the turn is over
+collected up to LARGE -> acquire a permit -> the rest -> sent in chunks, as fast as the reader takes them -> release
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from producers.gateway.http.errors import RETRY_AFTER, Problem
 
 logger = logging.getLogger(__name__)
 
-#: An answer beyond this (bytes) is one of few that are in memory at once.
+#: Size (bytes) beyond which an answer needs a permit.
 LARGE: Final = 1 << 20
 #: Bytes handed to the server at a time.
 CHUNK: Final = 1 << 16
-#: Bytes a second: a reader that takes less than that of a large answer, on the whole, is cut off. Others wait for it.
+#: Least average speed (bytes a second) of a large answer's reader; slower ones are cut off, since others wait.
 SLOWEST: Final = 1 << 17
 
 
 async def turn(gateway: Gateway, patience: float, hint: str = "try again in a moment") -> Callable[[], None]:
-    """Wait for a turn, for `patience` seconds at most; what it gives ends the turn. Raises Problem with the hint."""
+    """Acquire a permit for a large answer within `patience` seconds. Returns its release.
+
+    Raises Problem, with the hint.
+    """
     try:
         async with asyncio.timeout(patience):
             await gateway.large.acquire()
@@ -43,9 +46,9 @@ async def turn(gateway: Gateway, patience: float, hint: str = "try again in a mo
 
 
 class Sent(Response):
-    """Sends JSON that was made in pieces. `release` is called when all is over.
+    """Sends JSON that is given in pieces. `release` is called at the end.
 
-    A reader that takes nothing for `stall` seconds is cut off, and so is one of a large answer that is too slow.
+    A reader that takes nothing for `stall` seconds is cut off, as is a too slow reader of a large answer.
     """
 
     media_type = "application/json"
@@ -77,7 +80,7 @@ class Sent(Response):
                 self._release()
 
     def _chunks(self) -> Iterator[bytes]:
-        """The pieces in chunks of even size; each piece is let go when it was given."""
+        """The pieces in chunks of CHUNK bytes. Each piece is freed once it has been copied."""
         buffer = bytearray()
         for at, piece in enumerate(self._pieces):
             self._pieces[at] = b""

@@ -1,8 +1,8 @@
-"""A final task as JSON, put together piece by piece.
+"""Builds a final task's JSON piece by piece.
 
     stream, a page at a time -> each token's JSON, by choice -> `large`: sent in chunks
 
-What a task may give is tens of megabytes as JSON, and many times that as objects; nor may making it stop the loop.
+A result may have tens of megabytes as JSON and many times that as objects, and building it must not block the loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from producers.gateway.tasks.views import TaskView
 
 
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
-    """The response for a final record, and `more` fields of it.
+    """The response for a final record, with the fields `more` added.
 
     Raises TaskNotFound, Problem, redis.exceptions.RedisError or OSError.
     """
@@ -49,7 +49,7 @@ async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: 
 
 
 class Outcome:
-    """`take` all events, then `pieces`. `size`: bytes so far."""
+    """Collects a task's result: `take` all events, then read `pieces`. `size`: bytes so far."""
 
     def __init__(self, record: Record, more: Mapping[str, bool]) -> None:
         self._record = record
@@ -92,7 +92,7 @@ class Outcome:
 
 
 class _Choice:
-    """Its parts as JSON, but for the brackets and quotes around them."""
+    """One choice's parts as JSON, without the brackets and quotes around them."""
 
     __slots__ = ("_count", "_ids", "_logprobs", "_scored", "_text")
 

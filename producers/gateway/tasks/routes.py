@@ -1,4 +1,4 @@
-"""`/v1/tasks`: submit, look, follow, cancel."""
+"""The routes of `/v1/tasks`: submit, get, stream, cancel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from producers.gateway.tasks.views import Cancelled, TaskView, errors
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
 _POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
-#: How long a cancel waits for the worker that runs the task, seconds: some steps.
+#: Time (s) for which a cancel waits for the task's worker, which needs a step.
 CANCEL_S: Final = 1.0
 
 
@@ -38,7 +38,7 @@ CANCEL_S: Final = 1.0
     },
 )
 async def submit(request: Request, response: Response) -> TaskView:
-    """Queue a task. It is durable when this answers."""
+    """Submit a task. It is durable once this answers."""
     gateway = gateway_of(request)
     task = await read_task(request, gateway.settings.max_body)
     request.state.tier = task.tier
@@ -51,7 +51,7 @@ async def submit(request: Request, response: Response) -> TaskView:
     elif isinstance(task.prompt, str):
         task.check(card)
         task = task.model_copy(update={"prompt": await gateway.prompts.encode(card, task.prompt)})
-    await gateway.room.enter([task])
+    await gateway.admission.enter([task])
     handle = await gateway.client.submit(task)
     gateway.metrics.submitted(task.model, task.tier)
     response.headers["location"] = f"/v1/tasks/{handle.id}"
@@ -62,7 +62,7 @@ async def submit(request: Request, response: Response) -> TaskView:
         model=task.model,
         tier=task.tier,
         n=task.n,
-        # By this machine's clock: asking the store for its own would be one more thing to fail after the fact.
+        # By this machine's clock: asking the store for its time could fail after the task is queued.
         created_at=round(time.time(), 3),
         metadata=task.metadata,
     )
@@ -70,7 +70,7 @@ async def submit(request: Request, response: Response) -> TaskView:
 
 @router.get("/{task_id}", response_model=TaskView, responses=errors(404))
 async def look(request: Request, task_id: str) -> Response:
-    """A task's state; with its outputs once it is final."""
+    """Get a task's state, and its outputs once it is final."""
     gateway = gateway_of(request)
     handle = gateway.client.get(task_id)
     record = await handle.status()
@@ -110,7 +110,7 @@ async def look(request: Request, task_id: str) -> Response:
     },
 )
 async def follow(request: Request, task_id: str) -> Response:
-    """A task's stream, from any position on, for as long as it lasts."""
+    """Stream a task's events from any position on, until it ends."""
     gateway = gateway_of(request)
     start = _start(request)
     handle = gateway.client.get(task_id)
@@ -118,7 +118,7 @@ async def follow(request: Request, task_id: str) -> Response:
     batches = handle.batches(start)
     first: list[Event] = []
     if record.final:
-        # An EventSource comes back whenever a response ends, until it is told 204.
+        # An EventSource reconnects after each response until it gets 204.
         first = await anext(batches, [])
         if not first:
             return Response(status_code=204)
@@ -128,8 +128,10 @@ async def follow(request: Request, task_id: str) -> Response:
 
 @router.post("/{task_id}/cancel", response_model=Cancelled, responses=errors(404))
 async def cancel(request: Request, task_id: str) -> Response:
-    """Ask for a task's end, and answer with the task. Once accepted, it ends `cancelled`: at once where nobody runs it,
-    else within a step of its worker. To ask again changes nothing."""
+    """Cancel a task, and answer with the task.
+
+    An accepted task ends `cancelled`: at once if no worker runs it, else within a step. Repeating it changes nothing.
+    """
     gateway = gateway_of(request)
     handle = gateway.client.get(task_id)
     accepted = await handle.cancel()
@@ -144,7 +146,7 @@ async def cancel(request: Request, task_id: str) -> Response:
 
 
 def _start(request: Request) -> int:
-    """The position asked for. A browser that reconnects repeats the URL and adds the header, which therefore wins."""
+    """The requested position. The header wins: a reconnecting browser repeats the URL and adds the header."""
     last = request.headers.get("last-event-id")
     if last:
         return _position(last, "Last-Event-ID") + 1

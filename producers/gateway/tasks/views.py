@@ -1,4 +1,4 @@
-"""What callers are shown. Times are unix seconds by the store's clock."""
+"""The JSON that callers see. Times are unix seconds by the store's clock."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprobs(BaseModel):
-    """Of one token: natural logarithms, at temperature 1 and before any filter."""
+    """A token's log probabilities: natural logarithms, at temperature 1 and before any filter."""
 
     logprob: float
     top: list[TopLogprob] = Field(description="the most likely tokens at this place, as many as were asked for")
 
 
 class PromptToken(BaseModel):
-    """A token of the prompt, given those before it; the first has no log probability."""
+    """A token of the prompt with its log probability given those before it; the first token has none."""
 
     token_id: int
     logprob: float | None
@@ -45,8 +45,10 @@ class ChoiceView(BaseModel):
 
 
 class TaskView(BaseModel):
-    """A task. `choices`, `usage` and `error` are there once it is final; then also `prompt_logprobs`, one entry a token
-    of the prompt, where they were asked for."""
+    """A task. `choices`, `usage` and `error` are set once it is final.
+
+    So is `prompt_logprobs`, one element a token of the prompt, if they were requested.
+    """
 
     id: str
     object: Literal["task"] = "task"
@@ -67,7 +69,7 @@ class TaskView(BaseModel):
 
     @classmethod
     def of(cls, record: Record) -> Self:
-        """What a record says; the outputs of a final one are added to its JSON (`outcome`)."""
+        """The view of a record, without outputs; `outcome` adds those to the JSON of a final one."""
 
         def at(name: str) -> float | None:
             time = record.time(name)
@@ -91,7 +93,7 @@ class TaskView(BaseModel):
 
 
 def _metadata(record: Record) -> dict[str, str]:
-    """Of a task that was refused, which a plain Celery message may bring, the record holds whatever was sent."""
+    """The record's metadata. A refused plain Celery task's record may hold any JSON, so its shape is checked."""
     task: Any = record.task if "task" in record.fields else None
     metadata = task.get("metadata") if isinstance(task, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
@@ -100,13 +102,13 @@ def _metadata(record: Record) -> dict[str, str]:
 
 
 class Cancelled(TaskView):
-    """The answer to a cancel: the task, with its outputs once it is final. Not accepted: it had ended otherwise."""
+    """The answer to a cancel: the task, with its outputs if it is final. Not accepted: it had ended otherwise."""
 
     accepted: bool
 
 
 class ModelView(BaseModel):
-    """A model, as OpenAI lists it, and what its card adds to that."""
+    """A model in OpenAI's form, with further fields from its card."""
 
     id: str
     object: Literal["model"] = "model"
@@ -136,15 +138,15 @@ class ErrorBody(BaseModel):
 
 
 class ErrorView(BaseModel):
-    """Every error."""
+    """The form of every error."""
 
     error: ErrorBody
 
 
-#: Statuses of errors that any request may meet: no HTTP, too slow, a fault of ours, a server that is away.
+#: HTTP statuses of errors that any request may get: bad HTTP, too slow, a gateway's fault, an unreachable server.
 ANYWHERE: Final = (400, 408, 500, 503)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of errors with these statuses."""
+    """OpenAPI's responses for errors with these statuses."""
     return {status: {"model": ErrorView} for status in statuses}

@@ -1,5 +1,5 @@
-"""Text to token ids and back, by the files that a model's card names.
+"""Turns text into token ids and back, with the files that a model's card names.
 
-blobs reads the files from the store; lru_cache keeps what was loaded; lane gives each model threads of its own
+blobs reads the files from the store; lru_cache keeps loaded ones; lane gives each model its own threads
 prompts tokenises and detokenises; templates renders chat templates
 """

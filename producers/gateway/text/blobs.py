@@ -1,4 +1,4 @@
-"""A model's files in the store, each as `penstock:blob:<sha256>`, named by the model's card."""
+"""Reads a model's files from the store: `penstock:blob:<sha256>`, as named by the model's card."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from producers.store import blobs
 logger = logging.getLogger(__name__)
 
 TOKENIZER: Final = "tokenizer.json"
-#: What a chat template is read from, where the model has them.
+#: Files that may hold a model's chat template.
 TEMPLATE: Final = ("tokenizer_config.json", "chat_template.jinja")
 
 
 async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, bytes]:
-    """Those of the files that the model has. Raises Problem (503) where one is missing or not what its name says."""
+    """Name -> content of the files that the model has. Raises Problem (503) for a missing or damaged one."""
     files = {}
     for name in names:
         digest = card["files"].get(name)
@@ -30,10 +30,10 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
         data = await blobs.get(store, digest)
         if data is None:
             raise unavailable(
-                f"{name} of model {shown(card['name'])} is not in the store; start a worker, which puts it there."
+                f"{name} of model {shown(card['name'])} is not in the store; start a worker of it, which stores it."
             )
         if hashlib.sha256(data).hexdigest() != digest:
-            logger.error("%s of %s (%s) is not what its name says", name, card["name"], digest)
+            logger.error("%s of %s (%s) does not match its hash", name, card["name"], digest)
             raise broken(card["name"], name)
         files[name] = data
     return files
@@ -41,7 +41,7 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
 
 def broken(model: str, name: str) -> Problem:
     return unavailable(
-        f"{name} of model {shown(model)} in the store is broken; restart a worker of it, which puts it there anew."
+        f"{name} of model {shown(model)} in the store is damaged; restart a worker of the model, which stores it again."
     )
 
 

@@ -1,4 +1,4 @@
-"""A few threads for one model's work, apart from everybody else's."""
+"""A few threads for one model's work, separate from other models'."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class LaneClosed(Exception):
-    """It takes no more work."""
+    """The lane is closed and takes no more work."""
 
 
 class LaneBusy(Exception):
-    """Others' work took so long that this was not begun, and it will not be."""
+    """The work was dropped: earlier work took so long that it did not begin in time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +29,9 @@ class _Job:
 
 
 class Lane:
-    """Runs work in turn on daemon threads: work that never ends must not keep the process from ending.
+    """Runs work in order on daemon threads, so that work that never ends does not keep the process alive.
 
-    `waiting`: how much is queued or runs. What its caller gave up is taken back where it has not begun.
+    `waiting`: number of queued and running jobs. A queued job is dropped when its caller gives up.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:
@@ -47,8 +47,11 @@ class Lane:
         return len(self._jobs)
 
     async def run(self, work: Callable[[], T], *, patience: float | None = None, limit: float | None = None) -> T:
-        """What `work` returns or raises. Raises LaneBusy where it has not begun after `patience` seconds; TimeoutError
-        `limit` seconds after it began, though what runs runs on; LaneClosed."""
+        """Run `work` on a thread. Returns or raises what it does.
+
+        Raises LaneBusy if it has not begun after `patience` seconds, TimeoutError `limit` seconds after it began (the
+        work itself goes on), and LaneClosed.
+        """
         if self._closed:
             raise LaneClosed
         job = _Job(work)
@@ -63,13 +66,13 @@ class Lane:
                 if job.done.cancel():
                     raise LaneBusy from None
             async with asyncio.timeout(limit):
-                # Shielded: that somebody stops to wait ends nothing.
+                # Shielded: a cancelled caller does not cancel running work.
                 return await asyncio.shield(asyncio.wrap_future(job.done))
         finally:
-            job.done.cancel()  # what has begun makes room only when it has ended
+            job.done.cancel()  # a running job counts as waiting until it ends
 
     def close(self, last: Callable[[], Any] | None = None) -> None:
-        """End the threads once all that was asked for before is done, and then `last`. Does not wait."""
+        """End the threads after all queued jobs and then `last`. Returns at once."""
         self._closed = True
         if last is not None:
             self._queue.put(_Job(last))

@@ -1,4 +1,4 @@
-"""What was loaded is kept: loaded once for all who ask at the same time, the least recently used dropped first."""
+"""An LRU cache for asyncio that loads each value once for all concurrent callers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Kept(Generic[K, V]):
-    """At most `most` values. `dropped` is told of each that goes. All calls from one event loop."""
+class LruCache(Generic[K, V]):
+    """Keeps at most `most` values. `dropped` is called with each evicted value. Use it from one event loop."""
 
     def __init__(self, most: int, dropped: Callable[[V], None] | None = None) -> None:
         self._most = most
         self._dropped = dropped
-        # A load is a task that all who want it await, so that it happens once.
+        # Each load is a task that all its callers await, so that it happens once.
         self._loads: OrderedDict[K, asyncio.Task[V]] = OrderedDict()
 
     async def get(self, key: K, load: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        """The value of a key. Raises what its loading raises; that is tried anew by the next who asks."""
+        """The value of a key, loaded if needed. Raises what `load` raises; the next call tries again."""
         task = self._loads.get(key)
         if task is None:
             task = self._loads[key] = asyncio.create_task(load())
@@ -33,7 +33,7 @@ class Kept(Generic[K, V]):
         return await asyncio.shield(task)
 
     def clear(self) -> None:
-        """Drop all."""
+        """Evict all values."""
         while self._loads:
             _, task = self._loads.popitem()
             self._drop(task) if task.done() else task.cancel()

@@ -1,4 +1,4 @@
-"""Text prompts to token ids and back, with the tokenizer that the model's card names by hash."""
+"""Tokenises and detokenises prompts, with the tokenizer that the model's card names by hash."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.text.blobs import TOKENIZER, broken, read_blobs
 from producers.gateway.text.lane import Lane, LaneBusy, LaneClosed
-from producers.gateway.text.lru_cache import Kept
+from producers.gateway.text.lru_cache import LruCache
 
 logger = logging.getLogger(__name__)
 
 P = TypeVar("P")
 T = TypeVar("T")
 
-#: Tokenizers kept.
+#: Most loaded tokenizers.
 KEPT: Final = 16
-#: Threads of one tokenizer. It lets others run meanwhile; its patterns come with the model, from anybody.
+#: Threads of one tokenizer. It releases the GIL, but a model's own patterns may be arbitrarily slow.
 THREADS: Final = 2
-#: Requests that may wait for one tokenizer. It takes a millisecond for some thousand characters.
+#: Most requests waiting for one tokenizer, which takes a millisecond for some thousand characters.
 WAITING: Final = 256
-#: Seconds that a request waits for its turn.
+#: Longest wait (s) of a request for its turn.
 PATIENCE_S: Final = 10.0
-#: Seconds for all texts of a request, from when the first is begun.
+#: Time limit (s) for all texts of a request, from the start of the first.
 LIMIT_S: Final = 10.0
 
 
 class InvalidPrompt(InvalidTask):
-    """`at`: which of the texts it is."""
+    """A prompt that the tokenizer refuses. `at`: its index in the request."""
 
     def __init__(self, message: str, at: int, *, param: str | None = "prompt", code: str = "invalid_value") -> None:
         super().__init__(message, param=param, code=code)
@@ -45,23 +45,23 @@ class InvalidPrompt(InvalidTask):
 
 
 class Prompts:
-    """Encodes prompts. `store`: where the models' files are."""
+    """Encodes and decodes prompts. `store`: the server with the models' files."""
 
     def __init__(self, store: Redis) -> None:
         self._store = store
-        self._encoders: Kept[str, _Encoder] = Kept(KEPT, _Encoder.close)
+        self._encoders: LruCache[str, _Encoder] = LruCache(KEPT, _Encoder.close)
 
     async def encode(self, card: Mapping[str, Any], text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt, with the tokens that the tokenizer puts around a text where `special` says so.
+        """Token ids of a prompt; with `special`, including the tokenizer's special tokens around it.
 
-        Raises InvalidTask, Problem where the model's tokenizer is not to be had or too many wait for it.
+        Raises InvalidTask, and Problem if the tokenizer is unavailable or too many requests wait for it.
         """
         return (await self.encode_all(card, (text,), special=special))[0]
 
     async def encode_all(
         self, card: Mapping[str, Any], texts: Sequence[str], *, special: bool = True
     ) -> list[tuple[int, ...]]:
-        """Of each of a request's prompts. Raises as `encode` does, InvalidPrompt where one text is at fault."""
+        """Token ids of each of a request's prompts. Raises as `encode`, and InvalidPrompt for a refused text."""
 
         def encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
             ids = tokenizer.encode(text, special)
@@ -76,7 +76,7 @@ class Prompts:
         return await self._each(card, prompts, Tokenizer.decode)
 
     async def tokenizer(self, card: Mapping[str, Any]) -> Tokenizer:
-        """The model's. Raises as `encode` does."""
+        """The model's tokenizer. Raises as `encode` does."""
         return (await self._encoder(card)).tokenizer
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Prompts:
             return []
         while True:
             encoder = await self._encoder(card)
-            with suppress(LaneClosed):  # others wanted its place meanwhile
+            with suppress(LaneClosed):  # it was evicted meanwhile
                 return await encoder.each(prompts, work)
 
     async def _encoder(self, card: Mapping[str, Any]) -> _Encoder:
@@ -108,7 +108,7 @@ class Prompts:
 
 
 class _Encoder:
-    """A tokenizer, and the threads that it may keep busy."""
+    """A tokenizer and its threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -133,7 +133,7 @@ class _Encoder:
             given_up.set()
 
     def _each(self, prompts: Sequence[P], work: Callable[[Tokenizer, P], T], given_up: threading.Event) -> list[T]:
-        """On a thread of the lane: one prompt after the other, so that it can be given up between two."""
+        """Process prompts one by one on a thread of the lane; stop between two if the caller has given up."""
         done: list[T] = []
         for at, prompt in enumerate(prompts):
             if given_up.is_set():

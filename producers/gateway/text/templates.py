@@ -1,4 +1,4 @@
-"""Messages to prompts, by the chat templates that models' cards name by hash, each in a process of its own."""
+"""Renders messages to prompts, with the chat templates that cards name by hash, each in its own process."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from producers.errors import InvalidTask
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.text.blobs import TEMPLATE, broken, read_blobs
 from producers.gateway.text.lane import Lane, LaneBusy, LaneClosed
-from producers.gateway.text.lru_cache import Kept
+from producers.gateway.text.lru_cache import LruCache
 
 logger = logging.getLogger(__name__)
 
-#: Templates kept, a process each; the least recently used goes first.
+#: Most loaded templates, a process each; the least recently used is evicted first.
 KEPT: Final = 8
-#: Requests that may wait for one template. A render takes a fraction of a millisecond, unless the template is hostile:
-#: then it is its own callers who wait, and not for long.
+#: Most requests waiting for one template. A render takes a fraction of a millisecond; of a hostile template, only its
+#: own callers wait, and not for long.
 WAITING: Final = 64
-#: Seconds that a request waits for its turn.
+#: Longest wait (s) of a request for its turn.
 PATIENCE_S: Final = 30.0
 
 
 class Templates:
-    """Renders chats. `store`: where the models' files are."""
+    """Renders chats. `store`: the server with the models' files."""
 
     def __init__(self, store: Redis) -> None:
         self._store = store
-        self._kept: Kept[tuple[str, ...], _Renderer] = Kept(KEPT, _Renderer.close)
+        self._kept: LruCache[tuple[str, ...], _Renderer] = LruCache(KEPT, _Renderer.close)
 
     async def render(self, card: Mapping[str, Any], messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
-        """Messages as one text, see `ChatTemplate.render`.
+        """The messages as one text, see `ChatTemplate.render`.
 
-        Raises InvalidTask where the template does not take the messages or is stopped over them, Problem where it
-        cannot be used or too many wait for it.
+        Raises InvalidTask if the template refuses the messages or is stopped over them, and Problem if it cannot be
+        used or too many requests wait for it.
         """
         key = tuple(card["files"].get(name, "") for name in TEMPLATE)
         try:
             while True:
                 renderer = await self._kept.get(key, lambda: self._load(card))
-                with suppress(LaneClosed):  # others wanted its place meanwhile
+                with suppress(LaneClosed):  # it was evicted meanwhile
                     return await renderer.render(messages, **options)
         except RequestError as error:
             raise InvalidTask(str(error), param=error.param, code=error.code) from error
@@ -69,7 +69,7 @@ class Templates:
 
 
 class _Renderer:
-    """A confined template, and the thread that waits for it."""
+    """A confined template and the thread that talks to its process."""
 
     def __init__(self, source: TemplateSource) -> None:
         self._template = ConfinedTemplate(source)

@@ -12,8 +12,8 @@ import pytest
 from producers import AsyncClient, Task
 from producers.client import submission
 from producers.gateway import metrics
-from producers.gateway.admission import limits as room
-from producers.gateway.admission.limits import Room
+from producers.gateway.admission import limits
+from producers.gateway.admission.limits import Admission
 from producers.sweeper import reader_leases as readers
 from producers.sweeper.reader_leases import ReaderLeases
 from tests.producers.gateway.conftest import Door
@@ -42,8 +42,8 @@ async def test_who_asks_for_room_waits_once_however_many_they_are(
     hung: str, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then they are let in: that the broker is away is submit's to tell."""
-    monkeypatch.setattr(room, "SILENT_S", 0.1)
-    for module in (room, submission):
+    monkeypatch.setattr(limits, "SILENT_S", 0.1)
+    for module in (limits, submission):
         monkeypatch.setattr(module, "FRESH_S", 1e6)
     waits = 0
 
@@ -55,7 +55,7 @@ async def test_who_asks_for_room_waits_once_however_many_they_are(
             return self
 
     async with AsyncClient(hung, valkey_url) as client:
-        bounds = Room(client, 5, 5)
+        bounds = Admission(client, 5, 5)
         await client.known(model)
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "timeout", lambda s: Counting(asyncio.get_running_loop().time() + s))

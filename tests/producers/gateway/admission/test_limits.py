@@ -14,8 +14,8 @@ from producers.broker.redis import keys as broker_keys
 from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.contract.task import Task
-from producers.gateway.admission import limits as room
-from producers.gateway.admission.limits import Room
+from producers.gateway.admission import limits
+from producers.gateway.admission.limits import Admission
 from producers.gateway.http.errors import Problem
 from tests.producers.gateway.conftest import QUEUE, Door, until
 
@@ -120,10 +120,10 @@ async def test_the_rate_is_that_of_time_in_which_tasks_waited(
 ) -> None:
     """An hour without work makes nobody wait longer; workers that get slower do."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     valkey.hset(broker_keys.INCARNATIONS, "w.1", QUEUE)
     async with AsyncClient(valkey_url) as client:
-        bounds = Room(client, 1, None)
+        bounds = Admission(client, 1, None)
         task = [Task(model=model, prompt=[1], tier="priority")]
 
         async def look(after_s: float, taken: int, waiting: int = 1) -> float | None:

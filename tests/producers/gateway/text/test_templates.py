@@ -61,7 +61,7 @@ def ask(http: httpx.Client, model: str, content: str = "x") -> httpx.Response:
         ("{% if %}", 500, "model_broken", "cannot be compiled"),
         ("{{ 1 | unheard_of }}", 500, "model_broken", "cannot be compiled"),
         (5, 500, "model_broken", "not a string"),
-        (None, 503, "model_unavailable", "is broken"),
+        (None, 503, "model_unavailable", "is damaged"),
     ],
 )
 def test_the_caller_is_told(
