@@ -17,7 +17,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from producers.client.steps import FAILURES, backoff
 from producers.connection.connect import SILENT_S
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.errors import PenstockError
 
@@ -163,7 +163,7 @@ class Hub:
                     group.create_task(self._obey(connection))
             except* FAILURES as failures:
                 # Readers go on meanwhile: after some seconds of silence they read the stream.
-                complain(log, "pub/sub connection lost, connecting again: %s", failures.exceptions[0])
+                warn_throttled(log, "pub/sub connection lost, connecting again: %s", failures.exceptions[0])
             finally:
                 for channel in self._channels.values():
                     channel.live = False

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 _said: dict[tuple[str, str, type], tuple[float, int]] = {}
 
 
-def complain(log: logging.Logger, message: str, *args: object) -> None:
+def warn_throttled(log: logging.Logger, message: str, *args: object) -> None:
     """Log a warning, unless the same one was logged within EVERY_S.
 
     The last argument is the cause: another kind of cause is logged at once. An exception without text is shown by its

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, Steps
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, script
 from producers.connection.trouble import said
 from producers.contract import keys
@@ -86,7 +86,7 @@ class Leadership:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):
                 left = int(await self._client.run(_one(lead(self.name, int(self._lease_s * 1000)))))
         except FAILURES as error:
-            complain(log, "cannot ask the store who sweeps, trying again: %s", error)
+            warn_throttled(log, "cannot ask the store who sweeps, trying again: %s", error)
             return None
         if left == 0:
             self._until = asked + self._lease_s

@@ -18,7 +18,7 @@ from typing import Any, Final
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, Steps, persistently
 from producers.connection.connect import SILENT_S
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, script, text
 from producers.connection.trouble import said
 from producers.contract import keys
@@ -98,7 +98,7 @@ class ReaderLeases:
                     await self._client.run(persistently(hold(held[start : start + MANY], self._lease_ms), 0.0))
                 pause = self._every_s
             except FAILURES as error:
-                complain(log, "cannot renew %d reader leases, trying again: %s", len(held), error)
+                warn_throttled(log, "cannot renew %d reader leases, trying again: %s", len(held), error)
                 pause = min(RETRY_S, self._every_s)
 
 

@@ -23,7 +23,7 @@ from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.store import protocol
 from producers.sweeper import unsent as submits
@@ -181,7 +181,7 @@ async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], ev
                     log.info("swept: %s", ", ".join(f"{count} {what}" for what, count in done.items()))
                     await _count(client, done)
         except FAILURES as error:
-            complain(log, "sweep broken off, trying again: %s", error)
+            warn_throttled(log, "sweep broken off, trying again: %s", error)
         except Exception:  # whatever one record is made of must not end the sweeping of all others
             log.exception("a sweep failed, going on")
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart

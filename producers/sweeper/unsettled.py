@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
 from producers.contract import keys
 from producers.store import protocol
@@ -74,7 +74,7 @@ class Orphans:
                 log.error("task %s is final and could not be settled for a week: left as it is: %s", task_id, error)
                 yield Read((("ZREM", keys.UNSETTLED, task_id),))
                 return "left"
-            complain(log, "Task %s is final and cannot be settled, trying again: %s", task_id, error)
+            warn_throttled(log, "Task %s is final and cannot be settled, trying again: %s", task_id, error)
             return "unusable"
         if answer == "message":
             self.waiting(task_id)

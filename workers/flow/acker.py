@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from producers.broker.base import Consumer
 from producers.broker.values import Ack, Back, PutDown
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run_many
 from producers.store.protocol import release
 from workers.connect import LOST, connect
@@ -105,11 +105,11 @@ class Acker(threading.Thread):
             unsettled = [e.what for e, answer in zip(live, answers, strict=True) if answer is PutDown.UNSETTLED]
             self._return([what for what in unsettled if isinstance(what, Ack)])
         except LOST as exc:
-            complain(logger, "The broker did not take %d answers, trying again: %s", len(live), exc)
+            warn_throttled(logger, "The broker did not take %d answers, trying again: %s", len(live), exc)
             return done
         for errand, answer in zip(live, answers, strict=True):
             if isinstance(answer, Exception):
-                complain(logger, "The broker refused an answer, trying again: %s", answer)
+                warn_throttled(logger, "The broker refused an answer, trying again: %s", answer)
             else:
                 done.add(id(errand))
         return done

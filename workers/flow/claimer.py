@@ -20,7 +20,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.request import Request
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract import keys
 from producers.contract.record import Record, error_json
@@ -113,7 +113,7 @@ class Claimer(threading.Thread):
             except LOST as exc:
                 if self._stopping:
                     return [Claimed("lost")] * len(deliveries)
-                complain(logger, "Cannot claim %d tasks, trying again: %s", len(deliveries), exc)
+                warn_throttled(logger, "Cannot claim %d tasks, trying again: %s", len(deliveries), exc)
                 time.sleep(RETRY_S)
 
     def _call(self, delivery: Delivery) -> Call:
@@ -195,7 +195,7 @@ class Claimer(threading.Thread):
             try:
                 run_many(self._redis, [release(delivery.task_id, delivery.uuid) for delivery in deliveries])
             except LOST as exc:
-                complain(logger, "Cannot release %d tasks, trying again: %s", len(deliveries), exc)
+                warn_throttled(logger, "Cannot release %d tasks, trying again: %s", len(deliveries), exc)
                 time.sleep(RETRY_S)
                 continue
             for delivery in deliveries:

@@ -20,7 +20,7 @@ from celery import Celery, states
 from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run_many
 from producers.contract.record import Record, error_json
 from producers.contract.result import collect, failure, summary
@@ -140,7 +140,7 @@ class Finisher(threading.Thread):
             self._tell_celery(end)
             end.traced = True
         except AWAY as exc:
-            complain(logger, "Celery's side of task %s has to wait: %s", end.delivery.task_id, exc)
+            warn_throttled(logger, "Celery's side of task %s has to wait: %s", end.delivery.task_id, exc)
         except Exception as exc:
             logger.exception("Celery's side of task %s failed", end.delivery.task_id)
             end.failures += 1
@@ -225,7 +225,7 @@ class Finisher(threading.Thread):
             try:
                 answers = run_many(self.redis, calls)
             except LOST as exc:
-                complain(logger, "Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
+                warn_throttled(logger, "Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
                 time.sleep(RETRY_S)
                 continue
             broken: list[_Ending] = []

@@ -23,7 +23,7 @@ from typing import Any
 
 from producers.broker.connect import connect_consumer
 from producers.broker.values import Fetched, Rules
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from workers.connect import LOST
 from workers.flow.acker import Acker
@@ -165,7 +165,7 @@ class Intake(threading.Thread):
             try:
                 fetched = self._broker.fetch(life.id, books.asked, books.ledger.credit(), self._rules)
             except LOST as exc:
-                complain(logger, "Cannot fetch from the broker, trying again: %s", exc)
+                warn_throttled(logger, "Cannot fetch from the broker, trying again: %s", exc)
                 self._wake.wait(RECONNECT_S)
                 continue
             if fetched is None:

@@ -17,7 +17,7 @@ from functools import partial
 
 from engine.errors import NOT_FINITE, EngineError
 from engine.request import Event
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run, run_many, text
 from producers.contract.record import error_json
 from producers.store.protocol import Append, append, prompt, read_append
@@ -163,7 +163,7 @@ class Publisher(threading.Thread):
             try:
                 answers = run_many(self._redis, [prompt(d.task_id, d.uuid, d.prompt) for d in todo])
             except LOST as exc:
-                complain(logger, "Cannot publish, trying again: %s", exc)
+                warn_throttled(logger, "Cannot publish, trying again: %s", exc)
                 time.sleep(RETRY_S)
                 continue
             for delivery, answer in zip(todo, answers, strict=True):
@@ -193,7 +193,7 @@ class Publisher(threading.Thread):
             try:
                 answers = read_append(run(self._redis, append(now)))
             except LOST as exc:
-                complain(logger, "Cannot publish, trying again: %s", exc)
+                warn_throttled(logger, "Cannot publish, trying again: %s", exc)
                 time.sleep(RETRY_S)
                 continue
             again: list[Append] = []
@@ -241,7 +241,7 @@ class Publisher(threading.Thread):
             try:
                 answers = run_many(self._redis, [finish_call(end) for end in todo])
             except LOST as exc:
-                complain(logger, "Cannot finish %d tasks, trying again: %s", len(todo), exc)
+                warn_throttled(logger, "Cannot finish %d tasks, trying again: %s", len(todo), exc)
                 time.sleep(RETRY_S)
                 continue
             again: list[Append] = []

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
 from producers.contract import keys
 from workers.connect import LOST, connect
@@ -56,7 +56,7 @@ class Control:
                             channel.ping()
                             asked = now
             except LOST as exc:
-                complain(logger, "Lost the control channel, subscribing again: %s", exc)
+                warn_throttled(logger, "Lost the control channel, subscribing again: %s", exc)
                 time.sleep(RETRY_S)
 
     def _deaf(self, life: Incarnation) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from redis import Redis
 
 from producers.broker.connect import connect_consumer
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from workers.connect import LOST, connect
 from workers.flow.clock import Clock
@@ -164,7 +164,7 @@ class Housekeeper(threading.Thread):
         try:
             action()
         except LOST as exc:
-            complain(logger, "Housekeeping: the store or the broker is away, trying again: %s", exc)
+            warn_throttled(logger, "Housekeeping: the store or the broker is away, trying again: %s", exc)
             self._renew_at = 0.0
             self._look_at = max(self._look_at, time.monotonic() + TICK_S)  # what was due is not due again at once
         except Exception:

@@ -16,7 +16,7 @@ from celery.apps.worker import install_cry_handler
 from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
 from celery.worker import state
 
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import trouble
 from workers.connect import LOST, check_server, connect
 from workers.flow.probe import check_model
@@ -109,7 +109,7 @@ def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str
             except LOST as exc:
                 if trouble(exc) is None:
                     raise
-                complain(logger, "The store does not take the model's card, trying again: %s", exc)
+                warn_throttled(logger, "The store does not take the model's card, trying again: %s", exc)
                 time.sleep(RETRY_S)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from producers.connection.connect import connection_pool
-from producers.connection.log_throttle import complain
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import Trouble, trouble
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class TrackingWaker(threading.Thread):
                 self._follow()
             except ResponseError as exc:
                 if trouble(exc) is Trouble.AWAY:
-                    complain(logger, "The broker takes no wake-up connection, trying again: %s", exc)
+                    warn_throttled(logger, "The broker takes no wake-up connection, trying again: %s", exc)
                     self._stopped.wait(RECONNECT_S)
                     continue
                 logger.warning("The broker offers no key tracking (%s): looking every %s s instead", exc, POLL_S)
@@ -69,7 +69,7 @@ class TrackingWaker(threading.Thread):
             except (RedisError, OSError, ValueError, AttributeError) as exc:
                 # AttributeError, ValueError: stop() closed the connection under our hands
                 if not self._stopped.wait(RECONNECT_S):
-                    complain(logger, "Lost the broker's wake-up connection, connecting again: %s", exc)
+                    warn_throttled(logger, "Lost the broker's wake-up connection, connecting again: %s", exc)
 
     def _follow(self) -> None:
         connection: Any = self._pool.connection_class(**self._pool.connection_kwargs)

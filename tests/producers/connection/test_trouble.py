@@ -13,7 +13,7 @@ from redis import exceptions as redis
 from producers import Client, SubmitFailed
 from producers.connection import log_throttle as complaints
 from producers.connection.hello import check_hello
-from producers.connection.log_throttle import EVERY_S, complain
+from producers.connection.log_throttle import EVERY_S, warn_throttled
 from producers.connection.sentinel import split
 from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, said, trouble
 from producers.store.servers import RIGHTS, ServerRefused, check_server
@@ -118,13 +118,13 @@ def test_the_same_complaint_is_made_once_in_a_while(
     now = time.monotonic()
     monkeypatch.setattr(complaints, "time", SimpleNamespace(monotonic=lambda: now))
     for attempt in range(3):
-        complain(log, "try %d: %s", attempt, OSError("away"))
-    complain(log, "try %d: %s", 3, ValueError("another cause"))
+        warn_throttled(log, "try %d: %s", attempt, OSError("away"))
+    warn_throttled(log, "try %d: %s", 3, ValueError("another cause"))
     assert [record.getMessage() for record in caplog.records] == ["try 0: away", "try 3: another cause"]
     now += EVERY_S
-    complain(log, "try %d: %s", 4, OSError("away"))
+    warn_throttled(log, "try %d: %s", 4, OSError("away"))
     assert caplog.records[-1].getMessage() == "try 4: away (and 2 times more since that was last said)"
-    complain(log, "try %d: %s", 5, TimeoutError())
+    warn_throttled(log, "try %d: %s", 5, TimeoutError())
     assert caplog.records[-1].getMessage() == "try 5: TimeoutError"
 
 
