@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from producers.broker.base import Consumer, Waker
@@ -113,7 +114,8 @@ class MemoryWaker:
         self._poke()
 
     def stop(self) -> None:
-        self._server.pokes.remove(self._poke)
+        with suppress(ValueError):  # it was not started
+            self._server.pokes.remove(self._poke)
 
 
 def workers(server: Server) -> list[Listed]:

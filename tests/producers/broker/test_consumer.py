@@ -139,6 +139,7 @@ def test_weights_that_are_none_do_not_count(consumer: Consumer, valkey: Redis) -
 
 def test_the_waker_hears_of_what_comes(consumer: Consumer, sender: Sender) -> None:
     heard = threading.Semaphore(0)
+    consumer.waker(heard.release).stop()  # as a worker that ends before it began
     waker = consumer.waker(heard.release)
     waker.start()
     try:

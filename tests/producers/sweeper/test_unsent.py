@@ -41,7 +41,8 @@ async def test_an_abandoned_submit_is_sent(aclient: AsyncClient, valkey: Redis, 
     assert valkey.hget(keys.task("t"), "status") == b"queued"
     assert valkey.zcard(keys.SUBMITTING) == 0
     (raw,) = valkey.lrange(broker_keys.tier_list(QUEUE, "flex"), 0, -1)
-    expected = json.loads(Message("t", QUEUE, "flex", 1, 9).envelope())
+    created = int(valkey.hget(keys.task("t"), "created") or 0)
+    expected = json.loads(Message("t", QUEUE, "flex", 1, 9, at=created).envelope())
     assert json.loads(raw)["headers"] == expected["headers"]
     worker.serve(worker.take(QUEUE) or "")
     assert (await aclient.get("t").result(5)).text == "Hello, world"
