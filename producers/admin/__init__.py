@@ -1,1 +1,1 @@
-"""What operators ask for: dead_letters lists, replays and removes dead letters; tenants shows and weighs tenants."""
+"""Operators' tools: dead_letters lists, replays and removes dead letters; tenants lists and weighs tenants."""

@@ -1,6 +1,6 @@
-"""Dead letters, for whoever minds them: messages that no worker could use, and tasks that were given up.
+"""Lists, replays and removes dead letters: tasks that were given up and messages that no worker could use.
 
-    letters(client) -> Letter -> replay: a new task, or the message onto its list again;  purge: off the list
+    letters(client) -> Letter -> replay: a new task, or the message onto its list again;  purge: removed
 
 A task that was given up is final, and whoever waited for it was told: it is asked for anew, under another id. That id
 is made of the letter, so that a replay that was broken off between the submit and the purge is not done twice.
@@ -27,22 +27,22 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists
 
-#: Letters read in one go.
+#: Dead letters read at a time.
 PAGE: Final = 200
 _SPACE: Final = uuid.UUID("5b7c2f0e-6c39-4f0c-9d0f-0d6b1f3f6a11")
 
 
 class BrokenRecord(PenstockError):
-    """The task's record is none. It may be why the letter is here."""
+    """The task's record is unreadable, which may be the reason for the dead letter."""
 
 
 class NotReplayed(PenstockError):
-    """The letter stays where it is. The message says why, and what can be done."""
+    """The dead letter was not replayed and stays. The message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """One entry of the list, `raw`. `message` is what the broker carried, `task_id` what it names, if it does."""
+    """A dead letter. `raw`: its entry in the list. `message`: the broker's message. `task_id`: None if unknown."""
 
     raw: str
     reason: str
@@ -53,8 +53,8 @@ class Letter:
 
     @classmethod
     def parse(cls, entry: bytes | str) -> Letter:
-        """Also of an entry that is none."""
-        # A message may be any bytes: what is not UTF-8 comes through both ways.
+        """Parse an entry. An unreadable one gives a letter, too."""
+        # A message may be any bytes: surrogates keep those that are not UTF-8, in both directions.
         raw = entry if isinstance(entry, str) else entry.decode(errors="surrogateescape")
         try:
             said = json.loads(raw)
@@ -65,7 +65,7 @@ class Letter:
 
     @property
     def key(self) -> str:
-        """What names it: 12 hexadecimal digits of the entry's SHA-256."""
+        """The letter's key: 12 hexadecimal digits of the entry's SHA-256."""
         return self.digest[:12]
 
     @property
@@ -75,14 +75,14 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """`task_id` is the task that runs now, if it has an id; `anew`: it is another than the one that was given up."""
+    """A replay's outcome. `task_id`: the task that runs now, if known. `anew`: it is a new task with a new id."""
 
     task_id: str | None
     anew: bool
 
 
 async def letters(client: AsyncClient) -> AsyncIterator[Letter]:
-    """All of them, oldest first. Raises redis.exceptions.RedisError or OSError."""
+    """All dead letters, oldest first. Raises redis.exceptions.RedisError or OSError."""
     start = 0
     while page := await client.broker.letters(start, PAGE):
         for raw in page:
@@ -91,7 +91,7 @@ async def letters(client: AsyncClient) -> AsyncIterator[Letter]:
 
 
 async def record_of(client: AsyncClient, letter: Letter) -> Record | None:
-    """The task's record, with who was lost with it (`lost`); None where there is none any more. Raises BrokenRecord."""
+    """The task's record, with the workers that died on it (`lost`); None if it has expired. Raises BrokenRecord."""
     if letter.task_id is None:
         return None
     try:
@@ -103,7 +103,7 @@ async def record_of(client: AsyncClient, letter: Letter) -> Record | None:
             record.json(name)
         if "status" not in record.fields:
             raise ValueError("it has no status")
-    except (ResponseError, ValueError) as error:  # of another type; no text; no JSON
+    except (ResponseError, ValueError) as error:  # another type, not text, or not JSON
         if trouble(error) is not None:
             raise
         raise BrokenRecord(f"the record of task {letter.task_id} cannot be used ({error}); purge the letter") from error
@@ -111,7 +111,7 @@ async def record_of(client: AsyncClient, letter: Letter) -> Record | None:
 
 
 async def replay(client: AsyncClient, letter: Letter) -> Replayed:
-    """Ask for it once more. A task's timeout counts from now.
+    """Replay a dead letter. A task's timeout counts from now.
 
     Raises NotReplayed, BrokenRecord, producers.errors.InvalidTask (the model is gone, or other) and SubmitFailed.
     """
@@ -129,7 +129,7 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
         )
     again = str(uuid.uuid5(_SPACE, letter.digest))
     if not record.plain:
-        with suppress(TaskExists):  # by a replay that was broken off here
+        with suppress(TaskExists):  # an interrupted replay submitted it before
             await client.submit(Task.parse(record.json("task") or {}), task_id=again)
         await purge(client, letter)
         return Replayed(again, anew=True)
@@ -142,7 +142,7 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
 
 
 async def purge(client: AsyncClient, letter: Letter) -> bool:
-    """False where it is not there any more."""
+    """Remove a dead letter. Returns False if it no longer exists."""
     return await client.broker.remove_letter(_bytes(letter.raw))
 
 
@@ -163,7 +163,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _decoded(message: str) -> dict[str, Any] | None:
-    """A message whose parts are where they should be."""
+    """The parsed message, if it has the parts of a task message; else None."""
     try:
         found = json.loads(message)
     except (ValueError, RecursionError):

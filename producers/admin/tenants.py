@@ -1,6 +1,6 @@
-"""Tenants, as the broker knows them: what waits of each, and the weights by which they share a tier.
+"""Lists tenants with their waiting tasks and their weights, by which they share a tier.
 
-Nobody has to be entered anywhere: a tenant is a name that a task gives, and its weight is 1 until it is said otherwise.
+Tenants need no registration: a tenant is a name in a task, and its weight is 1 unless it is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from producers.contract import keys
 
 @dataclass(slots=True)
 class Tenant:
-    """`name` is empty for all who give none. `waiting`: tasks by tier, as far as workers have sorted them."""
+    """A tenant. `name`: empty for tasks without one. `waiting`: tier -> tasks, as far as workers have sorted them."""
 
     name: str
     weight: float = 1.0

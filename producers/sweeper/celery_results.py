@@ -1,7 +1,7 @@
-"""The results of plain Celery tasks, told by a sweeper while nobody has their messages.
+"""Stores the Celery results of final plain tasks whose messages no worker has.
 
-Only the tracer sends links and takes part in chords, and it needs the message. The result stands in record and stream:
-it is stored as a worker would have, unless one has; a worker that gets the message later stores the same again.
+Only Celery's tracer sends links and completes chords, and it needs the message. The result is in record and stream, and
+is stored as a worker would store it, unless one has. A worker that gets the message later stores the same again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from producers.contract.result import failure, summary
 
 log = logging.getLogger(__name__)
 
-#: Ids remembered as told: more are only looked at again.
+#: Most remembered ids of stored results; forgotten ones are only checked again.
 MANY: Final = 100_000
 
 
 class CeleryResults:
-    """`wait` for those that are to be told; `tell` tells them."""
+    """`wait` queues a task's result, and `tell` stores the queued ones."""
 
     def __init__(self, client: AsyncClient, store: str) -> None:
         self._client = client
@@ -33,12 +33,12 @@ class CeleryResults:
         self._waiting: list[str] = []
 
     def wait(self, task_id: str) -> None:
-        """This task is final and its message has not come."""
+        """Queue a final task whose message no worker has."""
         if task_id not in self._told:
             self._waiting.append(task_id)
 
     async def tell(self) -> int:
-        """How many were told. Raises what the store does; then the rest is told when they are met again."""
+        """Store the queued results. Returns their number. Raises the store's errors; later sweeps store the rest."""
         waiting, self._waiting = self._waiting, []
         if len(self._told) > MANY:
             self._told.clear()
@@ -67,14 +67,14 @@ class CeleryResults:
 
     @cached_property
     def _backend(self) -> Any:
-        """Celery's own words under Celery's own keys, through a connection of ours: which knows every kind of store."""
+        """A backend with Celery's own format and keys on our connection, which supports every kind of store."""
         from celery import Celery
         from celery.backends.base import KeyValueStoreBackend
 
         store = connect(self._store)
 
         class Backend(KeyValueStoreBackend):
-            """As `celery.backends.redis`: who waits is told on the channel of the key's name."""
+            """Like `celery.backends.redis`, it publishes results on the channel of the key's name."""
 
             def get(self, key: bytes) -> Any:
                 return store.get(key)

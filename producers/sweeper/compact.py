@@ -1,4 +1,4 @@
-"""A settled stream as one result: a fraction of its memory, the same events.
+"""Compacts settled streams into blocks: the same events in a fraction of the memory.
 
     settled for a minute -> its entries, a page at a time -> blocks -> COMPACT: they take the stream's place at once
     a reader asks for the stream, then for the block of its position: one of the two is there, whenever it comes
@@ -25,9 +25,9 @@ from producers.store import protocol
 
 log = logging.getLogger(__name__)
 
-#: A stream is compacted so long after it was settled (ms): who followed it has read its end by then.
+#: Time (ms) between a task's settlement and its stream's compaction; followers have read the end by then.
 AGE_MS: Final = 60_000
-#: Ids looked at in one go.
+#: Ids read at a time.
 PAGE: Final = 100
 #: Streams read in one round trip.
 BATCH: Final = 10
@@ -35,7 +35,7 @@ BATCH: Final = 10
 
 @dataclass(slots=True)
 class Compacted:
-    """Streams that were compacted, their entries, and the bytes of the blocks that those became."""
+    """Numbers of compacted streams, of their entries, and of their blocks' bytes."""
 
     streams: int = 0
     entries: int = 0
@@ -45,8 +45,8 @@ class Compacted:
 async def compact(client: AsyncClient, age_ms: int = AGE_MS) -> Compacted:
     """Compact every stream whose record was settled for `age_ms` (server time).
 
-    Any number may do so at once, and be killed anywhere: COMPACT is one call. Raises redis.exceptions.RedisError or
-    OSError where the store is away.
+    Any number of processes may do so at once and be killed anywhere: COMPACT is one call. Raises
+    redis.exceptions.RedisError or OSError if the store is away.
     """
     done = Compacted()
     seconds, micros = await client.store.time()
@@ -63,7 +63,7 @@ async def compact(client: AsyncClient, age_ms: int = AGE_MS) -> Compacted:
 
 
 async def _some(client: AsyncClient, ids: Sequence[str], done: Compacted) -> int:
-    """How many are left in the index: what they are was not to be understood, or changed meanwhile."""
+    """Compact these streams. Returns how many stay in the index: unreadable ones, or changed meanwhile."""
     asked = [command for task_id in ids for command in (("HGET", keys.task(task_id), "settled"), _page(task_id, 0))]
     answers = await client.run(_ask(Read(tuple(asked))))
     kept = 0
@@ -83,7 +83,7 @@ async def _some(client: AsyncClient, ids: Sequence[str], done: Compacted) -> int
 
 
 async def _blocks(client: AsyncClient, task_id: str, found: list[Any]) -> tuple[list[bytes], int, bool]:
-    """The stream as blocks, its entries, and whether it is whole. `found`: its first page."""
+    """The stream's blocks, its number of entries, and whether it is complete. `found`: its first page."""
     blocks: list[bytes] = []
     count, whole, last = 0, True, b""
     while found:

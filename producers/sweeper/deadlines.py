@@ -1,6 +1,6 @@
-"""Deadlines, and accepted cancels, of tasks that nobody runs: whoever sweeps ends what is too late, or cancelled.
+"""Ends tasks without a worker whose deadline has passed or whose cancel was accepted.
 
-One that was taken up before (its worker died, or gave it back) is `incomplete` then, any other has failed.
+A task that was started before (its worker died, or handed it back) is `incomplete` then; any other late one has failed.
 
 The set `penstock:deadlines` holds unfinished tasks by when their deadline is, in server time, and cancelled ones that
 CANCEL could not end, because a worker had them, or they were not sent yet. Whoever runs a task ends it himself; one
@@ -19,19 +19,19 @@ from producers.store import protocol
 
 log = logging.getLogger(__name__)
 
-#: Ids looked at in one go.
+#: Ids read at a time.
 PAGE: Final = 200
-#: One whose record is broken is looked at again after so long (ms).
+#: Time (ms) after which a task with a broken record is tried again.
 BROKEN_MS: Final = 3_600_000
 
 
 def expire_late() -> Steps[int]:
-    """How many tasks were ended. Raises redis.exceptions.RedisError or OSError where the store is away."""
+    """End late and cancelled tasks. Returns their number. Raises redis.exceptions.RedisError or OSError."""
     ((seconds, micros),) = yield Read((("TIME",),))
     now = int(seconds) * 1000 + int(micros) // 1000
     ended = kept = 0
     while True:
-        # Those that are left to others stay in the set, before what is still to be looked at.
+        # Tasks that are left to others stay in the set, before those that are not read yet.
         query = ("ZRANGEBYSCORE", keys.DEADLINES, "-inf", now, "LIMIT", kept, PAGE)
         (page,) = yield Read((query,))
         for task_id in map(text, page):

@@ -1,4 +1,4 @@
-"""One sweeper leads, the others wait: a lease in the store, by the store's clock.
+"""Elects one leading sweeper by a lease in the store, on the store's clock.
 
     acquire: LEAD until nobody else does -> keep: LEAD three times a lease, until another does or the store is away
     resign: at a good end, so that nobody has to wait for the lease to lapse
@@ -24,23 +24,23 @@ from producers.store.protocol import PACKAGE
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which a leader that was not heard of is followed by another.
+#: Silence (s) of a leader after which another one leads.
 LEASE_S: Final = 5.0
 RENEWALS: Final = 3
 
 
 def lead(name: str, lease_ms: int) -> Call:
-    """Answers 0, or for how many ms another leads."""
+    """LEAD: take or renew the lead. Answers 0, or the ms left of another leader's lease."""
     return Call(script(PACKAGE, "lead"), (keys.SWEEPER,), (name, lease_ms))
 
 
 def resign(name: str) -> Call:
-    """Answers 1, or 0 where it did not lead."""
+    """RESIGN: give the lead up. Answers 1, or 0 if this sweeper did not lead."""
     return Call(script(PACKAGE, "resign"), (keys.SWEEPER,), (name,))
 
 
 class Leadership:
-    """Of one process. `name` is its own alone, and tells who it is."""
+    """One process's part in the election. `name`: unique to the process."""
 
     def __init__(self, client: AsyncClient, name: str, lease_s: float = LEASE_S) -> None:
         self._client = client
@@ -49,7 +49,7 @@ class Leadership:
         self._until = 0.0
 
     async def acquire(self) -> None:
-        """Returns once it leads."""
+        """Wait until this process leads."""
         told = False
         while (left := await self._asked()) != 0:
             if left is not None and not told:
@@ -59,7 +59,7 @@ class Leadership:
             await asyncio.sleep(pause if left is None else min(pause, left / 1000 + 0.01))
 
     async def keep(self) -> None:
-        """Renew; returns when it does not lead any more, or cannot know."""
+        """Renew the lease. Returns when this process no longer leads, or cannot know."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS)
             left = await self._asked()
@@ -71,7 +71,7 @@ class Leadership:
                 return
 
     async def resign(self) -> None:
-        """Let another lead at once. What the store does not hear lapses."""
+        """Give the lead up at once. If the store is away, the lease lapses."""
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS):
                 await self._client.run(_one(resign(self.name)))
@@ -79,8 +79,8 @@ class Leadership:
             log.info("the sweeper's lease is left to lapse: %s", said(error))
 
     async def _asked(self) -> int | None:
-        """0 where it leads; for how many ms another does; None where the store does not answer."""
-        # The lease begins no earlier than this: it is over for us before it is for the store.
+        """0 if this process leads, the ms left of another's lease, or None if the store does not answer."""
+        # Measured before the call: our lease ends for us before it ends for the store.
         asked = time.monotonic()
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):

@@ -1,13 +1,13 @@
-"""Queues whose workers were all killed: what those held, or had sorted by tenant, goes back to the lists.
+"""Returns the messages of queues whose workers were all killed to the queues' lists.
 
     no worker of a queue has its lease, at two looks -> REAP each that is gone -> RECALL, a page at a time
 
-A worker that ends in good order does this itself, by RECALL. Whoever starts workers sees nothing but the lists'
-lengths, so what lies elsewhere would wait until somebody starts one for another reason.
+A drained worker does this itself, by RECALL. An autoscaler sees only the lists' lengths, so messages elsewhere would
+wait until a worker is started for another reason.
 
-Each call is a script of its own, which looks at the leases itself: REAP at the worker's, RECALL at those of all workers
-that take from the queue. So one that starts at this very moment keeps what it sorts, and whoever is killed between two
-calls leaves what the next sweep does; a page goes back to the front of its list, the youngest messages first.
+Each call is one script, which checks the leases itself: REAP the worker's, RECALL those of all workers that serve the
+queue. So a worker that starts at that moment keeps what it has sorted, and a sweeper that is killed between two calls
+leaves the rest to the next sweep. A page returns to the front of its list, the youngest messages first.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from producers.contract import keys
 
 log = logging.getLogger(__name__)
 
-#: Messages that go back in one call.
+#: Messages returned in one call.
 PAGE: Final = 500
-#: Seconds for which a queue is to have been seen without a worker: more than a living one, whose lease lapsed while its
-#: servers were away, takes to say that it lives.
+#: Time (s) for which a queue must be without a worker. A live worker, whose lease lapsed while its servers were away,
+#: needs less to renew it.
 PATIENCE_S: Final = 5.0
 
 
-class DesertedQueues:
-    """One for each process that leads: it remembers since when nobody serves a queue."""
+class OrphanedQueues:
+    """The leader's memory of since when each queue has had no worker."""
 
     def __init__(self, client: AsyncClient, patience_s: float = PATIENCE_S) -> None:
         self._store, self._broker = client.store, client.broker
@@ -40,8 +40,10 @@ class DesertedQueues:
         self._since: dict[str, float] = {}
 
     async def sweep(self) -> tuple[int, int]:
-        """How many messages were taken back from the dead, and how many had been sorted. Raises
-        redis.exceptions.RedisError or OSError; then everybody's time begins anew."""
+        """Return the messages. Returns the numbers taken from dead workers and from the sorted sets.
+
+        Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew.
+        """
         since, self._since = self._since, {}
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
         takers = takers_of(pools)
@@ -73,7 +75,7 @@ class DesertedQueues:
 
 
 def takers_of(pools: dict[str, str]) -> dict[str, list[str]]:
-    """The queues that there are, each with the pools whose workers take from it: its own, or all of a model's."""
+    """Queue -> pools whose workers serve it: its own pool, or all pools of the model."""
     found = {queue: [queue] for queue in pools}
     for queue, about in pools.items():
         found.setdefault(keys.model_queue(json.loads(about)["model"]), []).append(queue)

@@ -1,4 +1,4 @@
-"""Reader leases: a task whose caller waits on a connection is cancelled when its reader is heard of no more.
+"""Reader leases: a task whose caller waits on a connection is cancelled once its reader's lease has lapsed.
 
     ReaderLeases (a gateway):  enter, before ADMIT -> renewed for all at once, three times a lease -> leave, at the end
     LapsedReaders (who sweeps: gateways, workers):  lapsed for a while -> UNREAD: cancelled and removed, if still lapsed
@@ -26,37 +26,37 @@ from producers.store import protocol
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which a reader that was not heard of is gone.
+#: Silence (s) after which a reader counts as gone.
 LEASE_S: Final = 15.0
 RENEWALS: Final = 3
-#: Ids in one call: a script blocks the store.
+#: Most ids in one call, since a script blocks the store.
 MANY: Final = 1000
-#: A renewal that failed is tried again so soon (s).
+#: Pause (s) before a failed renewal is repeated.
 RETRY_S: Final = 0.5
 
 
 def hold(task_ids: Iterable[str], lease_ms: int) -> Call:
-    """Answers how many were entered anew."""
+    """HOLD: take or renew reader leases. Answers the number of new ones."""
     return Call(script(protocol.PACKAGE, "hold"), (keys.READERS,), (lease_ms, *task_ids))
 
 
 def lapsed() -> Call:
-    """Answers `[id, ms, ...]`, see `read_lapsed`."""
+    """LAPSED: ask for lapsed leases. Answers `[id, ms, ...]`, see `read_lapsed`."""
     return Call(script(protocol.PACKAGE, "lapsed"), (keys.READERS,), (MANY,))
 
 
 def read_lapsed(answer: Sequence[Any]) -> dict[str, int]:
-    """When the lease of each ended (server ms)."""
+    """Task id -> end of its lapsed lease (server ms)."""
     return {text(name): int(float(over)) for name, over in zip(answer[::2], answer[1::2], strict=True)}
 
 
 def renewed_within(lease_s: float) -> float:
-    """Seconds within which whoever lives has renewed a lease, also where the store was away or its clock set."""
+    """Time (s) in which a live reader renews its lease, also after an outage or a change of the store's clock."""
     return lease_s / RENEWALS + 2 * RETRY_S
 
 
 class ReaderLeases:
-    """Those of one process. `run` keeps them up."""
+    """The reader leases of one process. `run` renews them."""
 
     def __init__(self, client: AsyncClient, lease_s: float = LEASE_S, patience_s: float = 4.0) -> None:
         self._client = client
@@ -69,14 +69,14 @@ class ReaderLeases:
         return len(self._held)
 
     async def enter(self, task_ids: Sequence[str]) -> None:
-        """To be called before these tasks are submitted. Raises redis.exceptions.RedisError or OSError."""
+        """Take leases for tasks before they are submitted. Raises redis.exceptions.RedisError or OSError."""
         await self._client.run(persistently(hold(task_ids, self._lease_ms), self._patience_s))
         self._held.update(task_ids)
 
     async def leave(self, task_ids: Sequence[str], lapse: Collection[str] = ()) -> None:
-        """Their tasks have ended, or were cancelled. Those in `lapse` were not: they are left for a sweeper to cancel.
+        """Remove the leases of ended or cancelled tasks. Those in `lapse` stay, and a sweeper cancels their tasks.
 
-        What the store does not hear lapses, too.
+        If the store is away, the leases lapse.
         """
         self._held.difference_update(task_ids)
         ended = [task_id for task_id in task_ids if task_id not in lapse]
@@ -88,7 +88,7 @@ class ReaderLeases:
             log.info("reader leases are left to lapse: %s", said(error))
 
     async def run(self) -> None:
-        """Renew until cancelled."""
+        """Renew all leases until cancelled."""
         pause = self._every_s
         while True:
             await asyncio.sleep(pause)
@@ -103,26 +103,26 @@ class ReaderLeases:
 
 
 class LapsedReaders:
-    """Cancels for those who are gone. One for each process that sweeps: it remembers what it saw, and since when.
+    """Cancels tasks of lost readers. Each sweeping process has one, which remembers lapsed leases.
 
-    After the store was away for a while, or its clock was set, all leases are over, of living readers too. So one must
-    have been found lapsed for as long as a renewal takes, in looks that all came through.
+    After an outage or a change of the store's clock all leases have lapsed, also those of live readers. So a lease must
+    stay lapsed for the time of a renewal, in looks that all succeeded.
     """
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
-        """`lease_s`: of the gateways."""
+        """`lease_s`: the gateways' reader lease (s)."""
         self._wait_s = renewed_within(lease_s)
-        # When the lease of each ended (server ms), and when that was first seen (our clock, s).
+        # Task id -> (end of its lease in server ms, time of first notice on our clock in s).
         self._seen: dict[str, tuple[int, float]] = {}
 
     @property
     def every_s(self) -> float:
-        """How often to look."""
+        """Interval between sweeps (s)."""
         return self._wait_s / 2
 
     def sweep(self) -> Steps[int]:
-        """How many tasks were cancelled, or had ended before. Raises what the store does."""
-        seen, self._seen = self._seen, {}  # unless this comes to its end: then everybody's time begins anew
+        """Cancel tasks of lost readers. Returns how many were cancelled or had ended. Raises the store's errors."""
+        seen, self._seen = self._seen, {}  # if this sweep fails, the waiting times begin anew
         found = read_lapsed((yield lapsed()))
         now = time.monotonic()
         lasting: dict[str, tuple[int, float]] = {}

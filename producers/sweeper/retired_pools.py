@@ -1,4 +1,4 @@
-"""Pools that no worker serves: an old version's, or all of them at zero workers. What to do with what waits there.
+"""Handles pools without workers: reports waiting tasks, removes useless messages, forgets retired pools.
 
     told:     how many tasks wait, in the log whenever that changed (and in /metrics, always), once nobody has served
               them for a while: after a restart, workers load their model first
@@ -26,16 +26,16 @@ from producers.sweeper.orphaned_queues import takers_of
 
 log = logging.getLogger(__name__)
 
-#: Messages looked at in one go.
+#: Messages read at a time.
 PAGE: Final = 500
-#: Seconds that a queue is to have been without a worker before the log says so: more than most models take to load.
+#: Time (s) without a worker after which waiting tasks are logged; most models load in less.
 PATIENCE_S: Final = 60.0
-#: Seconds that a pool is to have been without worker and messages before it is forgotten.
+#: Time (s) without workers and messages after which a pool is forgotten.
 RETIRE_AFTER_S: Final = 3600.0
 
 
 def retire(queue: str, about: str) -> Call:
-    """Answers 1, or 0 where it is another pool by now, or one that is sent tasks."""
+    """RETIRE: forget a pool. Answers 1, or 0 if the pool has changed or gets tasks."""
     return Call(script(PACKAGE, "retire"), (keys.POOLS, keys.ROUTES), (queue, about))
 
 
@@ -46,7 +46,7 @@ class Pruned:
 
 
 class RetiredPools:
-    """One for each process that leads: it remembers since when nobody serves a pool."""
+    """The leader's memory of since when each pool has had no worker."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RetiredPools:
         self._empty_since: dict[str, float] = {}
 
     async def sweep(self) -> Pruned:
-        """Raises redis.exceptions.RedisError or OSError."""
+        """Handle all pools once. Raises redis.exceptions.RedisError or OSError."""
         pruned = Pruned()
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
         serving = {worker.queue for worker in await self._broker.workers()}
@@ -85,7 +85,7 @@ class RetiredPools:
         return pruned
 
     def _tell(self, queue: str, waiting: int) -> None:
-        """Once for each number of tasks."""
+        """Log the number of waiting tasks whenever it has changed."""
         now = time.monotonic()
         late = now - self._unserved_since.setdefault(queue, now) >= self._patience_s
         if late and waiting and waiting != self._told.get(queue):
@@ -93,7 +93,7 @@ class RetiredPools:
             self._told[queue] = waiting
 
     async def _prune(self, queue: str, pools: Sequence[str], pruned: Pruned) -> int:
-        """How many messages are left."""
+        """Return held-back and sorted messages to the lists and drop useless ones. Returns the number that is left."""
         while await self._broker.due(queue):
             pass
         while await self._broker.recall(queue, pools, PAGE) == PAGE:
@@ -103,8 +103,10 @@ class RetiredPools:
         return left
 
     async def _over(self, page: Iterable[bytes]) -> dict[bytes, str]:
-        """Messages that CLAIM would answer `done` for, with their tasks: settled, or a client's without a record, which
-        there was before the message."""
+        """Messages, with their tasks, that CLAIM would answer with `done`.
+
+        Their tasks are settled, or were a client's and have no record any more.
+        """
         found = [(raw, headers) for raw in page if (headers := _headers(raw)) is not None]
         async with self._store.pipeline(transaction=False) as pipe:
             for _, headers in found:
@@ -121,7 +123,7 @@ class RetiredPools:
             self._empty_since.pop(queue, None)
             return
         since = self._empty_since.setdefault(queue, time.monotonic())
-        # A worker that announces the pool anew meanwhile says so in other words: it tells when.
+        # A worker that announces the pool again changes its entry, which holds the time.
         if time.monotonic() - since >= self._retire_after_s and await arun(self._store, retire(queue, about)):
             log.info("pool %s is forgotten: no worker serves it, and nothing is left of it", queue)
             await self._broker.forget(queue)
@@ -130,7 +132,7 @@ class RetiredPools:
 
 
 def _headers(raw: bytes | str) -> dict[str, Any] | None:
-    """Those of a message for a task of ours. What is none is a dead letter, once somebody fetches it."""
+    """A task message's headers; None for another message, which becomes a dead letter once it is fetched."""
     try:
         headers = json.loads(raw)["headers"]
         return headers if headers["task"] == keys.TASK_NAME and id_of(headers) is not None else None

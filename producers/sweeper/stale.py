@@ -1,6 +1,6 @@
-"""What has no TTL of its own and nobody needs any more: swept by the leader, so that nothing grows for ever.
+"""Removes unneeded data that has no TTL, so that nothing grows for ever. The leader does this.
 
-Each is looked at twice before it goes, where its maker might just be about to need it; docs/protocol.md names all.
+Data that its owner may be about to use must be found unneeded twice. docs/protocol.md lists all kinds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from producers.store import blobs
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a dead letter is kept.
+#: Time (s) for which a dead letter is kept.
 LETTERS_KEPT_S: Final = 14 * 24 * 3600.0
-#: Seconds for which something is to have been found unneeded: far longer than any process takes from one call to the
-#: next, also a worker that is about to say that it lives.
+#: Time (s) for which something must be unneeded before it is removed: far more than any process takes between two
+#: calls, also a worker that is about to renew its lapsed lease.
 UNNEEDED_S: Final = 60.0
 
 
@@ -34,7 +34,7 @@ class Removed:
 
 
 class Stale:
-    """One for each process that leads: it remembers since when something is not needed."""
+    """The leader's memory of since when something has not been needed."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Stale:
         self._since: dict[str, float] = {}
 
     async def sweep(self) -> Removed:
-        """Raises redis.exceptions.RedisError or OSError; then everybody's time begins anew."""
+        """Remove stale data once. Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew."""
         since, self._since = self._since, {}
         removed, kept = Removed(), dict[str, float]()
         await self._incarnations(removed, since, kept)
@@ -80,14 +80,14 @@ class Stale:
         before = await self._broker.now_ms() - int(self._letters_kept_s * 1000)
         old: list[Any] = []
         async for letter in letters(self._client):
-            if letter.at_ms >= before:  # the oldest come first; one that says no time is not of ours
+            if letter.at_ms >= before:  # the oldest come first; an entry without a time is not ours
                 break
             old += [letter] if letter.at_ms else []
         for letter in old:
             removed.letters += await purge(self._client, letter)
 
     def _long(self, name: str, since: dict[str, float], kept: dict[str, float]) -> bool:
-        """Found unneeded for long enough."""
+        """Note that something is unneeded. Returns whether it has been for `unneeded_s`."""
         now = time.monotonic()
         kept[name] = since.get(name, now)
         return now - kept[name] >= self._unneeded_s

@@ -1,12 +1,12 @@
-"""Finishes what others left.
+"""Runs the sweepers' duties: they finish what dead processes left.
 
-    run   (gateways, and the sweeper that leads):  submits broken off, lost readers, deadlines, final tasks unsettled
-    lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, tell the results of
-          plain Celery tasks, bring back what killed workers left, look after pools without workers and what has no TTL
+    run   (gateways, and the leading sweeper): interrupted submits, lost readers, deadlines, unsettled final tasks
+    lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, store results of
+          plain Celery tasks, return killed workers' messages, handle pools without workers and stale data
           -> until the lease is lost
 
-Whatever is done is one script that looks at the record itself, so that any number may do it at once, and be stopped or
-killed between any two calls. What was done is counted in `penstock:swept`.
+Each action is one script that checks the record itself. So any number of processes may act at once, and be stopped or
+killed between any two calls. Actions are counted in `penstock:swept`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from producers.sweeper.compact import AGE_MS, compact
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
 from producers.sweeper.leader import Leadership
-from producers.sweeper.orphaned_queues import PATIENCE_S as DESERTED_AFTER_S
-from producers.sweeper.orphaned_queues import DesertedQueues
+from producers.sweeper.orphaned_queues import PATIENCE_S as ORPHANED_AFTER_S
+from producers.sweeper.orphaned_queues import OrphanedQueues
 from producers.sweeper.reader_leases import LEASE_S, LapsedReaders
 from producers.sweeper.retired_pools import RETIRE_AFTER_S, RetiredPools
 from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
@@ -42,13 +42,13 @@ from producers.sweeper.unsettled import Orphans
 
 log = logging.getLogger(__name__)
 
-#: Seconds between sweeps, on average.
+#: Mean interval (s) between sweeps.
 EVERY_S: Final = 10.0
-#: Seconds between looks at deadlines.
+#: Interval (s) of the sweep for deadlines.
 DEADLINES_EVERY_S: Final = 1.0
-#: Seconds between looks at pools without workers, and at what has no TTL.
+#: Interval (s) of the sweeps for pools without workers and for stale data.
 SELDOM_S: Final = 60.0
-#: Seconds after which a sweep is broken off: a server accepts connections but does not answer.
+#: Time limit (s) of a sweep, for servers that accept connections but do not answer.
 LIMIT_S: Final = 60.0
 
 Counts = dict[str, int]
@@ -56,7 +56,7 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SweeperSettings:
-    """Of a sweeper that leads, or waits to. Times are seconds."""
+    """Settings of a sweeper. Times are seconds."""
 
     broker: str
     store: str
@@ -65,18 +65,18 @@ class SweeperSettings:
     every: float = EVERY_S
     seldom: float = SELDOM_S
     reader_lease: float = LEASE_S
-    """Of the gateways."""
+    """The gateways' reader lease."""
     unsent_after: float = protocol.SWEEP_AGE_MS / 1000
-    """How long a record may stay `submitting` until its message is sent (again)."""
+    """Time after which the message of a `submitting` record is sent (again)."""
     unsettled_after: float = ORPHAN_MS / 1000
-    """How long a final task may stay unsettled until it is looked whether anybody will settle it."""
+    """Time after which a final, unsettled task is checked for a worker that will settle it."""
     compact_after: float = AGE_MS / 1000
-    """How long after a task was settled its stream is compacted."""
+    """Time between a task's settlement and its stream's compaction."""
     letters_kept: float = LETTERS_KEPT_S
     unneeded: float = UNNEEDED_S
     retire_after: float = RETIRE_AFTER_S
-    deserted_after: float = DESERTED_AFTER_S
-    """For how long no worker of a queue may have a lease before what they left goes back to its lists."""
+    orphaned_after: float = ORPHANED_AFTER_S
+    """Time without any worker's lease after which a queue's messages return to its lists."""
 
 
 async def run(
@@ -87,8 +87,11 @@ async def run(
     unsent_after_s: float = protocol.SWEEP_AGE_MS / 1000,
     unsettled_after_s: float = ORPHAN_MS / 1000,
 ) -> None:
-    """Sweep until cancelled. `reader_lease_s`: of the gateways; `waiting`: see `producers.sweeper.unsettled`; the last
-    two: see `SweeperSettings`."""
+    """Sweep until cancelled.
+
+    `reader_lease_s`: the gateways' reader lease. `waiting`: see `producers.sweeper.unsettled`. The last two: see
+    `SweeperSettings`.
+    """
     readers, orphans = LapsedReaders(reader_lease_s), Orphans(int(unsettled_after_s * 1000), waiting=waiting)
 
     async def submitting() -> Counts:
@@ -112,7 +115,7 @@ async def run(
 
 
 async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
-    """Sweep whenever this one leads, until cancelled; then another may lead at once."""
+    """Sweep whenever this process leads, until cancelled; then give the lead up at once."""
     leadership = Leadership(client, settings.name, settings.lease)
     try:
         while True:
@@ -135,7 +138,7 @@ async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
 async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
-    deserted = DesertedQueues(client, settings.deserted_after)
+    orphaned = OrphanedQueues(client, settings.orphaned_after)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def tell() -> Counts:
@@ -146,7 +149,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
         return {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
 
     async def returned() -> Counts:
-        reaped, recalled = await deserted.sweep()
+        reaped, recalled = await orphaned.sweep()
         return {"returned": reaped, "recalled": recalled}
 
     async def prune() -> Counts:
@@ -182,7 +185,7 @@ async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], ev
                     await _count(client, done)
         except FAILURES as error:
             warn_throttled(log, "sweep broken off, trying again: %s", error)
-        except Exception:  # whatever one record is made of must not end the sweeping of all others
+        except Exception:  # one bad record must not stop the sweeps for all others
             log.exception("a sweep failed, going on")
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart
 

@@ -1,7 +1,7 @@
-"""Submits that were broken off: a record that stayed `submitting` is sent (again), so that no accepted task is lost.
+"""Completes interrupted submits: sends the message of a record that stayed `submitting`, so that no task is lost.
 
-The set `penstock:submitting` names them by age. A record that is queued is never sent again, however long it waits: its
-message was confirmed. Several may sweep: a message sent twice finds its task taken.
+The set `penstock:submitting` has their ids by age. A queued record is never sent again, since its message was
+confirmed. Several processes may sweep: a second copy of a message finds its task claimed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from producers.store import protocol
 
 log = logging.getLogger(__name__)
 
-#: Records looked at in one go.
+#: Records read at a time.
 PAGE: Final = 100
 
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep did: messages sent, entries dropped whose record needs none, records that could not be sent."""
+    """A sweep's counts: messages sent, entries dropped that needed none, records that could not be sent."""
 
     sent: int = 0
     dropped: int = 0
@@ -36,16 +36,16 @@ class Swept:
 
 
 async def sweep(client: AsyncClient, age_ms: int = protocol.SWEEP_AGE_MS) -> Swept:
-    """Look once at every record that has been `submitting` for `age_ms` (server time).
+    """Send the message of every record that has been `submitting` for `age_ms` (server time).
 
-    A record that is broken, or that the broker refuses, is logged and left for the next sweep. Raises
-    redis.exceptions.RedisError or OSError where a server is away: then none of the others could be sent either.
+    A record that is broken, or whose message the broker refuses, is logged and left for the next sweep. Raises
+    redis.exceptions.RedisError or OSError if a server is away.
     """
     swept = Swept()
     seconds, micros = await client.store.time()
     until = seconds * 1000 + micros // 1000 - age_ms
     while True:
-        # What could not be sent stays in the set, before what is still to be looked at.
+        # Records that could not be sent stay in the set, before those that are not read yet.
         page = await client.store.zrangebyscore(keys.SUBMITTING, "-inf", until, start=swept.failed, num=PAGE)
         for task_id in map(text, page):
             try:
@@ -72,7 +72,7 @@ async def _one(client: AsyncClient, task_id: str, swept: Swept) -> None:
 
 
 async def _drop(client: AsyncClient, task_id: str) -> bool:
-    """Take the id off the set, unless its record was changed meanwhile: it may have been admitted anew."""
+    """Remove the id from the set, unless its record changed meanwhile: it may be a new task of the same id."""
     async with client.store.pipeline(transaction=True) as pipe:
         await pipe.watch(keys.task(task_id))
         if await client.store.hget(keys.task(task_id), "status") == b"submitting":

@@ -1,4 +1,4 @@
-"""Final tasks whose messages nobody puts down: whoever sweeps settles them.
+"""Settles final tasks whose messages no worker acknowledges.
 
     CANCEL, EXPIRE, UNREAD or FINISH made a record final -> `penstock:unsettled` -> its message's CLAIM, tracer, SETTLE
     ... but the worker died, the message is gone, or its pool has no worker: for a while -> ORPHAN
@@ -23,29 +23,29 @@ from producers.store import protocol
 
 log = logging.getLogger(__name__)
 
-#: A task is looked at so long after it became final (ms): a worker's lease has lapsed by then, or it has settled it.
+#: Time (ms) after which a final task is checked. Its worker has settled it by then, or its lease has lapsed.
 AGE_MS: Final = 15_000
-#: What nobody has brought the message of for so long (ms) is settled without it.
+#: Time (ms) after which a task is settled without its message.
 PATIENCE_MS: Final = 7 * 24 * 3600 * 1000
-#: Ids looked at in one go.
+#: Ids read at a time.
 PAGE: Final = 200
-#: Those that were left are looked at again at every so manieth sweep.
+#: Number of sweeps after which tasks that were left are checked again.
 ALL_EVERY: Final = 6
 
 
 @dataclass(slots=True)
 class Orphans:
-    """One for each process that sweeps: it remembers how far it has looked."""
+    """A sweeping process's memory of which unsettled tasks it has checked."""
 
     age_ms: int = AGE_MS
     patience_ms: int = PATIENCE_MS
     waiting: Callable[[str], None] = lambda task_id: None
-    """Told of each task that waits for its message, now and then."""
+    """Called now and then with each task that waits for its message."""
     _round: int = field(init=False, default=0)
     _after: int = field(init=False, default=0)
 
     def sweep(self) -> Steps[int]:
-        """How many were settled. Raises redis.exceptions.RedisError or OSError where the store is away."""
+        """Settle orphaned tasks. Returns their number. Raises redis.exceptions.RedisError or OSError."""
         ((seconds, micros),) = yield Read((("TIME",),))
         now = int(seconds) * 1000 + int(micros) // 1000
         until = now - self.age_ms

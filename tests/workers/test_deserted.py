@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 @contextlib.contextmanager
 def sweeping(rig: Rig) -> Iterator[None]:
     """One that leads, and looks again and again."""
-    settings = SweeperSettings(rig.url, rig.url, every=0.05, deserted_after=0.2)
+    settings = SweeperSettings(rig.url, rig.url, every=0.05, orphaned_after=0.2)
     loop = asyncio.new_event_loop()
 
     async def sweep() -> None:

@@ -1,6 +1,6 @@
 """A worker's lease, and what is done about those that lapsed.
 
-housekeeper, a thread, goes round: lease renews this worker's own, others sees to dead workers and deserted queues,
+housekeeper, a thread, goes round: lease renews this worker's own, others sees to dead workers and orphaned queues,
 reconcile gives back deliveries that a failover brought back; tasks end at their deadline or go on elsewhere
 control hears cancels, on a thread of its own
 """

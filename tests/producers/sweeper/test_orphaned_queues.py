@@ -16,8 +16,8 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.sweeper import orphaned_queues as deserted
-from producers.sweeper.orphaned_queues import DesertedQueues
+from producers.sweeper import orphaned_queues
+from producers.sweeper.orphaned_queues import OrphanedQueues
 from tests.producers.conftest import QUEUE
 
 MODEL = keys.model_queue("tiny")
@@ -72,8 +72,8 @@ def left(valkey: Redis, names: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: [json.loads(raw)["headers"]["id"] for raw in valkey.lrange(name, 0, -1)[::-1]] for name in names}
 
 
-def sweeping(client: AsyncClient) -> DesertedQueues:
-    return DesertedQueues(client, patience_s=0.0)
+def sweeping(client: AsyncClient) -> OrphanedQueues:
+    return OrphanedQueues(client, patience_s=0.0)
 
 
 async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncClient, valkey: Redis) -> None:
@@ -92,7 +92,7 @@ async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncC
 
 async def test_it_waits_for_as_long_as_it_was_told(aclient: AsyncClient, valkey: Redis) -> None:
     leave(valkey)
-    queues = DesertedQueues(aclient, patience_s=3600.0)
+    queues = OrphanedQueues(aclient, patience_s=3600.0)
     for _ in range(3):
         assert await queues.sweep() == (0, 0)
 
@@ -125,7 +125,7 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any page: before the first, or in the midst."""
-    monkeypatch.setattr(deserted, "PAGE", 2)
+    monkeypatch.setattr(orphaned_queues, "PAGE", 2)
     real = aclient.broker.recall
     for starts in range(12):
         sent = leave(valkey)
@@ -158,7 +158,7 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
 async def test_a_sweeper_that_dies_between_any_two_calls_loses_nothing(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deserted, "PAGE", 2)
+    monkeypatch.setattr(orphaned_queues, "PAGE", 2)
     died = True
     dies = 0
     while died:
