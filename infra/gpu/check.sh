@@ -3,21 +3,21 @@
 #
 #   infra/gpu/check.sh [PART]... [--out DIR] [--measures LIST] [--allow-cpu]
 #
-#   bench    the shape of Llama 3.1 8B, bf16, random weights: steps, prefill, offline, and where the time goes
-#   peer     transformers' continuous batching beside it, on the same requests
-#   alone    attention, the other kernels, and sampling, each measured alone
-#   kernels  tests: every kernel against kernels/reference, the device's runner
-#   parity   tests: transformers' output in fp32 and bf16
-#   engine   the rest of the engine's tests
-#   all      all of them in this order: figures first (the default)
+#   bench    measures the shape of Llama 3.1 8B, bf16, random weights: steps, prefill, offline, and a step's parts
+#   peer     measures transformers' continuous batching on the same requests
+#   alone    measures attention, the other kernels, and sampling, each alone
+#   kernels  tests every kernel against kernels/reference, and the device's runner
+#   parity   tests against transformers' output in fp32 and bf16
+#   engine   runs the rest of the engine's tests
+#   all      all parts in this order, figures first (the default)
 #
-# Of the tests, those run that need the GPU (`pytest -k cuda`). Needs Python 3.11+ (PYTHON, default python3) with torch,
-# triton, transformers, tokenizers, safetensors, jinja2, numpy, pytest, pytest-xdist, pytest-timeout and hypothesis; no
-# network, no other package. --measures chooses those of bench (infra/gpu/bench.py lists them). What each part finds, and
-# what Triton compiles, goes to --out (default: gpu-report in the repository); report.json, report.txt and report.md
-# there hold all parts that were ever run, and are written after each part, also when it is ended before its time. Exits
-# 0 if every test of the parts that were asked for passed and every figure was taken. --allow-cpu does the same on a CPU,
-# with a tiny model and with all tests.
+# Only tests that need the GPU run (`pytest -k cuda`). The script needs Python 3.11+ (PYTHON, default python3) with
+# torch, triton, transformers, tokenizers, safetensors, jinja2, numpy, pytest, pytest-xdist, pytest-timeout and
+# hypothesis, but no network and no other package. --measures chooses the measures of bench (infra/gpu/bench.py lists
+# them). The results of each part, and the kernels that Triton compiles, go to --out (default: gpu-report in the
+# repository). report.json, report.txt and report.md there cover all parts that were ever run. They are written after
+# each part, even if it was interrupted. The script exits 0 if every test of the requested parts passed and every figure
+# was taken. --allow-cpu runs everything on a CPU, with a tiny model and with all tests.
 set -uo pipefail
 
 every=(bench peer alone kernels parity engine)
@@ -53,17 +53,17 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 cores=$(nproc)
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     shape=llama-8b tiny=() only=(-k cuda) jobs=$((cores < 12 ? cores : 12))
-    export TRITON_INTERPRET=0 # else the tests guess by device files whether there is a GPU
+    export TRITON_INTERPRET=0 # without it, the tests guess from device files whether there is a GPU
 elif [ $allow_cpu = yes ]; then
     shape=tiny tiny=(--tiny) only=() jobs=$(((cores + 1) / 2))
 else
     echo "torch finds no CUDA device; pass --allow-cpu to check on the CPU" >&2
     exit 2
 fi
-# What one part compiles the next ones find, as on a machine whose cache was filled by `penstock warm`.
+# Parts share one cache of compiled kernels, as on a machine whose cache was filled by `penstock warm`.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$out/triton-cache}
 
-# limited SECONDS COMMAND...: in the background and waited for, so that a signal is taken at once.
+# limited SECONDS COMMAND...: runs a command in the background and waits, so that signals are handled at once.
 running=
 limited() {
     timeout -k 10 "$@" &
@@ -71,9 +71,9 @@ limited() {
     wait "$running"
 }
 
-# tests PART FOLDER PATH...: several processes at a time, since kernels are compiled one after the other in each. The
-# session ends by itself before it is ended, so that failures are told in whole. Fixtures of its own FOLDER alone,
-# --confcutdir: those above it need packages that are not here.
+# tests PART FOLDER PATH...: runs tests in several processes, because each compiles kernels one after another. The
+# session times out before `limited` would kill it, so that failures are reported in full. --confcutdir loads only the
+# fixtures of FOLDER, because those above it need packages that are not installed.
 tests() {
     local part=$1 folder=$2
     shift 2
@@ -90,6 +90,7 @@ peer() {
         limited 300 "$python" infra/gpu/peer.py "$out/peer.json" --like "$out/short.json"
 }
 
+# Runs tests/bench/gpu_attention.py, tests/bench/kernels.py and tests/bench/sampler.py.
 alone() {
     local status=0 name
     for name in gpu_attention kernels sampler; do
@@ -106,7 +107,7 @@ report() {
     "$python" infra/gpu/report.py "$out" "${parts[@]}"
 }
 
-# Ended before its time or not, what was found so far is reported.
+# Report the results so far, even if the script is interrupted.
 exec 3>&1 4>&2 # a signal may come while these are a part's log
 trap '[ -z "$running" ] || kill "$running" 2>/dev/null; exit 143' TERM INT HUP
 trap 'report >&3 2>&4; exit $?' EXIT
