@@ -5,8 +5,8 @@
 Arrivals are a Poisson process, the same in every run with one seed. Mixes: `chat` (128 prompt and 64 output tokens),
 `prefix` (prompts that share 400 tokens and have 32 of their own), `long` (1,500 prompt and 32 output tokens), `tiers`
 (like chat; one of five requests has the priority tier, one the batch tier). For each rate it prints the time to the
-first token (from arrival) and between tokens, at the 50th, 95th and 99th percentile, and the output tokens a second
-until the last request has ended.
+first token, from arrival, and the time between tokens, both at the 50th, 95th and 99th percentile. It also prints the
+output tokens a second until the last request has ended.
 """
 
 from __future__ import annotations

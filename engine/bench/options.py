@@ -21,7 +21,10 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument(
-        "--workload", type=partial(_listed, WORKLOADS), default="W1,W8,W32,W64mix", help="one or several, by commas"
+        "--workload",
+        type=partial(_listed, WORKLOADS),
+        default="W1,W8,W32,W64mix",
+        help="one or several, separated by commas",
     )
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
@@ -30,7 +33,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")
     parser.add_argument("--repeats", type=_count, default=2, help="runs of each workload; the best counts")
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--json", type=_file, default=None, help="write all figures here")
+    parser.add_argument("--json", type=_file, default=None, help="write all figures to this file")
     return parser
 
 
@@ -39,20 +42,29 @@ def every_argument(description: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument("--peer", choices=["transformers-cb"], default=None)
     parser.add_argument("--peer-dtype", choices=["float32", "bfloat16", "float16"], default=None)
-    parser.add_argument("--kernels", default="auto", help="the kernel set, as EngineConfig has it")
+    parser.add_argument("--kernels", default="auto", help="the kernel set, a value of EngineConfig.kernels")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
-    parser.add_argument("--deterministic", action="store_true", help="rows that depend on nothing but themselves")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="use deterministic kernels, and compare with the plain ones"
+    )
     parser.add_argument("--speculate", default="none", choices=["none", "lookup", "draft"])
     parser.add_argument("--draft-model", default=None, help="folder, for --speculate draft")
     parser.add_argument("--speculate-tokens", type=int, default=5)
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--breakdown", action="store_true", help="time the parts of steps in place of throughput")
-    instead.add_argument("--load", action="store_true", help="latency at rates of arrival in place of throughput")
-    parser.add_argument("--mix", type=partial(_listed, MIXES), default="chat,prefix,long,tiers", help="with --load")
-    parser.add_argument("--rates", type=_rates, default="0.5,1,2,4", help="requests a second, by commas; with --load")
-    parser.add_argument("--requests", type=_count, default=60, help="of each rate; with --load")
-    parser.add_argument("--plot", type=_file, default=None, help="with --load: a chart, as SVG")
+    instead.add_argument("--breakdown", action="store_true", help="time the parts of steps instead of throughput")
+    instead.add_argument("--load", action="store_true", help="measure latency by rate of arrival instead of throughput")
+    parser.add_argument(
+        "--mix",
+        type=partial(_listed, MIXES),
+        default="chat,prefix,long,tiers",
+        help="with --load: mixes, separated by commas",
+    )
+    parser.add_argument(
+        "--rates", type=_rates, default="0.5,1,2,4", help="with --load: requests a second, separated by commas"
+    )
+    parser.add_argument("--requests", type=_count, default=60, help="with --load: requests for each rate")
+    parser.add_argument("--plot", type=_file, default=None, help="with --load: write a chart to this SVG file")
     return parser
 
 

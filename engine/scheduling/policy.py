@@ -5,8 +5,8 @@ to 0. It only ever falls, and is kept while the sequence runs. Within a tier, th
 goes first (fairness.py), then the request that arrived first.
 
 Ageing moves a sequence forward in the queue and shields it once it runs. To preempt others, a sequence has only its
-request's tier, and no share. So a sequence aged to tier 0 will in time be the first in the queue, a fresh request of a
-high tier still displaces lower ones at once, and no two sequences can go on displacing each other.
+request's tier, and no share. So a sequence aged to tier 0 will in time be the first in the queue. A fresh request of a
+high tier still displaces lower ones at once. No two sequences can go on displacing each other.
 
 In the batch, sequences are ordered by what their tenants had been served at their first admission. If memory runs out,
 the last in that order is preempted: of the tenants served most, the sequence that arrived last.

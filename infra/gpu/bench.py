@@ -200,7 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
-    parser.add_argument("--measures", required=True, help="by commas")
+    parser.add_argument("--measures", required=True, help="separated by commas")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
