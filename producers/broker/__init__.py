@@ -2,6 +2,6 @@
 
     sender ─▶ Sender, Broker.send ─▶ queue by tier ─▶ Consumer.fetch ─▶ in flight ─▶ Consumer.put_down
 
-base has the interface, values what goes in and comes out, connect chooses an implementation by URL
-redis/ and its scripts are the one for Redis and Valkey; memory/ is the same in plain Python, for one process
+base has the interface, values its arguments and results; connect chooses an implementation by URL
+redis/ with its scripts is for Redis and Valkey; memory/ is the same in plain Python, for one process
 """

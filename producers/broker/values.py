@@ -1,4 +1,4 @@
-"""What goes into a broker's calls and comes out of them, the same for every broker. Times are in seconds."""
+"""Arguments and results of a broker's calls, the same for every broker. Times are seconds."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any, Final
 from producers.connection.script import text
 from producers.contract import keys
 
-#: Bounds on a tenant's weight; FETCH and the engine have them, too. What lies outside counts as 1.
+#: Bounds of a tenant's weight; FETCH and the engine have the same. A weight outside counts as 1.
 MIN_WEIGHT: Final = 0.001
 MAX_WEIGHT: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a broker can promise beyond delivering each message at least once."""
+    """A broker's guarantees beyond at-least-once delivery."""
 
     strict_order: bool
     """A tenant's messages of one tier are fetched in the order in which they were sent."""
     front_of_queue: bool
-    """What is given back is fetched before what was sent later."""
+    """A message that was given back is fetched before later ones."""
     tenant_turns: bool
-    """Within a tier, the tenant that was served least is next."""
+    """Within a tier, the tenant that was served least comes next."""
     delay_per_message: bool
-    """`Back` may say for how long its message is held back, without a bound."""
+    """`Back` may delay its message for any time."""
     max_message_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Room for tasks, per tier (index is its rank): what is free, and what lower tiers hold."""
+    """Capacity for tasks of each tier (index: its rank): free capacity plus what lower tiers hold."""
 
     seqs: tuple[int, int, int, int]
     tokens: tuple[int, int, int, int]
@@ -41,24 +41,24 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a worker's fetches go by."""
+    """Rules of a worker's fetches."""
 
     capacity: tuple[int, int]
-    """(sequences, tokens) of the whole engine: a task that wants more is counted as that much."""
+    """(sequences, tokens) of the whole engine; a larger task counts as this much."""
     plain_tokens: int
-    """Tokens that a message is counted as which does not say its size."""
+    """Assumed tokens of a message without a size."""
     ageing: float
     """A list whose head has waited unserved for this long counts as one tier higher."""
     max_redeliveries: int
-    """After so many deliveries that their worker did not survive, a message is condemned."""
+    """Number of deliveries whose worker died, after which a message is condemned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """One delivery. `uuid`: its name, as the caller gave it; `rank`: its tier's; `raw`: the message (JSON).
+    """One delivery. `uuid`: chosen by the caller. `rank`: its tier's rank. `raw`: the message (JSON).
 
-    `condemned`: workers died of it before they could claim its task; claim it by its id before anything decodes it.
-    With a reason for which it was `buried`, it is no delivery: the broker has made it a dead letter.
+    `condemned`: its workers died before they claimed its task; claim it by its id, without decoding it. `buried`: a
+    reason, if the broker made the message a dead letter instead of a delivery.
     """
 
     uuid: str
@@ -71,9 +71,9 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """A delivery is done with, for `used` KV tokens. With a `reason`, its message is kept as a dead letter.
+    """Acknowledges a delivery that used `used` KV tokens. With a `reason`, its message becomes a dead letter.
 
-    `settled`: the task that its worker has settled, if it has one.
+    `settled`: id of the task that its worker has settled, or empty.
     """
 
     incarnation: str
@@ -85,7 +85,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """A delivery goes back to the front of its tier, after `delay`."""
+    """Returns a delivery to the front of its tier after `delay` seconds."""
 
     incarnation: str
     uuid: str
@@ -95,15 +95,15 @@ class Back:
 class PutDown(Enum):
     DONE = "done"
     GONE = "gone"
-    """There is no such delivery of that incarnation: said before, or it went back by REAP."""
+    """The incarnation has no such delivery: it was put down before, or returned by REAP."""
     UNSETTLED = "unsettled"
-    """This server holds the task's record, which is not settled: a failover lost that. The message is still in flight;
+    """The task's record on this server is not settled, since a failover lost that. The message is still in flight:
     RELEASE the claim, then give it Back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A worker's incarnation that the broker knows of. `left`: until its lease ends, None where it has ended."""
+    """A worker's incarnation that the broker lists. `left`: seconds until its lease ends; None if it has ended."""
 
     incarnation: str
     queue: str
@@ -116,19 +116,20 @@ def by_tier() -> dict[str, int]:
 
 @dataclass(slots=True)
 class Waiting:
-    """A queue at a glance. `taken`: how many messages were ever taken from all queues of the broker."""
+    """A queue's waiting messages. `taken`: number of messages ever fetched from all queues of the broker."""
 
     tiers: dict[str, int] = field(default_factory=by_tier)
     taken: int = 0
     served: bool = False
-    """Some worker takes from it."""
+    """Whether a worker serves the queue."""
 
 
 @dataclass(slots=True)
 class Depth:
-    """What a queue holds. `waiting`: messages to be fetched, by tier, wherever they lie; `tenants`: of how many tenants
-    something waits, as far as that is known. `oldest`: seconds since the task that waits longest was submitted, by
-    tier, where that is known."""
+    """A queue's contents. `waiting`: tier -> messages to fetch. `tenants`: tier -> known tenants with waiting messages.
+
+    `oldest`: tier -> seconds since the longest waiting task was submitted, where known.
+    """
 
     waiting: dict[str, int] = field(default_factory=by_tier)
     tenants: dict[str, int] = field(default_factory=by_tier)
@@ -139,7 +140,7 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """All queues that were asked for. `workers`: incarnation -> its pool's queue, also of those whose lease ended."""
+    """The requested queues. `workers`: incarnation -> its pool's queue, also those whose lease has ended."""
 
     queues: dict[str, Depth]
     workers: dict[str, str]
@@ -147,13 +148,13 @@ class Depths:
 
 
 def check_weight(weight: float) -> None:
-    """Raises ValueError for one out of bounds."""
+    """Raise ValueError for a weight out of bounds."""
     if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise ValueError(f"the weight is {weight:g}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
 
 
 def sane_weights(raw: Mapping[Any, Any]) -> dict[str, float]:
-    """Tenants' weights, without those that are none."""
+    """Tenant -> weight, without invalid ones."""
     found = {}
     for name, said in raw.items():
         with suppress(ValueError):

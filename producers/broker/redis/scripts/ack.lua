@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- ACK(uuid) | the entry exists: remove; else nothing. With a reason, the message is kept on the dead-letter list. What
--- its tenant was charged is set right by the tokens that were used.
--- Of a task that its worker has settled, only where its record, if this server holds it, is settled: a failover may have
--- lost that, and a message that went first would leave a task that nobody finishes.
+-- ACK(uuid) | the entry exists: remove; else nothing. With a reason, the message is kept on the dead-letter list. The
+-- tenant's charge is corrected to the tokens that were used.
+-- For a task that its worker has settled, the record must be settled, if this server holds it: a failover may have lost
+-- that, and removing the message would leave a task that no worker finishes.
 -- KEYS: in flight of inc, reaped, dead, task   ARGV: uuid, reason (or empty), tokens used, settled 0|1
 -- Answers: 1 removed | 0 | -1 not settled here
 -- include: _fair.lua

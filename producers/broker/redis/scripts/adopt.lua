@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- ADOPT | a pool without workers: its waiting messages go to the front of another pool's lists, in their order; what it
--- holds back for later is held back there.
+-- ADOPT | moves the waiting messages of a pool without workers to the front of another pool's lists, in their order, and
+-- its delayed messages to that pool's.
 -- KEYS: delayed of the source, delayed of the target, then source list, target list, ...
--- Answers: how many messages were moved
+-- Answers: the number of moved messages
 -- include: _unsort.lua
 local moved = 0
 for k = 3, #KEYS, 2 do

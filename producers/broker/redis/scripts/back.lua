@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- BACK(uuid) | the entry exists: return it to the front of its list (delayed for `busy`), to be sorted to where it stood
--- among its tenant's, who is not charged for it; else nothing.
+-- BACK(uuid) | the entry exists: return it to the front of its list (after the delay), to be sorted to its former place
+-- among its tenant's messages; the tenant's charge is refunded. Else nothing.
 -- KEYS: in flight of inc, delayed, returned   ARGV: uuid, delay (ms)
 -- Answers: 1 returned | 0
 -- include: _fair.lua

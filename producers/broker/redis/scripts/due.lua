@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- DUE | for a queue that no worker takes from: what was held back for later goes to the fronts of its lists, what was
--- due first to the very front.
+-- DUE | moves the delayed messages of a queue without workers to the fronts of their lists, the soonest due to the very
+-- front.
 -- KEYS: delayed
--- Answers: how many messages were moved
+-- Answers: the number of moved messages
 local held = redis.call('ZRANGE', KEYS[1], 0, 999)
 for i = #held, 1, -1 do
   local e = cmsgpack.unpack(held[i])

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- LEASE(inc) | `take`: it is entered, and listed with its queue; else renewed where it is there. A script, because a plain
--- SET is refused when memory is full: then all workers would be taken for dead, who are to make room.
--- KEYS: lease, incarnations   ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, queue
+-- LEASE(inc) | `take`: the lease begins, and the incarnation is listed with its queue; else an existing lease is renewed.
+-- It is a script because a full server refuses a plain SET: all workers, which free memory, would then count as dead.
+-- KEYS: lease, incarnations   ARGV: inc, the worker's state (JSON), ttl (ms), take 0|1, queue
 -- Answers: 1 | 0 gone
 if ARGV[4] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then
   return 0

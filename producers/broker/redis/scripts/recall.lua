@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- RECALL | no incarnation that takes from these lists has its lease: what was sorted by tenant goes back to their fronts,
--- in the order of its arrival, so that a list's length says again how much waits; else nothing. Turns of tenants are those
--- of who serves them, and a worker that has just begun goes on with them.
--- KEYS: incarnations, list ...   ARGV: how many, at most; the queues of the pools whose workers take from these lists ...
--- Answers: how many went back, fewer than asked for: all; -1 where one lives
+-- RECALL | no incarnation that serves these lists has its lease: messages that were sorted by tenant return to the lists'
+-- fronts, in order of arrival, so that a list's length again counts all that wait; else nothing. A live worker goes on
+-- with the sorted messages and the tenants' turns.
+-- KEYS: incarnations, list ...   ARGV: most messages to return; the queues of the pools whose workers serve these lists ...
+-- Answers: the number of returned messages (fewer than asked for: all are done); -1 if a worker lives
 -- include: _unsort.lua
 local takers = {}
 for k = 2, #ARGV do

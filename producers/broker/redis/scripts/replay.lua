@@ -1,12 +1,12 @@
 #!lua
--- REPLAY(letter, message) | the letter is on the dead-letter list: take it off, forget what became of the task's earlier
--- deliveries, put the message at the end of its list; else nothing.
+-- REPLAY(letter, message) | the letter is on the dead-letter list: remove it, forget the task's earlier redeliveries, and
+-- put the message at the end of its list; else nothing.
 -- KEYS: dead, reaped, list   ARGV: letter, message, task id (or empty)
 -- Answers: 1 sent | 0
 if not redis.call('LPOS', KEYS[1], ARGV[1]) then
   return 0
 end
--- First what may fail, where the list is none: nothing that a script did before is taken back.
+-- The command that may fail (if the key is not a list) comes first: a script's effects are not rolled back.
 redis.call('LPUSH', KEYS[3], ARGV[2])
 redis.call('LREM', KEYS[1], 1, ARGV[1])
 if ARGV[3] ~= '' then
