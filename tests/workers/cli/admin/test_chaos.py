@@ -102,7 +102,7 @@ def test_a_process_that_is_not_there_is_told_of_before_anything_is_done(run: Run
         (("--process", "cook:w1=1"), "must be ROLE:NAME"),
         (("--process", "worker:w1=/no/such/file"), "neither a process id nor a file"),
         (("--process", "worker:w1"), "give its process id"),
-        (("--process", "broker:b=0"), "a process id is 1 or more"),
+        (("--process", "broker:b=0"), "a process id must be 1 or more"),
         (("--process", "worker:w1=1", "--process", "worker:w1=2"), "two processes are called w1"),
         (("--process", "worker:w1=1", "--exec", "kill"), "must be VERB=COMMAND"),
         (("--process", "worker:w1=1", "--exec", "hug=true"), "must be VERB=COMMAND"),
@@ -180,7 +180,7 @@ def test_a_pid_file_that_means_many_processes_harms_none(said: str, tmp_path: Pa
     (tmp_path / "pid").write_text(said)
     process = Process.parse(f"gateway:g={tmp_path / 'pid'}", {})
     assert not process.alive
-    with pytest.raises(Gone, match="no process id"):
+    with pytest.raises(Gone, match="not a process id"):
         process.resume()
 
 
