@@ -1,4 +1,4 @@
-"""What can go wrong for a caller, by what they can do about it."""
+"""Errors that callers see, by what they can do about them."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def shown(value: Any) -> str:
 
 
 def _visible(sign: str) -> str:
-    """What shows, and what would not or is no character by itself, as JSON writes it."""
+    """The character itself if it is printable, else its JSON escape."""
     return sign if sign.isprintable() else json.dumps(sign)[1:-1]

@@ -10,7 +10,7 @@ from workers.errors import Refused
 
 __all__ = ["LOST", "check_server", "connect"]
 
-#: What a lost or refused connection raises, besides OSError.
+#: Exceptions of a lost or refused connection.
 LOST = (RedisError, OSError)
 
 

@@ -23,8 +23,10 @@ class Tenant:
 
 
 async def tenants(client: AsyncClient) -> tuple[list[Tenant], int]:
-    """Those of whom something waits or who have a weight of their own, by name; and how many messages have not been
-    sorted by tenant yet. Takes time with their number. Raises redis.exceptions.RedisError or OSError."""
+    """Tenants with waiting tasks or a weight, by name, and the number of messages not sorted by tenant yet.
+
+    Its time grows with their number. Raises redis.exceptions.RedisError or OSError.
+    """
     models, pools = await client.store.hkeys(keys.MODELS), await client.store.hgetall(keys.POOLS)
     queues = {keys.model_queue(text(model)) for model in models} | set(map(text, pools))
     queues |= {keys.model_queue(json.loads(about)["model"]) for about in pools.values()}

@@ -38,9 +38,9 @@ class Batch:
     """The news of some steps, by delivery."""
 
     appends: dict[tuple[str, int], Append] = field(default_factory=dict)
-    """By delivery and choice."""
+    """(delivery, choice) -> its append."""
     scored: list[Delivery] = field(default_factory=list)
-    """Those whose prompt's log probabilities have come."""
+    """Deliveries whose prompt's log probabilities have come."""
     ends: dict[str, Conclusion] = field(default_factory=dict)
     doubted: dict[str, Conclusion] = field(default_factory=dict)
     """Ends in NaN: the request is to blame, or the model."""

@@ -62,10 +62,10 @@ class Claimer(threading.Thread):
         self._queue: queue.SimpleQueue[tuple[Delivery, Decode | None] | None] = queue.SimpleQueue()
         self._chat = ChatPrompts(served.files, served.engine.tokenizer)
         self._suspects: deque[Delivery] = deque()
-        #: What came while a suspect had or awaited its turn: not claimed before that is over, or it would be counted
-        #: dead with it.
+        #: Deliveries that came while a suspect ran or waited. They are claimed after it: its death would count against
+        #: them, too.
         self._later: deque[tuple[Delivery, Decode | None]] = deque()
-        #: By delivery: the beginning of what was published of it, read ahead.
+        #: Delivery -> the beginning of its published stream, read ahead.
         self._streams: dict[str, list[Any]] = {}
         self._alone = False
         self._stopping = False

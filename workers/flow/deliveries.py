@@ -34,11 +34,11 @@ class Deliveries:
         """The present one; it is another as soon as its lease is gone."""
         self.held: dict[str, Delivery] = {}
         self.running: dict[str, Delivery] = {}
-        """Those that the engine computes."""
+        """Deliveries that the engine computes."""
         self.asked: list[str] = []
         """UUIDs that the next FETCH names: it may have come, and its answer been lost."""
         self.draining = False
-        """Nothing more is fetched, and no new life begins."""
+        """Whether the worker drains: it fetches no more and begins no new incarnation."""
         self.changed = threading.Condition()
         """Notified when something was put down."""
         self.on_put_down: Callable[[], None] = lambda: None

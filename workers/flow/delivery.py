@@ -66,7 +66,7 @@ class Delivery:
     selects: bool = False
     """The engine makes more choices than are published, all at the end."""
     held: list[Event] = field(default_factory=list)
-    """What it said of those, until all is said."""
+    """The engine's events of those choices, until all have come."""
     discarded: int = 0
     """Tokens of those that are not published."""
     reasons: list[str | None] = field(default_factory=list)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 EXPIRED = error_json("expired", "The deadline passed before the task was finished.")
-#: What a worker says whose model no longer answers what it did when it was loaded.
+#: The message of a worker whose model no longer answers as it did when it was loaded.
 BROKEN = (
     f"{NOT_FINITE} also after the prompt that it answered when it was loaded, so that its weights in memory are "
     "damaged. Its tasks go to others; start it again, and test this machine's memory or GPU if it happens again"

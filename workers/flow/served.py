@@ -1,4 +1,4 @@
-"""What this worker serves: the facts that its parts need beside each other."""
+"""The served model: facts about it that several parts of a worker need."""
 
 from __future__ import annotations
 

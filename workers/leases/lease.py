@@ -37,7 +37,7 @@ class Lease:
         self._lapsed: deque[tuple[Incarnation, list[Delivery]]] = deque()
         self._letting_go = threading.Lock()
         self.round_trip = 0.0
-        """To the farther of the servers, as the last renewal found it; seconds."""
+        """Round trip time (s) to the farther server, as measured by the last renewal."""
 
     def take(self, life: Incarnation) -> None:
         """Begin this life."""
@@ -59,7 +59,7 @@ class Lease:
         return bool(on_store and on_broker)
 
     def give_up(self, life: Incarnation, store: Redis, broker: Consumer) -> None:
-        """Nobody has to wait for it to lapse. What is still in flight is reaped, not left.
+        """Give the lease up, so that nobody waits for it to lapse. Deliveries in flight are reaped.
 
         In two round trips, as they may be long and the time is short, on connections that have nothing else to do by
         now: ours may be at work. Where this was the last worker of its queues, their lists hold all that waits again:

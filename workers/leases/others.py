@@ -1,4 +1,4 @@
-"""What others left behind: deliveries of dead workers, queues without workers, tasks that nobody reads."""
+"""Repairs what other processes left: dead workers' deliveries, queues without workers, tasks of lost readers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Others:
                 logger.warning("Pool %s has no worker: took over its %d queued tasks", queue, count)
 
     def _tell_of(self, queue: str, version: str) -> None:
-        """Once for each number of tasks."""
+        """Log the number of waiting tasks whenever it has changed."""
         count = self._broker.waiting(queue)
         if self._stranded.get(queue, 0) != count:
             self._stranded[queue] = count
@@ -75,7 +75,7 @@ class Others:
             )
 
     def end_unwanted(self) -> None:
-        """Whose readers are gone, and what is too late. Gateways do this too; here it is done when none is left."""
+        """End tasks of lost readers and late tasks. Gateways do this, too; workers do it when none is left."""
         if gone := drive(self._readers.sweep(), self._ask_store):
             logger.info("%d tasks are cancelled: their readers are gone", gone)
         if ended := drive(expire_late(), self._ask_store):

@@ -12,7 +12,7 @@ from workers.pool import control  # noqa: F401 - registers its commands
 
 logger = get_logger(__name__)
 
-#: What stock prints for a message's body. `penstock dlq show` shows whoever may read the broker the whole message.
+#: Printed in logs instead of a message's body. `penstock dlq show` shows the whole message to users of the broker.
 UNSHOWN: Final = "(not shown)"
 #: Headers in which Celery's senders repeat the arguments.
 ARGUMENTS: Final = ("argsrepr", "kwargsrepr")

@@ -7,7 +7,7 @@ from typing import Any
 
 from celery.worker.request import Request
 
-#: Of all requests: what it holds up takes microseconds.
+#: One lock for all requests: it is held for microseconds.
 _acknowledging = threading.RLock()
 
 
@@ -19,8 +19,10 @@ class EngineRequest(Request):
         self._app.penstock.celery.revoke(self, expired)
 
     def acknowledge(self) -> None:
-        """Once, whichever threads come for it: a lease may end while the finisher puts the task down, and Celery's
-        worker ends at a message that is acknowledged twice."""
+        """Acknowledge once, from whichever thread comes first.
+
+        A lease may end while the finisher acknowledges, and Celery's worker exits at a second acknowledgement.
+        """
         with _acknowledging:
             super().acknowledge()
 

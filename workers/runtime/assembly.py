@@ -36,7 +36,7 @@ from workers.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-#: What CUDA says (cudaErrorECCUncorrectable) to a process that has met memory which could not be corrected.
+#: CUDA's message (cudaErrorECCUncorrectable) for an uncorrectable memory error.
 ECC_ERROR = "uncorrectable ECC error"
 
 

@@ -27,7 +27,7 @@ from workers.leases.housekeeper import Housekeeper
 
 logger = logging.getLogger(__name__)
 
-#: How long handing back may take, seconds; and until the process has ended, however that went.
+#: Time limits (s): for handing back, and until the process has exited in any case.
 HAND_BACK_S: Final = 1.5
 EXIT_S: Final = 1.9
 #: Round trips that handing back may take: one that is under way and one of its own for each of CLAIM, APPEND, RELEASE

@@ -64,7 +64,7 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
 
 
 def _write(pipe: Pipeline, card: dict[str, Any]) -> None:
-    """What another worker of this version has room for is not refused."""
+    """Write the model's card. Its KV capacity is the largest of this version's workers."""
     raw = pipe.hget(keys.MODELS, card["name"])
     before = json.loads(raw) if raw else {}
     told = dict(card)

@@ -24,9 +24,9 @@ ENDPOINT: Final = "http://169.254.169.254"
 PERIOD_S: Final = 5.0
 ANSWER_S: Final = 2.0
 TOKEN_S: Final = 21_600
-#: Before the instance goes: what handing back and shutting down take, seconds.
+#: Time (s) reserved before the instance's end for handing back and shutting down.
 MARGIN_S: Final = 5.0
-#: What is left, at least, where the notice's time cannot be read.
+#: Assumed time left (s) if the notice's time cannot be read.
 UNTOLD_S: Final = 60.0
 
 

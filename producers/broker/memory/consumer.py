@@ -119,7 +119,7 @@ class MemoryWaker:
 
 
 def workers(server: Server) -> list[Listed]:
-    """As `producers.broker.base.Consumer.workers`."""
+    """The same as `producers.broker.base.Consumer.workers`."""
     with server.lock:
         now = server.clock()
         left = {name: (server.leases.get(name, 0.0) - now) / 1000 for name in server.listed}

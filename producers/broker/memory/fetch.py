@@ -30,7 +30,7 @@ class Fetch:
     lists: dict[str, tuple[str, int]] = field(default_factory=dict)
     """List -> its queue and rank."""
     passed: dict[str, set[str]] = field(default_factory=dict)
-    """By list, tenants who wait with a suspect of theirs."""
+    """List -> tenants that wait because their head is a suspect."""
 
     def run(self, uuids: Sequence[str], bite: int) -> list[Fetched]:
         server, mine = self.server, self.server.inflight[self.incarnation]
@@ -85,7 +85,7 @@ class Fetch:
                 self.server.unserved.pop(name, None)
 
     def _choose(self, mine: dict[str, Delivery]) -> tuple[str, int, Sent] | None:
-        """From the list of the best rank, then tier, then the order of the lists, of those not held up."""
+        """The next message: from the list of the best rank, then tier, then order, of lists that are not held up."""
         while heads := {
             name: head
             for name, (_, tier) in self.lists.items()
@@ -134,7 +134,7 @@ def fetch(
     rules: Rules,
     bite: int,
 ) -> list[Fetched] | None:
-    """As `producers.broker.base.Consumer.fetch`."""
+    """The same as `producers.broker.base.Consumer.fetch`."""
     with server.lock:
         if not server.lives(incarnation):
             return None

@@ -62,7 +62,7 @@ class Server:
     dead: list[bytes] = field(default_factory=list)
     reaped: dict[str, int] = field(default_factory=dict)
     returned: dict[str, int] = field(default_factory=dict)
-    """Of what is back in its list and stood somewhere before: the task's number of arrival."""
+    """Task id -> former number of arrival, for messages that returned to their list."""
     weights: dict[str, float] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)
     """Incarnation -> when (ms) its lease ends."""
@@ -147,7 +147,7 @@ class Server:
     # ---- queues ---------------------------------------------------------------------------------------------------
 
     def due(self, queue: str, until: float, count: int) -> int:
-        """What is due goes to the front of its list, what was due first to the very front."""
+        """Move due messages to the front of their lists, the soonest due to the very front."""
         held = sorted((d for d in self.delayed[queue] if d.due <= until), key=lambda d: d.due)[:count]
         for d in reversed(held):
             self.push(d.list, d.raw, front=True)
@@ -189,7 +189,7 @@ class Server:
         return len(last)
 
     def _take_returned(self, name: str) -> list[tuple[int, bytes, str]]:
-        """What came back, with its number and task: the front first."""
+        """Take returned messages off a list's front: (number of arrival, message, task id), the front first."""
         taken, waiting = [], self.lists[name]
         while waiting and (task_id := task_id_of(waiting[-1])) is not None and task_id in self.returned:
             taken.append((self.returned[task_id], waiting.pop(), task_id))

@@ -9,10 +9,10 @@ from producers.broker.memory.message import Sent
 
 @dataclass(slots=True)
 class Turns:
-    """What was sorted of one list: per tenant its messages by number of arrival, and what it was served by its weight.
+    """A list's sorted messages: each tenant's messages by number of arrival, and its served tokens by weight.
 
-    `served` has those of whom something waits; `rested` those of whom nothing does and who were served more than the
-    least of them.
+    `served` has tenants with waiting messages. `rested` has tenants without, that were served more than the least of
+    the others.
     """
 
     queues: dict[str, dict[int, Sent]] = field(default_factory=dict)

@@ -116,8 +116,10 @@ def oldest(lists: Sequence[str]) -> Call:
 
 
 def recall(queue: str, pools: Sequence[str], count: int) -> Call:
-    """Where no worker of these pools lives, which are those that take from a queue: what was sorted of it goes back to
-    the fronts of its lists. Answers how many messages, `count` at most (fewer were the last); -1 where one lives."""
+    """RECALL: return a queue's sorted messages to its lists' fronts, if no worker of the `pools` that serve it lives.
+
+    Answers the number of messages, at most `count` (fewer: all are done), or -1 if a worker lives.
+    """
     return Call(script(PACKAGE, "recall"), (keys.INCARNATIONS, *(name for name, _ in lists([queue]))), (count, *pools))
 
 

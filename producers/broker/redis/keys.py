@@ -10,8 +10,7 @@ from producers.contract.message import Message
 #: Separates a queue's name from its tier's number in the name of a list: printable, so that any scaler can name it.
 #: Not part of any queue's name, because kombu finds a list's queue by cutting its name at the last separator.
 SEP: Final = "#"
-#: What kombu takes unless it is told otherwise. Plain Celery senders do not know ours, and what they send must not lie
-#: in a list that nobody reads.
+#: kombu's default separator. Plain Celery senders use it, so workers also read the lists of these names.
 KOMBU_SEP: Final = "\x06\x16"
 
 

@@ -1,4 +1,4 @@
-"""Says when something was put into our lists, without polling and without taking it.
+"""Reports when a message was put into a worker's lists, without polling and without taking it.
 
 The server tells a tracking client of every key that changes under a prefix (`CLIENT TRACKING ... BCAST`, Redis 6 and
 Valkey), whoever changes it: a plain Celery sender's LPUSH too. What arrives is not even parsed: any byte means "look".
@@ -21,10 +21,10 @@ from producers.connection.trouble import Trouble, trouble
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
-#: A quiet connection is asked for a sign of life this often (s), and made anew when none came by the next time.
+#: Interval (s) of pings on a quiet connection. It is reconnected if no answer came by the next ping.
 PING_S = 5.0
 PONG = b"+PONG\r\n"
-#: How often to look where the server has no tracking (Redis before 6) or forbids it.
+#: Interval (s) of polling a server that has no tracking (Redis before 6) or forbids it.
 POLL_S = 0.05
 
 

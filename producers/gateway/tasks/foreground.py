@@ -31,7 +31,7 @@ T = TypeVar("T")
 CLIENT_LEFT: Final = 499
 #: Error code of a task that failed through no fault of its request -> HTTP status. Other codes are a worker's refusals.
 FAULTS: Final = {"engine_error": 500, "dead_lettered": 500, "failed": 500, "expired": 504}
-#: Those codes for which a retry is useless: it would wait as long, or kill as many workers.
+#: Codes for which a retry is useless: it would wait as long, or kill as many workers.
 FINAL: Final = ("dead_lettered", "expired")
 #: Headers that stop OpenAI's clients from retrying, as they do after 409 and 5xx.
 ONCE: Final = {"x-should-retry": "false"}
