@@ -173,6 +173,13 @@ def fill(redis: Redis, queue: str, count: int, *, tier: str = "default", **task:
     return ids
 
 
+def queues_of(redis: Redis, model: str) -> list[str]:
+    """All that the model's only pool takes from: its own, its version's, its model's."""
+    (about,) = map(json.loads, redis.hvals(keys.POOLS))
+    assert about["model"] == model
+    return keys.Pool(model, about["version"], about["fingerprint"]).queues
+
+
 #: Ports that this process has yet to give out.
 _left: list[int] = []
 

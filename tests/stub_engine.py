@@ -9,6 +9,7 @@ compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the devi
 gets past so many tokens until the file STUB_GO is there; unset: never). A prompt that contains DEADLY kills the process
 in its first step, one that contains STALLED makes no token, one that contains SPOILED has NaN; the text PANIC cannot be
 tokenised. STUB_NAN_AFTER: after so many steps everything has NaN, the worker's own probe too, which is no step.
+STUB_VERSION, STUB_FINGERPRINT: of the model, and of how this engine computes.
 """
 
 from __future__ import annotations
@@ -115,10 +116,10 @@ class StubEngine:
     on_lost: Any = None
     max_model_len = 4096
     kv_capacity = 1 << 20
-    fingerprint = "stub"
 
     def __init__(self, name: str = "stub") -> None:
-        self.card = _Card(name)
+        self.card = _Card(name, os.environ.get("STUB_VERSION", "v1"))
+        self.fingerprint = os.environ.get("STUB_FINGERPRINT", "stub")
         self.tokenizer = _Tokenizer()
         self.max_num_seqs = int(os.environ.get("STUB_SEQS", "64"))
         self.kv_tokens_total = int(os.environ.get("STUB_TOKENS", "1000000"))

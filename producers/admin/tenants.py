@@ -5,12 +5,14 @@ Tenants need no registration: a tenant is a name in a task, and its weight is 1 
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.queues import takers_of
 
 
 @dataclass(slots=True)
@@ -27,12 +29,14 @@ async def tenants(client: AsyncClient) -> tuple[list[Tenant], int]:
 
     Its time grows with their number. Raises redis.exceptions.RedisError or OSError.
     """
-    models, pools = await client.store.hkeys(keys.MODELS), await client.store.hgetall(keys.POOLS)
-    queues = {keys.model_queue(text(model)) for model in models} | set(map(text, pools))
-    queues |= {keys.model_queue(json.loads(about)["model"]) for about in pools.values()}
-    waiting, unsorted = await client.broker.tenants(sorted(queues))
+    cards, pools = await client.store.hgetall(keys.MODELS), await client.store.hgetall(keys.POOLS)
+    waiting, unsorted = await client.broker.tenants(sorted(takers_of(_texts(pools), _texts(cards))))
     weights = await client.broker.weights()
     found = [Tenant(name, weights.get(name, 1.0)) for name in sorted(weights.keys() | waiting.keys())]
     for one in found:
         one.waiting |= waiting.get(one.name, {})
     return found, unsorted
+
+
+def _texts(raw: Mapping[Any, Any]) -> dict[str, str]:
+    return {text(name): text(value) for name, value in raw.items()}

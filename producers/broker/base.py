@@ -33,11 +33,12 @@ class Waker(Protocol):
 class Consumer(ABC):
     """A worker's side: blocking, one for each thread that must not wait for another's call.
 
-    `queues`: the queues that the worker serves, its own pool's first.
+    `queues`: the queues that the worker serves, its own pool's first; `home`: the one whose delayed messages it serves.
     """
 
     capabilities: Capabilities
     queues: Sequence[str]
+    home: str
 
     # ---- deliveries -----------------------------------------------------------------------------------------------
 
@@ -70,7 +71,7 @@ class Consumer(ABC):
 
     @abstractmethod
     def scheduled(self, count: int) -> list[bytes]:
-        """Delayed messages of the own queue, soonest first, at most `count`."""
+        """Delayed messages of the home queue, soonest first, at most `count`."""
 
     # ---- leases ---------------------------------------------------------------------------------------------------
     # This server's side. CLAIM goes by a lease on the store, of the same name (`producers.store.protocol.lease`): take
@@ -95,7 +96,8 @@ class Consumer(ABC):
     def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
         """End the worker: end its lease, reap it, and recall each of its queues. Any part may be left undone.
 
-        It takes one round trip if no queue holds more than a page. `takers`: queue -> pools, as for `recall`.
+        The home queue adopts the messages of its pool, if this was the pool's last worker. It takes one round trip if
+        no queue holds more than a page. `takers`: queue -> pools, as for `recall`.
         """
 
     @abstractmethod
@@ -112,10 +114,10 @@ class Consumer(ABC):
     # ---- queues ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def adopt(self, source: str) -> int:
-        """Move a queue's messages to the front of the own queue, in order. Returns their number.
+    def adopt(self, source: str, target: str) -> int:
+        """Move the messages of a pool's own queue to the front of its version's queue `target`, in order.
 
-        The source queue has no workers.
+        Delayed messages stay delayed. Returns their number (twice: 0), or -1 if a worker of the pool lives.
         """
 
     @abstractmethod
@@ -199,6 +201,10 @@ class Broker(ABC):
         `takers`: the pools whose workers serve the queue; none of them may be alive. The youngest `count` go first.
         Returns their number (fewer than `count`: all are done), or -1 if a worker lives. Order and tier are kept.
         """
+
+    @abstractmethod
+    async def adopt(self, source: str, target: str) -> int:
+        """As `Consumer.adopt`."""
 
     @abstractmethod
     async def due(self, queue: str) -> int:

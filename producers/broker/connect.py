@@ -44,13 +44,13 @@ def connect_sender(url: str, shared: redis.Redis | None = None) -> Sender:
     return RedisSender(connect(url) if shared is None else shared)
 
 
-def connect_consumer(url: str, queues: Sequence[str], timeout: float = SILENT_S) -> Consumer:
-    """A worker's side. `queues`: those it takes from, its own pool's first; `timeout`: of each answer (s). Raises
-    ValueError for a URL of another kind."""
+def connect_consumer(url: str, queues: Sequence[str], timeout: float = SILENT_S, home: str | None = None) -> Consumer:
+    """A worker's side. `queues`: those it takes from, its own pool's first; `timeout`: of each answer (s); `home`:
+    where what is delayed waits, the first unless given. Raises ValueError for a URL of another kind."""
     _check(url)
     if _is_memory(url):
-        return MemoryConsumer(server_of(url), queues)
-    return RedisConsumer(url, queues, timeout)
+        return MemoryConsumer(server_of(url), queues, home)
+    return RedisConsumer(url, queues, timeout, home)
 
 
 def _is_memory(url: str) -> bool:

@@ -85,11 +85,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Returns a delivery to the front of its tier after `delay` seconds."""
+    """Returns a delivery to the front of its tier after `delay` seconds; in the queue `to`, if that is not its own."""
 
     incarnation: str
     uuid: str
     delay: float = 0.0
+    to: str = ""
 
 
 class PutDown(Enum):

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from producers.store import protocol
 
 log = logging.getLogger(__name__)
 
-#: Time (s) for which a model's card and route are cached.
+#: Time (s) for which a model's card is cached.
 FRESH_S: Final = 2.0
 #: Longest patience: the last try of ADMIT must be within the submit window.
 MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
@@ -37,10 +38,12 @@ TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model's card and queue, as read from the store. `clock_ms`: server time minus this process's monotonic time."""
+    """A model's card and queue, as read from the store. `fingerprint`: of its version's pool, None while there is none
+    or several; `clock_ms`: server time minus this process's monotonic time."""
 
     card: dict[str, Any]
     queue: str
+    fingerprint: str | None
     clock_ms: int
     read_at: float
 
@@ -60,16 +63,17 @@ class Directory:
         known = self._known.get(model)
         if known is not None and time.monotonic() - known.read_at < FRESH_S:
             return known
-        commands = (("TIME",), ("HGET", keys.MODELS, model), ("HGET", keys.ROUTES, model))
-        now, card, queue = yield from persistently(Read(commands), patience_s)
+        commands = (("TIME",), ("HGET", keys.MODELS, model), ("HVALS", keys.POOLS))
+        now, card, pools = yield from persistently(Read(commands), patience_s)
         if card is None:
             self._known.pop(model, None)
             (names,) = yield from persistently(Read((("HKEYS", keys.MODELS),)), patience_s)
             raise UnknownModel(_unknown(model, sorted(map(text, names))), param="model", code="model_not_found")
+        read = json.loads(card)
         known = Known(
-            card=json.loads(card),
-            # A published model without a pool has no route. Every pool of the model also fetches from this queue.
-            queue=text(queue) if queue else keys.model_queue(model),
+            card=read,
+            queue=keys.version_queue(model, read["version"]),
+            fingerprint=_only_fingerprint(pools, model, read["version"]),
             clock_ms=int(now[0]) * 1000 + int(now[1]) // 1000 - _monotonic_ms(),
             read_at=time.monotonic(),
         )
@@ -119,6 +123,7 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
     fields: dict[str, str | int] = {
         "task": task.to_json(),
         "model": task.model,
+        "version": known.card["version"],
         "queue": known.queue,
         "tier": task.tier,
         "n": task.n,
@@ -173,6 +178,12 @@ def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
 def _failed(what: str, error: Exception) -> SubmitFailed:
     found = trouble(error)
     return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{said(error)}", CODES.get(found, "submit_failed"))
+
+
+def _only_fingerprint(pools: Sequence[Any], model: str, version: str) -> str | None:
+    """That of the version's pool, where it has one."""
+    said = [one for one in map(json.loads, pools) if (one["model"], one.get("version")) == (model, version)]
+    return said[0].get("fingerprint") if len(said) == 1 else None
 
 
 def _unknown(model: str, names: list[str]) -> str:

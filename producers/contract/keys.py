@@ -5,6 +5,7 @@ The broker has leases of the same name as the store, and keys of its own: `produ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 #: Service tier -> (rank: lower goes first, kombu priority: the list of its messages).
@@ -26,7 +27,7 @@ SWEEPER: Final = "penstock:sweeper"  # string with a TTL: the sweeper that leads
 SWEPT: Final = "penstock:swept"  # hash: a sweeper's duty -> how often it was done
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
-ROUTES: Final = "penstock:routes"  # hash: model name -> queue of the pool that serves it
+ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlier releases sent tasks there
 POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
 
 
@@ -65,11 +66,45 @@ def blob(sha256: str) -> str:
     return f"penstock:blob:{sha256}"
 
 
+def workers(queue: str) -> str:
+    """Set with a TTL: incarnations of a pool that do not drain; whose lease is over does not count."""
+    return f"penstock:workers:{queue}"
+
+
 def pool_queue(model: str, version: str, fingerprint: str) -> str:
-    """The queue of one pool: a model version served by one kind of engine."""
-    return f"penstock:queue:{model}@{version}.{fingerprint}"
+    """The queue of one pool (a model version served by one kind of engine), for what was begun there."""
+    return f"{version_queue(model, version)}.{fingerprint}"
+
+
+def version_queue(model: str, version: str) -> str:
+    """The queue of a model version, which all of its pools take from: clients send tasks here."""
+    return f"penstock:queue:{model}@{version}"
 
 
 def model_queue(model: str) -> str:
     """The queue for plain Celery senders, who know a model by its name alone."""
     return f"penstock:queue:{model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers that compute alike: a model version served by one kind of engine."""
+
+    model: str
+    version: str
+    fingerprint: str
+
+    @property
+    def queue(self) -> str:
+        """Its own."""
+        return pool_queue(self.model, self.version, self.fingerprint)
+
+    @property
+    def version_queue(self) -> str:
+        """That of all pools of its version."""
+        return version_queue(self.model, self.version)
+
+    @property
+    def queues(self) -> list[str]:
+        """All that its workers take from; within a tier, the first goes first."""
+        return [self.queue, self.version_queue, model_queue(self.model)]

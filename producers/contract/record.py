@@ -5,7 +5,8 @@
 | `v` | 1, the format |
 | `status` | submitting, queued, in_progress, completed, failed, cancelled, incomplete |
 | `task` | the task as accepted (JSON, see `producers.contract.task`) |
-| `model`, `queue`, `tier`, `n` | name, pool queue, service tier, choices |
+| `model`, `queue`, `tier`, `n` | name, version's queue, service tier, choices |
+| `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant` | the task's tenant, if it names one |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |

@@ -6,6 +6,7 @@ It is read at each request for /metrics, so the figures exist at zero workers.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from redis.asyncio import Redis
 from producers.broker.base import Broker
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.queues import version_queue_of
 
 QUEUE_PREFIX: Final = keys.model_queue("")
 
@@ -22,8 +24,9 @@ QUEUE_PREFIX: Final = keys.model_queue("")
 class Pool:
     """A queue and the workers that serve it.
 
-    `name`: `model@version.fingerprint`, or the bare model's name for the queue of plain Celery senders, which all pools
-    of the model serve.
+    `name`: `model@version.fingerprint` for a pool; `model@version` for the queue that all pools of the version serve;
+    or the bare model's name for the queue of plain Celery senders, which all pools of the model serve. Workers, and
+    what they have in flight, count for their pool alone.
     """
 
     name: str
@@ -64,7 +67,7 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     """Read all pools in four round trips. Raises redis.exceptions.RedisError or OSError."""
     models, about, leads, swept, now, *left = await _ask(
         store,
-        ("HKEYS", keys.MODELS),
+        ("HGETALL", keys.MODELS),
         ("HGETALL", keys.POOLS),
         ("EXISTS", keys.SWEEPER),
         ("HGETALL", keys.SWEPT),
@@ -75,8 +78,7 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
             for command in (("ZCARD", index), ("ZRANGE", index, "0", "0", "WITHSCORES"))
         ),
     )
-    served = {keys.model_queue(text(model)): text(model) for model in models}
-    served |= {text(queue): json.loads(pool)["model"] for queue, pool in about.items()}
+    served = _served(models, about)
     depths = await broker.depths(list(served))
     pools = {
         queue: Pool(
@@ -98,6 +100,16 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     submitting, unsettled, to_compact = (_left(*one, now) for one in zip(left[::2], left[1::2], strict=True))
     done = {text(what): int(count) for what, count in swept.items()}
     return Fleet(list(pools.values()), depths.dead_letters, submitting, unsettled, to_compact, bool(leads), done)
+
+
+def _served(models: Mapping[Any, Any], pools: Mapping[Any, Any]) -> dict[str, str]:
+    """The queues that there are, by their models."""
+    cards = {text(name): json.loads(card) for name, card in models.items()}
+    found = {keys.model_queue(name): name for name in cards}
+    found |= {keys.version_queue(name, card["version"]): name for name, card in cards.items()}
+    for queue, about in pools.items():
+        found |= {version_queue_of(about): json.loads(about)["model"], text(queue): json.loads(about)["model"]}
+    return found
 
 
 def _left(count: int, first: list[Any], now: Any) -> Left:

@@ -62,16 +62,19 @@ def expire(task_id: str) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """CLAIM's answer: `lost`, `done`, `busy`, or `settle` or `go` with the record."""
+    """CLAIM's answer: `lost`, `done`, `busy`, `elsewhere` with the queue that the message belongs to, `settle` or `go`
+    with the record."""
 
     answer: str
     record: Record | None = None
+    queue: str = ""
 
 
 def claim(
     task_id: str,
     claim_id: str,
     incarnation: str,
+    pool: keys.Pool,
     *,
     plain: Mapping[str, str | int] | None = None,
     condemned: bool = False,
@@ -79,13 +82,24 @@ def claim(
 ) -> Call:
     """CLAIM: take a task for a delivery; `read_claim` reads the answer.
 
-    `plain`: the record's fields, for a plain Celery message, which may have no record yet.
+    `pool`: the worker's. `plain`: the record's fields, for a plain Celery message, which may have no record yet.
     """
     pairs = [part for item in (plain or {}).items() for part in item]
     return Call(
         script(PACKAGE, "claim"),
         (keys.task(task_id), keys.stream(task_id)),
-        (task_id, claim_id, incarnation, int(plain is not None), max_deaths, int(condemned), *pairs),
+        (
+            task_id,
+            claim_id,
+            incarnation,
+            int(plain is not None),
+            max_deaths,
+            int(condemned),
+            pool.version,
+            pool.version_queue,
+            pool.fingerprint,
+            *pairs,
+        ),
     )
 
 
@@ -99,6 +113,8 @@ def read_claim(task_id: str, answer: Sequence[Any]) -> Claimed:
     kind = text(answer[0])
     if len(answer) == 1:
         return Claimed(kind)
+    if kind == "elsewhere":
+        return Claimed(kind, queue=text(answer[1]))
     return Claimed(kind, Record.parse(task_id, dict(zip(answer[2::2], answer[3::2], strict=True))))
 
 
@@ -200,6 +216,8 @@ def release(task_id: str, claim_id: str) -> Call:
     return Call(script(PACKAGE, "release"), (keys.task(task_id),), (claim_id,))
 
 
-def lease(incarnation: str, about: str, ttl_ms: int, *, take: bool) -> Call:
-    """LEASE: take or renew a worker's lease here. `about`: the worker's state (JSON). Answers 1, or 0 if gone."""
-    return Call(script(PACKAGE, "lease"), (keys.lease(incarnation),), (about, ttl_ms, int(take)))
+def lease(incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, serves: bool = True) -> Call:
+    """LEASE: take or renew a worker's lease here. `pool`: its pool's queue; `about`: the worker's state (JSON);
+    `serves`: it does not drain. Answers 1, or 0 if gone."""
+    names = (keys.lease(incarnation), keys.workers(pool))
+    return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves)))

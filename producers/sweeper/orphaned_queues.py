@@ -1,6 +1,7 @@
 """Returns the messages of queues whose workers were all killed to the queues' lists.
 
-    no worker of a queue has its lease, at two looks -> REAP each that is gone -> RECALL, a page at a time
+    no worker of a queue has its lease, at two looks -> REAP each that is gone
+        -> a pool's own queue: ADOPT, to its version's        -> any other: RECALL, a page at a time
 
 A drained worker does this itself, by RECALL. An autoscaler sees only the lists' lengths, so messages elsewhere would
 wait until a worker is started for another reason.
@@ -12,7 +13,6 @@ leaves the rest to the next sweep. A page returns to the front of its list, the 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.queues import takers_of, version_queue_of
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class OrphanedQueues:
             if worker.queue in late and worker.left is None:
                 reaped += max(0, await self._broker.reap(worker.incarnation))
         for queue in late:
+            if queue in pools:
+                recalled += await self._moved(queue, version_queue_of(pools[queue]))
+                continue
             recalled += (back := await self._all(queue, takers[queue]))
             if back:
                 log.warning("All workers of %s are gone: %d tasks that they had sorted are in its lists", queue, back)
@@ -65,6 +69,12 @@ class OrphanedQueues:
         self._since = found
         return reaped, recalled
 
+    async def _moved(self, pool: str, queue: str) -> int:
+        count = max(0, await self._broker.adopt(pool, queue))
+        if count:
+            log.warning("Pool %s has no worker: moved its %d queued tasks to %s", pool, count, queue)
+        return count
+
     async def _all(self, queue: str, pools: Sequence[str]) -> int:
         moved = 0
         while (count := await self._broker.recall(queue, pools, PAGE)) > 0:
@@ -72,11 +82,3 @@ class OrphanedQueues:
             if count < PAGE:
                 break
         return moved
-
-
-def takers_of(pools: dict[str, str]) -> dict[str, list[str]]:
-    """Queue -> pools whose workers serve it: its own pool, or all pools of the model."""
-    found = {queue: [queue] for queue in pools}
-    for queue, about in pools.items():
-        found.setdefault(keys.model_queue(json.loads(about)["model"]), []).append(queue)
-    return found

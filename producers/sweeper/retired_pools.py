@@ -3,7 +3,7 @@
     told:     how many tasks wait, in the log whenever that changed (and in /metrics, always), once nobody has served
               them for a while: after a restart, workers load their model first
     removed:  messages whose tasks are settled, or past their time to live: a worker would only put them down
-    retired:  a pool with nothing left, that no model's tasks are sent to, after an hour
+    retired:  a pool with nothing left, in its own queue or in that of its version, if no card names that; after an hour
 
 What is neither is somebody's task, and waits for a worker of that version, however long.
 """
@@ -21,8 +21,8 @@ from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
+from producers.contract.queues import takers_of, version_queue_of
 from producers.store.protocol import PACKAGE
-from producers.sweeper.orphaned_queues import takers_of
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ RETIRE_AFTER_S: Final = 3600.0
 
 
 def retire(queue: str, about: str) -> Call:
-    """RETIRE: forget a pool. Answers 1, or 0 if the pool has changed or gets tasks."""
-    return Call(script(PACKAGE, "retire"), (keys.POOLS, keys.ROUTES), (queue, about))
+    """RETIRE: forget a pool. Answers 1, or 0 if the pool has changed."""
+    return Call(script(PACKAGE, "retire"), (keys.POOLS,), (queue, about))
 
 
 @dataclass(slots=True)
@@ -67,20 +67,22 @@ class RetiredPools:
         pruned = Pruned()
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
         serving = {worker.queue for worker in await self._broker.workers()}
-        served = {json.loads(pools[queue])["model"] for queue in serving if queue in pools}
-        models = {text(model) for model in await self._store.hkeys(keys.MODELS)}
-        unserved = [queue for queue in pools if queue not in serving]
-        takers = takers_of(pools)
-        queues = [*unserved, *map(keys.model_queue, models - served)]
+        cards = {text(model): text(card) for model, card in (await self._store.hgetall(keys.MODELS)).items()}
+        takers = takers_of(pools, cards)
+        queues = [queue for queue, its in takers.items() if not serving & set(its)]
         for known in (self._unserved_since, self._told):
             for queue in known.keys() - set(queues):
                 del known[queue]
+        self._waiting = {}
         for queue in queues:
-            self._waiting[queue] = await self._prune(queue, takers.get(queue, []), pruned)
+            self._waiting[queue] = await self._prune(queue, takers[queue], pruned)
             self._tell(queue, self._waiting[queue])
-        for queue in unserved:
-            await self._retire(queue, pools[queue], pruned)
-        for queue in set(self._empty_since) - set(unserved):
+        current = takers_of({}, cards)
+        for queue in pools.keys() - serving:
+            version = version_queue_of(pools[queue])
+            its = (queue,) if version in current else (queue, version)
+            await self._retire(its, pools[queue], pruned)
+        for queue in self._empty_since.keys() - (pools.keys() - serving):
             del self._empty_since[queue]
         return pruned
 
@@ -118,16 +120,20 @@ class RetiredPools:
             if settled is not None or (status is None and not is_plain(headers))
         }
 
-    async def _retire(self, queue: str, about: str, pruned: Pruned) -> None:
-        if self._waiting[queue]:
+    async def _retire(self, queues: Sequence[str], about: str, pruned: Pruned) -> None:
+        """The pool whose own queue is the first; the others go with it, unless they are served."""
+        queue = queues[0]
+        if any(self._waiting.get(name) for name in queues):
             self._empty_since.pop(queue, None)
             return
         since = self._empty_since.setdefault(queue, time.monotonic())
         # A worker that announces the pool again changes its entry, which holds the time.
         if time.monotonic() - since >= self._retire_after_s and await arun(self._store, retire(queue, about)):
             log.info("pool %s is forgotten: no worker serves it, and nothing is left of it", queue)
-            await self._broker.forget(queue)
-            del self._empty_since[queue], self._waiting[queue]
+            for name in queues:
+                if name in self._waiting:
+                    await self._broker.forget(name)
+            del self._empty_since[queue]
             pruned.pools += 1
 
 

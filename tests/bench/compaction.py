@@ -47,7 +47,7 @@ def tokens(count: int, top: int | None) -> list[str]:
 
 def settled(redis: Redis, task_id: str, entries: list[str]) -> None:
     run(redis, protocol.admit(task_id, "", int(redis.time()[0]) * 1000, {"task": "{}", "n": 1}))  # type: ignore[index]
-    run(redis, protocol.claim(task_id, "c", "w"))
+    run(redis, protocol.claim(task_id, "c", "w", keys.Pool("m", "v", "bench")))
     for start in range(0, len(entries), 500):
         batch = [protocol.Append(task_id, "c", 0, start, entries[start : start + 500])]
         run(redis, protocol.append(batch))

@@ -10,14 +10,14 @@ import argparse
 import json
 
 from producers.contract import keys
-from tests.processes import Worker, fill, valkey
+from tests.processes import Worker, fill, queues_of, valkey
 
 
 def measure(tasks: int) -> dict[str, float]:
     with valkey() as (url, redis):
         with Worker(url, STUB_SEQS="512") as worker:
             worker.wait_ready()
-        queue = redis.hget(keys.ROUTES, "stub")
+        queue = queues_of(redis, "stub")[1]
         ids = fill(redis, queue, tasks, max_tokens=1)
         with Worker(url, STUB_SEQS="512") as worker:
             worker.wait_until(lambda: redis.llen(queue) == 0 and redis.hget(keys.task(ids[-1]), "settled"), 120)

@@ -33,7 +33,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
         finished: list[str] = []
         engine = SimpleNamespace(abort=lambda _: None, max_num_seqs=sequences, kv_tokens_total=0)
         settings = WorkerSettings(broker=url, store=url, model="stub")
-        served = Served(settings, engine, {"name": "stub"}, {}, "penstock:queue:stub")
+        served = Served(settings, engine, {"name": "stub"}, {}, keys.Pool("stub", "v1", "stub"))
         acker: Any = None
         finisher: Any = SimpleNamespace(
             may_retry=lambda _: False, finish=lambda d, status, error="null": finished.append(status)
@@ -41,7 +41,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
         deliveries = Deliveries(served, acker)
         for task_id in ids:
             delivery = Delivery(f"c-{task_id}", task_id, life)
-            record = read_claim(task_id, run(redis, claim(task_id, delivery.uuid, life.id))).record
+            record = read_claim(task_id, run(redis, claim(task_id, delivery.uuid, life.id, served.pool))).record
             assert record is not None
             delivery.begin(record, record.nexts)
             deliveries.running[delivery.uuid] = deliveries.held[delivery.uuid] = delivery

@@ -22,7 +22,7 @@ from producers.contract import keys
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import token
 
-POOL = keys.pool_queue("stub", "v1", "stub")
+QUEUE = keys.version_queue("stub", "v1")
 #: What the other worker may take to come up, seconds: so long, and no longer, the sequences have to run.
 BOOT_S = 15.0
 #: What is promised, seconds: beyond the drain time; from handing back to the next token.
@@ -97,7 +97,7 @@ def measure(
         ears = Ears(redis)
         ears.start()
         length = int((drain + boot) / step)
-        ids = fill(redis, POOL, running, max_tokens=length)
+        ids = fill(redis, QUEUE, running, max_tokens=length)
         first.wait_until(lambda: all(len(ears.came[task_id]) > 3 for task_id in ids), 60)
         with Worker(url, STUB_STEP_S=step if then is None else then, **room) as second:
             second.wait_ready()

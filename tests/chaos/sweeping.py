@@ -24,7 +24,8 @@ from producers.store import protocol
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.warm import template
 
-QUEUE = keys.pool_queue("tiny", "1", "chaos")
+POOL = keys.Pool("tiny", "1", "chaos")
+QUEUE = POOL.version_queue
 
 
 class Sweeper:
@@ -97,7 +98,7 @@ class Left:
     def _finished(self, task_id: str, count: int, settle: bool = True) -> str:
         if settle:
             self._admit(task_id)
-        run(self.redis, protocol.claim(task_id, "c", "w"))
+        run(self.redis, protocol.claim(task_id, "c", "w", POOL))
         for start in range(0, count, 500):
             entries = [encode_token(0, k, k, f" {k}") for k in range(start, min(count, start + 500))]
             run(self.redis, protocol.append([protocol.Append(task_id, "c", 0, start, entries)]))

@@ -30,7 +30,7 @@ from tests.fuzz.drawing import drawn
 from tests.fuzz.ends import Ends, sent_id
 from tests.fuzz.messages import Fuzzed, messages
 from tests.fuzz.watch import Held, held
-from tests.processes import Worker, fill, running_valkey
+from tests.processes import Worker, fill, queues_of, running_valkey
 from workers.chaos.checker.rest import at_rest, held_by
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -90,8 +90,9 @@ class Line:
         self.model: str = settings["model"]
         self.worker = Worker(url, **settings, lease=10.0, retry_after=0.05, LOG_LEVEL="WARNING")
         self.worker.wait_ready()
-        self.queue: str = self.text.hget(keys.ROUTES, self.model)  # type: ignore[assignment]
-        self.lists = [name for name, _ in lists([self.queue, keys.model_queue(self.model)])]
+        queues = queues_of(self.redis, self.model)
+        self.queue = queues[1]
+        self.lists = [name for name, _ in lists(queues)]
         self._serial = 0
         self._right = [self._tokens(task) for task in self._run(range(VALID))]
 

@@ -7,7 +7,6 @@ import itertools
 import random
 from collections import Counter
 from contextlib import aclosing
-from typing import Any
 
 import httpx
 from redis import Redis
@@ -21,6 +20,7 @@ from tests.fuzz.ends import Ends
 from tests.fuzz.messages import messages
 from tests.fuzz.on_http import Findings, call
 from tests.fuzz.requests import Route, visits
+from tests.processes import queues_of
 
 PROMPTS = ("def f(", "import os\n\ndef read(path):\n    ", "class Queue:\n", "x", "for i in range(10):\n" * 20)
 
@@ -37,8 +37,7 @@ class SoakLoad:
         self._visits = itertools.cycle(list(drawn(visits(known, model, ids), drawn_, start)))
         self._messages = itertools.cycle(list(drawn(messages(model), drawn_, start)))
         self._redis = Redis.from_url(url)
-        queue: Any = self._redis.hget(keys.ROUTES, model)
-        self._lists = [name for name, _ in lists([queue.decode(), keys.model_queue(model)])]
+        self._lists = [name for name, _ in lists(queues_of(self._redis, model))]
         self.ends = Ends(self._redis, self._lists)
         self._serial = 0
         self.counts: Counter[str] = Counter()

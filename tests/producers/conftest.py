@@ -30,14 +30,14 @@ CARD: dict[str, Any] = {
     "files": {},
     "created": 1_790_000_000,
 }
-QUEUE = keys.pool_queue("tiny", "0123456789ab", "deadbeef")
+POOL = keys.Pool("tiny", "0123456789ab", "deadbeef")
+QUEUE = POOL.version_queue
 
 
 @pytest.fixture
 def model(valkey: Redis) -> str:
-    """The model `tiny` is published and routed."""
+    """The model `tiny` is published."""
     valkey.hset(keys.MODELS, "tiny", json.dumps(CARD))
-    valkey.hset(keys.ROUTES, "tiny", QUEUE)
     return "tiny"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from redis import Redis
 
 from producers.broker.redis import keys as broker_keys
-from producers.connection.script import run, text
+from producers.connection.script import Call, run, text
 from producers.contract import keys
 from producers.contract.events import Logprobs, encode_prompt, encode_token
 from producers.store import protocol
@@ -44,10 +44,17 @@ class FakeWorker:
 
     def claim(self, task_id: str) -> Claimed:
         claim = uuid.uuid4().hex
-        answer = protocol.read_claim(task_id, run(self.redis, protocol.claim(task_id, claim, self.incarnation)))
+        answer = protocol.read_claim(task_id, run(self.redis, self._call(task_id, claim)))
         if answer.record is not None:
             self.claims[task_id] = claim
         return answer
+
+    def _call(self, task_id: str, claim: str) -> Call:
+        """Of whichever version the task was sent to."""
+        model, version = self.redis.hmget(keys.task(task_id), "model", "version")
+        return protocol.claim(
+            task_id, claim, self.incarnation, keys.Pool(text(model or "tiny"), text(version or "v"), "fake")
+        )
 
     def prompt(self, task_id: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> str:
         """How likely its prompt was."""

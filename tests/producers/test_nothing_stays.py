@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from typing import Any
 
 from redis import Redis
@@ -17,12 +18,12 @@ from producers.contract.message import Message
 from producers.store import protocol
 from producers.sweeper.reader_leases import hold
 from producers.sweeper.sweeper import SweeperSettings, lead
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
-OLD = keys.pool_queue("tiny", "0ld", "cafe")
-#: Models, where their tasks go, and what sweepers counted.
-STAYS = {keys.MODELS, keys.ROUTES, keys.POOLS, keys.SWEPT}
+OLD = keys.Pool("tiny", "0ld", "cafe")
+#: Models, and what sweepers counted.
+STAYS = {keys.MODELS, keys.SWEPT}
 FREE = broker.Credit((9, 9, 9, 9), (9999,) * 4)
 
 
@@ -45,16 +46,16 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     worker.claim(died)
     worker.finish(died, [0])
     plain = protocol.claim(
-        "plain", "c", worker.incarnation, plain={"model": "tiny", "queue": QUEUE, "n": 1, "task": "{}"}
+        "plain", "c", worker.incarnation, POOL, plain={"model": "tiny", "queue": QUEUE, "n": 1, "task": "{}"}
     )
     run(valkey, plain)
     worker.claims["plain"] = "c"
     worker.finish("plain", [0])
-    fields = {"task": "{}", "model": "tiny", "queue": OLD, "tier": "default", "n": 1, "tokens": 9, "deadline": 5}
+    fields = {"task": "{}", "model": "tiny", "queue": OLD.queue, "tier": "default", "n": 1, "tokens": 9, "deadline": 5}
     run(valkey, protocol.admit("unsent", "n", int(valkey.time()[0]) * 1000, fields))
     valkey.zadd(keys.SUBMITTING, {"unsent": 1})
     # A worker that fetched some of it and died, after it had given one back.
-    valkey.hset(broker_keys.INCARNATIONS, "gone", QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, "gone", POOL.queue)
     valkey.set(keys.lease("gone"), "{}")
     call = broker.fetch(
         "gone", [QUEUE], ["u1", "u2", "u3"], FREE, capacity=(9, 9999), plain_tokens=9, ageing_ms=9, max_redeliveries=9
@@ -62,7 +63,8 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     assert len(broker.read_fetch(run(valkey, call), broker.places([QUEUE])) or ()) == 3
     run(valkey, broker.back("gone", QUEUE, "u1", 600_000))
     valkey.delete(keys.lease("gone"))
-    valkey.lpush(OLD, Message("long expired", OLD, "default", 1, 9).envelope())
+    for queue in (OLD.queue, OLD.version_queue, POOL.queue):
+        valkey.lpush(queue, Message("long expired", queue, "default", 1, 9).envelope())
     valkey.rpush(broker_keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
     valkey.set(keys.blob("00ff"), b"a tokenizer that no card names any more")
     worker.die()
@@ -89,8 +91,8 @@ def _time_passes(valkey: Redis) -> None:
 
 
 async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str, worker: FakeWorker) -> None:
-    pools = {queue: json.dumps({"model": "tiny", "version": queue}) for queue in (QUEUE, OLD)}
-    valkey.hset(keys.POOLS, mapping=pools)
+    for pool in (POOL, OLD):
+        valkey.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
     settings = SweeperSettings(
         valkey_url,
         valkey_url,
@@ -122,7 +124,6 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
             sweeping.cancel()
             await asyncio.wait((sweeping,))
     assert {name.decode() for name in valkey.keys("*")} <= STAYS | COUNTERS
-    assert valkey.hkeys(keys.POOLS) == [QUEUE.encode()]
 
 
 #: Of the broker's scripts: a number each, however much there is of what they count.
@@ -130,5 +131,4 @@ COUNTERS = {"penstock:deliveries", "penstock:arrivals"}
 
 
 def _left(valkey: Redis) -> set[str]:
-    pools = {f"pool {name.decode()}" for name in valkey.hkeys(keys.POOLS)} - {f"pool {QUEUE}"}
-    return ({name.decode() for name in valkey.keys("*")} | pools) - STAYS - COUNTERS - {keys.SWEEPER}
+    return {name.decode() for name in valkey.keys("*")} - STAYS - COUNTERS - {keys.SWEEPER}

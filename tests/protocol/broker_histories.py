@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from producers.broker.redis import calls as broker
 from producers.contract import keys
-from tests.protocol.messages import good
+from tests.protocol.messages import POISON, good
 
 if TYPE_CHECKING:
     from tests.protocol.test_broker import BrokerMachine
 
-QUEUE = "penstock:m"
+QUEUE, OTHER = "penstock:m", "penstock:m@1"
 #: The queue's lists by rank, the best tier's first.
 FIRST, *_, LAST = (name for name, _ in sorted(broker.lists([QUEUE]), key=lambda one: one[1]))
 INC = "i1"
@@ -93,11 +93,36 @@ def hold(machine: BrokerMachine) -> None:
 
 
 def move(machine: BrokerMachine) -> None:
-    """What was sorted goes back in its order, and to another pool's queue."""
-    for take in (lambda: machine.recall(QUEUE, set(), 100), lambda: machine.adopt(False)):
+    """What was sorted goes back in its order, and to its version's queue once its pool has nobody left."""
+    for take in (lambda: machine.recall(QUEUE, set(), 100), lambda: machine.adopt(False), machine.desert):
         machine.send(FIRST, [task("a", "t2"), task("b", "t1"), task("c")])
         machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
         take()
+
+
+def name_nobody(machine: BrokerMachine) -> None:
+    """An id that is empty is none."""
+    machine.send(FIRST, [next(raw for raw, _ in POISON if b'"id": ""' in raw), task("a")])
+    machine.fetch_more(INC, 2)
+
+
+def come_back_among_others(machine: BrokerMachine) -> None:
+    """Where nothing more of the list is sorted: before what was sent meanwhile."""
+    machine.send(FIRST, [task("a", "t1")])
+    machine.fetch_more(INC, 1)
+    machine.send(FIRST, [task(name, "t1") for name in "bcdefg"])
+    machine.back(INC, 0, False, False)
+    machine.fetch_more(INC, 1)
+
+
+def go_elsewhere(machine: BrokerMachine) -> None:
+    """To the front of another queue, where it is sorted to where it stood."""
+    machine.send(FIRST, [task("a", "t1"), task("b", "t1")])
+    machine.send(LAST, [task("c", "t1")])
+    machine.fetch_more(INC, 3)
+    for _ in range(3):
+        machine.back(INC, 0, False, False, OTHER)
+    machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
 
 
 #: All of them.
@@ -112,6 +137,9 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     live_and_lapse,
     hold,
     move,
+    name_nobody,
+    come_back_among_others,
+    go_elsewhere,
 )
 
 

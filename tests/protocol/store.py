@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from hypothesis.stateful import RuleBasedStateMachine
 from redis import Redis
 
+from producers.contract import keys
 from tests.protocol.model.scripts import Rec
 from tests.protocol.server import Mutant, Server, Stored
 
@@ -23,6 +25,9 @@ TTL = 500
 FAR, PASSED = 9_000_000_000_000, 1
 DEADLINES = {"t2": FAR, "p": FAR}
 INCS = ("i1", "i2", "i3")
+#: Pools of two versions, and which has each of the incarnations, should it serve.
+POOLS = (keys.Pool("m", "1", "a"), keys.Pool("m", "1", "b"), keys.Pool("m", "2", "a"))
+POOL = POOLS[0]
 #: Every field that a record may have (see `producers.contract.record`), but for `next:<choice>`.
 FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain", "n"),
@@ -41,17 +46,25 @@ FIELDS = {
         "usage",
         "error",
     ),
-    *("prompt", "discarded"),
+    *("prompt", "discarded", "version", "queue", "fingerprint"),
 }
 
 
-def prompt_fields(t: str) -> dict[str, int]:
+def prompt_fields(t: str) -> dict[str, str | int]:
     return {"n": TASKS[t]} | ({"prompt_tokens": PROMPT} if t in COUNTED else {})
+
+
+def sent_to(t: str) -> dict[str, str | int]:
+    """The version that a client sends a task to: of `t2` an earlier release's says its pool."""
+    if t == "t2":
+        return {"queue": POOL.queue}
+    return {"version": POOL.version, "queue": POOL.version_queue}
 
 
 def begun(r: Rec, t: str) -> Rec:
     """A new record, as the model has it."""
-    return r._replace(next=(0,) * TASKS[t], counted=PROMPT if t in COUNTED else None)
+    kind = (POOL.version, None) if t != "p" else None
+    return r._replace(next=(0,) * TASKS[t], counted=PROMPT if t in COUNTED else None, kind=kind)
 
 
 def reason_of(r: Rec, choice: int) -> str:
@@ -72,8 +85,10 @@ class Pair(RuleBasedStateMachine):
         self.published: dict[str, list[str]] = {t: [] for t in TASKS}
         self.controls: list[tuple[str, str]] = []
         self.live: set[str] = set(INCS)
-        for inc in INCS:
+        for inc, pool in zip(INCS, POOLS, strict=True):
             self.server.lease(inc, True)
+            self.redis.sadd(keys.workers(pool.queue), inc)
+            self.redis.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
         self.last: Callable[[], None] = lambda: None
 
     def teardown(self) -> None:
@@ -143,6 +158,7 @@ class Pair(RuleBasedStateMachine):
             counted=int(fields["prompt_tokens"]) if "prompt_tokens" in fields else None,
             at="result" if stored.compact else "stream",
             dated="queued" in fields,
+            kind=self._kind(fields),
         )
         times = [int(fields[name]) for name in ("created", "queued", "started") if name in fields]
         assert times == sorted(times)
@@ -165,6 +181,13 @@ class Pair(RuleBasedStateMachine):
             self._same_end(r, stored)
         else:
             assert len(stored.entries) == len(r.prompt) + len(r.stream)
+
+    @staticmethod
+    def _kind(fields: dict[str, str]) -> tuple[str, str | None] | None:
+        found = next((p for p in POOLS if fields.get("queue") in (p.queue, p.version_queue)), None)
+        assert fields.get("version") in (None, found and found.version)
+        resolved = "version" in fields or "plain" not in fields
+        return (found.version, fields.get("fingerprint")) if found and resolved else None
 
     @staticmethod
     def _prompt(stored: Stored) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from tests.protocol.store import INCS, LIMIT, TASKS, reason_of
+from tests.protocol.store import INCS, LIMIT, POOLS, TASKS, reason_of
 
 if TYPE_CHECKING:
     from tests.protocol.test_scripts import StoreMachine
@@ -176,6 +176,68 @@ def keep_the_letter(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def meet_another_pool(kind: type[StoreMachine]) -> None:
+    """What was begun: of its own version while a worker of its pool lives, and once none does; of another version. And
+    what nobody has begun, of a client and of plain Celery."""
+    own, sister, other = POOLS
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    for t in ("t1", "t2"):
+        machine.admit(t, "mine", False)
+    for t in TASKS:
+        machine.claim(t, "i3", False, False, False, other)
+        machine.release(t, True)
+        machine.claim(t, "i2", False, False, False, sister)
+        machine.release(t, True)
+    for t in TASKS:
+        machine.claim(t, "i1", False, False, False, own)
+        machine.append([(t, True, True, 0, 0, 1)])
+        machine.release(t, True)
+        for inc, pool in (("i2", sister), ("i3", other), ("i1", own)):
+            machine.claim(t, inc, False, False, False, pool)
+            machine.release(t, True)
+    machine.lease("i1", False)
+    for t in TASKS:
+        machine.claim(t, "i3", False, False, False, other)
+        machine.claim(t, "i2", False, False, False, sister)
+    assert [r and r.owner for r in machine.model.values()] == ["i2"] * 3
+    machine.teardown()
+
+
+def end_in_another_version(kind: type[StoreMachine]) -> None:
+    """What is cancelled, or too late, is ended by whoever has its message."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    for t in ("t1", "t2"):
+        machine.admit(t, "mine", False)
+    machine.cancel("t1", True, True)
+    machine.deadline_passes("t2", True)
+    for t in ("t1", "t2"):
+        machine.claim(t, "i3", False, False, False, POOLS[2])
+    assert [machine.model[t].end for t in ("t1", "t2")] == ["cancelled", "failed"]
+    machine.teardown()
+
+
+def come_late(kind: type[StoreMachine]) -> None:
+    """A request that reaches the store after its time."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.admit("t1", "mine", True)
+    machine.teardown()
+
+
+def compact_what_was_read_in_part(kind: type[StoreMachine]) -> None:
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.claim("p", "i1", False, False, False)
+    machine.append([("p", False, True, 0, 0, 2)])
+    machine.finish("p", True, "completed", 9)
+    machine.settle("p")
+    machine.compact("p", True, True)
+    machine.compact("p", True, False)
+    machine.teardown()
+
+
 #: All of them.
 HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     be_late,
@@ -186,5 +248,9 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     keep_the_letter,
     cancel_what_the_dead_left,
     cancel_what_dies_then,
+    come_late,
+    compact_what_was_read_in_part,
+    meet_another_pool,
+    end_in_another_version,
     *(partial(die, lives=lives) for lives in LIVES),
 )

@@ -266,12 +266,19 @@ class BrokerMachine(RuleBasedStateMachine):
             self.server.redis.hdel(keys.task(task), "settled")
         self.records[task] = settled
 
-    @rule(inc=incs, pick=st.integers(0, 9), other=st.sampled_from([False, False, False, True]), delay=rarely)
+    @rule(
+        inc=incs,
+        pick=st.integers(0, 9),
+        other=st.sampled_from([False, False, False, True]),
+        delay=rarely,
+        to=st.sampled_from(["", "", *QUEUES]),
+    )
     @precondition(holding)
-    def back(self, inc: str, pick: int, other: bool, delay: bool) -> None:
+    def back(self, inc: str, pick: int, other: bool, delay: bool, to: str = "") -> None:
         uuid = self._delivery(inc, pick, other)
-        call = broker.back(inc, QUEUES[0], uuid, AGEING_MS if delay else 0)
-        self.do(lambda: self._agree(call, lambda: self.model.back(inc, QUEUES[0], uuid, AGEING_MS if delay else 0)))
+        call = broker.back(inc, QUEUES[0], uuid, AGEING_MS if delay else 0, to)
+        delay_ms = AGEING_MS if delay else 0
+        self.do(lambda: self._agree(call, lambda: self.model.back(inc, QUEUES[0], uuid, delay_ms, to)))
 
     @rule(inc=incs)
     @precondition(lambda self: not all(map(self.model.lives, INCS)))
@@ -325,6 +332,11 @@ class BrokerMachine(RuleBasedStateMachine):
     def adopt(self, back: bool) -> None:
         source, target = reversed(QUEUES) if back else QUEUES
         self.do(lambda: self._agree(broker.adopt(source, target), lambda: self.model.adopt(source, target)))
+
+    def desert(self) -> None:
+        """The pool's only worker dies, and what waits in the pool's own queue is adopted."""
+        self.lapses(INCS[0])
+        self.adopt(False)
 
     def _agree(self, call: Any, expected: Callable[[], int]) -> None:
         assert self.server.run(call) == expected()

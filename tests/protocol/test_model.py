@@ -44,6 +44,8 @@ SMALL = {
     "scaled": with_faults(SCENARIOS["scaled"], crash=1, expire=1),
     "strays": with_faults(SCENARIOS["strays"], unack=1),
     "strays-slots": with_faults(SCENARIOS["strays-slots"], unack=1),
+    "pools-lapse": with_faults(SCENARIOS["pools-lapse"], expire=1, drain=1),
+    "versions": with_faults(SCENARIOS["versions"], crash=1, drain=1),
     **{
         name: SCENARIOS[name]
         for name in (
@@ -59,6 +61,8 @@ SMALL = {
             "compact",
             "undone",
             "undone-alone",
+            "pools",
+            "versions-sent",
         )
     },
 }

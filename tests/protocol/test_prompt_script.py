@@ -19,7 +19,7 @@ from producers.store import protocol
 from tests.exhaustive import one_of_each
 from tests.protocol.model import ALL, scripts
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, TASKS, Pair, begun
+from tests.protocol.store import DEADLINES, INCS, LIMIT, POOL, TASKS, Pair, begun, sent_to
 
 TASK = "t2"  # whose record has a deadline
 CHOICES = TASKS[TASK]
@@ -34,7 +34,7 @@ class PromptMachine(Pair):
         self.open()
         self.claims = itertools.count(1)
         self.owners = itertools.cycle(INCS)
-        fields = {"n": CHOICES, "deadline": DEADLINES[TASK]}
+        fields = {"n": CHOICES, "deadline": DEADLINES[TASK]} | sent_to(TASK)
         self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
         new = begun(scripts.SUBMITTED, TASK)
         _, self.model[TASK] = scripts.admit(None, "mine", False, ALL, new)
@@ -53,8 +53,10 @@ class PromptMachine(Pair):
         self.live.add(inc)
 
         def step() -> None:
-            answer = protocol.read_claim(TASK, self.server.run(protocol.claim(TASK, c, inc, max_deaths=LIMIT)))
-            expected, self.model[TASK] = scripts.claim(self.model[TASK], c, inc, self.live, ALL, limit=LIMIT)
+            answer = protocol.read_claim(TASK, self.server.run(protocol.claim(TASK, c, inc, POOL, max_deaths=LIMIT)))
+            expected, self.model[TASK] = scripts.claim(
+                *(self.model[TASK], c, inc, self.live, ALL), limit=LIMIT, kind=(POOL.version, POOL.fingerprint)
+            )
             assert answer.answer == expected
 
         self.do(step)
@@ -162,6 +164,14 @@ MUTANTS = {
 def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (PromptMachine,), {"redis": redis, "mutant": mutant})
+    for cancelled in (True, False):  # luck seldom cancels before the prompt is there, or ends what has discarded some
+        history = machine()
+        history.begin()
+        history.cancel(not cancelled)
+        history.prompt(True, 1)
+        history.append(True, 0, True, 5, (1, 0))
+        history.finish(True, True, True)
+        history.teardown()
     run_state_machine_as_test(
         machine,
         settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),

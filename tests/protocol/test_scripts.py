@@ -20,7 +20,20 @@ from producers.store import protocol
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, PASSED, TASKS, TTL, Pair, begun, prompt_fields
+from tests.protocol.store import (
+    DEADLINES,
+    INCS,
+    LIMIT,
+    PASSED,
+    POOL,
+    POOLS,
+    TASKS,
+    TTL,
+    Pair,
+    begun,
+    prompt_fields,
+    sent_to,
+)
 from tests.protocol.store_histories import HISTORIES
 
 TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
@@ -28,6 +41,7 @@ TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
 tasks = st.sampled_from(sorted(TASKS))
 incs = st.sampled_from(INCS)
 mostly = st.sampled_from([True, True, True, True, False])
+pools = st.sampled_from([POOL] * 4 + [*POOLS])
 rarely = mostly.map(lambda yes: not yes)
 
 
@@ -71,7 +85,7 @@ class StoreMachine(Pair):
     def admit(self, t: str, nonce: str, late: bool) -> None:
         def step() -> None:
             asked = self.server.now() - (protocol.SUBMIT_WINDOW_MS + 1000 if late else 0)
-            fields = prompt_fields(t) | deadline(t)
+            fields = prompt_fields(t) | sent_to(t) | deadline(t)
             answer = text(self.server.run(protocol.admit(t, nonce, asked, fields)))
             new = begun(scripts.SUBMITTED, t)
             expected, self.model[t] = scripts.admit(self.model[t], nonce, late, ALL, new)
@@ -91,21 +105,38 @@ class StoreMachine(Pair):
 
         self.do(step)
 
-    @rule(t=tasks, inc=incs, condemned=rarely, same=rarely, valid=mostly)
-    def claim(self, t: str, inc: str, condemned: bool, same: bool, valid: bool) -> None:
+    @rule(t=tasks, inc=incs, condemned=rarely, same=rarely, valid=mostly, pool=pools)
+    def claim(self, t: str, inc: str, condemned: bool, same: bool, valid: bool, pool: keys.Pool = POOL) -> None:
         self.claims += 1
         t = self.apt(t, lambda r: not r.settled and r.owner not in self.live) if valid else t
         c = self.held(t, True) if same else f"c{self.claims}"
-        plain = prompt_fields(t) | deadline(t) if t == "p" else None
+        plain = {"queue": pool.version_queue} | prompt_fields(t) | deadline(t) if t == "p" else None
         made = begun(scripts.QUEUED, t) if plain else None
 
         def step() -> None:
-            call = protocol.claim(t, c, inc, plain=plain, condemned=condemned, max_deaths=LIMIT)
+            call = protocol.claim(t, c, inc, pool, plain=plain, condemned=condemned, max_deaths=LIMIT)
             answer = protocol.read_claim(t, self.server.run(call))
+            kind = (pool.version, pool.fingerprint)
+            serving = {(p.version, p.fingerprint) for inc, p in zip(INCS, POOLS, strict=True) if inc in self.live}
             expected, self.model[t] = scripts.claim(
-                self.model[t], c, inc, self.live, ALL, limit=LIMIT, made=made, condemned=condemned
+                *(self.model[t], c, inc, self.live, ALL),
+                limit=LIMIT,
+                made=made,
+                condemned=condemned,
+                kind=kind,
+                serving=serving,
             )
             assert answer.answer == expected
+            if expected == "elsewhere":
+                r = self.model[t]
+                assert r
+                home = scripts.elsewhere(r, kind, serving, ALL, bound=made is None)
+                known = {
+                    (p.version, f): q for p in POOLS for f, q in ((None, p.version_queue), (p.fingerprint, p.queue))
+                }
+                if t == "t2" and not r.claims:
+                    known[home] = POOL.queue
+                assert answer.queue == known[home]
             assert (answer.record is not None) == (expected in ("go", "settle"))
             if answer.record:
                 assert answer.record.fields == self.server.stored([t])[t].fields

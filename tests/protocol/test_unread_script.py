@@ -20,7 +20,7 @@ from tests.exhaustive import one_of_each
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant
-from tests.protocol.store import DEADLINES, INCS, LIMIT, TASKS, Pair, begun
+from tests.protocol.store import DEADLINES, INCS, LIMIT, POOL, TASKS, Pair, begun, sent_to
 
 TASK = "t2"
 CHOICES = TASKS[TASK]
@@ -84,7 +84,7 @@ class UnreadMachine(Pair):
     # ---- what the task comes through ------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        fields = {"n": CHOICES, "deadline": DEADLINES[TASK]}
+        fields = {"n": CHOICES, "deadline": DEADLINES[TASK]} | sent_to(TASK)
         self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
         new = begun(scripts.SUBMITTED, TASK)
         _, self.model[TASK] = scripts.admit(self.model[TASK], "mine", False, ALL, new)
@@ -97,8 +97,9 @@ class UnreadMachine(Pair):
         c, inc = f"c{next(self.claims)}", INCS[0]
         self.server.lease(inc, True)
         self.live.add(inc)
-        self.server.run(protocol.claim(TASK, c, inc, max_deaths=LIMIT))
-        _, self.model[TASK] = scripts.claim(self.model[TASK], c, inc, self.live, ALL, limit=LIMIT)
+        self.server.run(protocol.claim(TASK, c, inc, POOL, max_deaths=LIMIT))
+        kind = (POOL.version, POOL.fingerprint)
+        _, self.model[TASK] = scripts.claim(self.model[TASK], c, inc, self.live, ALL, limit=LIMIT, kind=kind)
 
     def owner_dies(self) -> None:
         self.server.lease(INCS[0], False)

@@ -21,7 +21,8 @@ from producers.store.protocol import cancel
 from tests.processes import Worker, fill, valkey
 from tests.stub_engine import StubEngine, token
 
-POOL = keys.pool_queue("stub", "v1", "stub")
+POOL = keys.Pool("stub", "v1", "stub")
+QUEUE = POOL.version_queue
 MODEL = keys.model_queue("stub")
 #: Longer than any test waits, seconds: no lease lapses because a machine is busy. Who is killed is buried (`kill`).
 LEASE = 300.0
@@ -90,14 +91,13 @@ class Rig:
     # ---- tasks ------------------------------------------------------------------------------------------------
 
     def fill(self, count: int, **task: Any) -> list[str]:
-        """As a client does, into the pool's queue."""
-        return fill(self.redis, POOL, count, **task)
+        """As a client does, into the version's queue."""
+        return fill(self.redis, QUEUE, count, **task)
 
     def publish_card(self) -> None:
         """As a worker does: clients know a model by it."""
         engine = StubEngine()
         self.store.hset(keys.MODELS, "stub", engine.card.to_json())
-        self.store.hset(keys.ROUTES, "stub", POOL)
         engine.close()
 
     def submit(self, count: int, **task: Any) -> list[str]:

@@ -14,7 +14,7 @@ from producers import AsyncClient, Client
 from producers.broker.redis import keys as broker_keys
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.stub_engine import STALLED
-from tests.workers.rig import POOL, Rig
+from tests.workers.rig import QUEUE, Rig
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def sweeping(rig: Rig) -> Iterator[None]:
 
 def test_what_killed_workers_had_sorted_is_seen_in_the_lists_and_runs_once(rig: Rig) -> None:
     rig.publish_card()
-    lists = {tier: broker_keys.tier_list(POOL, tier) for tier in ("default", "batch")}
+    lists = {tier: broker_keys.tier_list(QUEUE, tier) for tier in ("default", "batch")}
     with Client(rig.url) as client:
 
         def submit(**task: object) -> str:

@@ -15,7 +15,7 @@ from producers import TaskFailed
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.contract.message import Message
-from tests.workers.rig import POOL, Rig, rig
+from tests.workers.rig import QUEUE, Rig, rig
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def poisoned() -> Iterator[Rig]:
 
 def envelope(**changes: Any) -> dict[str, Any]:
     """A client's message, changed: a key `a__b` goes into `a`; None takes the field away."""
-    found: dict[str, Any] = json.loads(Message("poison", POOL, "default", 1, 20).envelope())
+    found: dict[str, Any] = json.loads(Message("poison", QUEUE, "default", 1, 20).envelope())
     for name, value in changes.items():
         *path, last = name.split("__")
         place = found
@@ -99,7 +99,7 @@ def test_what_cannot_be_read_is_dead_lettered(poisoned: Rig, name: str) -> None:
     raw, reason = UNREADABLE[name]
     raw = raw.encode() if isinstance(raw, str) else raw
     poisoned.redis.delete(broker_keys.DEAD)
-    poisoned.redis.lpush(POOL, raw)
+    poisoned.redis.lpush(QUEUE, raw)
     ids = poisoned.fill(6)
     poisoned.until(lambda: poisoned.redis.llen(broker_keys.DEAD))
     poisoned.until_settled(ids)
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_dead_lettered(poisoned: Rig, name: str) -> None:
     (letter,) = poisoned.dead()
     assert letter["reason"].startswith(reason)
     assert letter["reason"]
-    assert letter["list"] == POOL
+    assert letter["list"] == QUEUE
     assert letter["at"] > 0
     check_idle(poisoned)
 
@@ -132,7 +132,7 @@ def test_a_body_is_never_in_the_log(poisoned: Rig, name: str) -> None:
     log = poisoned.workers[0].log
     before = len(log.read_text())
     poisoned.redis.delete(broker_keys.DEAD)
-    poisoned.redis.lpush(POOL, message)
+    poisoned.redis.lpush(QUEUE, message)
     poisoned.until(poisoned.dead)
     check_idle(poisoned)
     assert (said := log.read_text()[before:]), "it is told of"
@@ -149,8 +149,8 @@ TIMELIMIT = {"headers__penstock": None, "headers__timelimit": 7, "body": body([]
 def test_nothing_is_kept_of_what_cannot_be_read(poisoned: Rig) -> None:
     """Neither by kombu, which holds what it has delivered, nor by Celery, which lists what is reserved."""
     for raw, _ in UNREADABLE.values():
-        poisoned.redis.lpush(POOL, raw)
-    poisoned.redis.lpush(POOL, json.dumps(envelope(**TIMELIMIT)))
+        poisoned.redis.lpush(QUEUE, raw)
+    poisoned.redis.lpush(QUEUE, json.dumps(envelope(**TIMELIMIT)))
     check_idle(poisoned)
     assert poisoned.sender().send_task("app.kept").get(timeout=60) == []
 
@@ -170,7 +170,7 @@ HARMLESS = {
 def test_a_message_without_its_record_is_dropped(poisoned: Rig, name: str) -> None:
     """A client's record may have expired; whatever else the message says is not asked for."""
     poisoned.redis.delete(broker_keys.DEAD)
-    poisoned.redis.lpush(POOL, json.dumps(HARMLESS[name]))
+    poisoned.redis.lpush(QUEUE, json.dumps(HARMLESS[name]))
     ids = poisoned.fill(6)
     poisoned.until_settled(ids)
     poisoned.check(ids)
@@ -222,7 +222,7 @@ def test_a_record_whose_task_cannot_be_run_fails(poisoned: Rig, task: str) -> No
     poisoned.store.hdel(keys.task(bad), "settled", "end", "status", "next:0", "finished", "started", "claims")
     poisoned.store.delete(keys.stream(bad))
     poisoned.store.hset(keys.task(bad), mapping={"status": "queued", "task": task})
-    poisoned.redis.lpush(POOL, Message(bad, POOL, "default", 1, 20).envelope())
+    poisoned.redis.lpush(QUEUE, Message(bad, QUEUE, "default", 1, 20).envelope())
     ids = poisoned.fill(6)
     poisoned.until_settled([bad, *ids])
     poisoned.check(ids)
@@ -261,8 +261,8 @@ def test_a_record_that_is_broken_harms_its_own_task_alone(poisoned: Rig, name: s
     poisoned.store.hdel(keys.task(bad), "settled", "end", "status", "next:0", "finished", "started", "claims", "claim")
     poisoned.store.delete(keys.stream(bad))
     poisoned.store.hset(keys.task(bad), mapping={"status": "queued", **BROKEN[name]})
-    message = Message(bad, POOL, "default", 1, 20).envelope()
-    poisoned.redis.lpush(POOL, message, message)  # the worker that holds the one answers `busy` to the other
+    message = Message(bad, QUEUE, "default", 1, 20).envelope()
+    poisoned.redis.lpush(QUEUE, message, message)  # the worker that holds the one answers `busy` to the other
     ids = poisoned.fill(6)
     poisoned.until_settled(ids)
     poisoned.check(ids)
@@ -298,7 +298,7 @@ def test_callbacks_that_cannot_be_sent_do_not_hold_the_task(poisoned: Rig, name:
     message = copy.deepcopy(envelope(headers__penstock=None, headers__id=good, headers__root_id=good))
     message["body"] = body([], {"prompt": [1], "seed": 3, "max_tokens": 4}, CALLBACKS[name])
     poisoned.redis.delete(broker_keys.DEAD)
-    poisoned.redis.lpush(POOL, json.dumps(message))
+    poisoned.redis.lpush(QUEUE, json.dumps(message))
     ids = poisoned.fill(6)
     poisoned.until_settled([good, *ids])
     poisoned.check([good, *ids])
@@ -317,7 +317,7 @@ def test_an_ordinary_task_that_exits_harms_nobody(poisoned: Rig) -> None:
 
 def check_idle(rig: Rig) -> None:
     """Nothing is held, waits, or is in flight; all of the room is there again (it has room for 4)."""
-    places = (broker_keys.inflight("*"), broker_keys.delayed("*"), broker_keys.sorted_of("*"), POOL)
+    places = (broker_keys.inflight("*"), broker_keys.delayed("*"), broker_keys.sorted_of("*"), QUEUE)
     rig.until(lambda: not any(rig.redis.keys(place) for place in places))
     assert rig.workers[0].process.poll() is None
 

@@ -10,7 +10,7 @@ import pytest
 from producers.contract import keys
 from producers.store.protocol import cancel, claim
 from tests.processes import Worker
-from tests.workers.rig import Rig
+from tests.workers.rig import POOL, Rig
 
 
 def begin(rig: Rig, *plugins: str) -> tuple[Worker, str]:
@@ -59,7 +59,7 @@ def test_who_was_superseded_aborts_within_a_step_of_hearing_it(rig: Rig) -> None
     """Another incarnation has its task: it was taken for dead."""
     worker, unwanted = begin(rig)
     (mine,) = worker.incarnations
-    taken = claim(unwanted, "another-delivery", "other")
+    taken = claim(unwanted, "another-delivery", "other", POOL)
     rig.store.script_load(taken.script.text)
     with rig.store.pipeline(transaction=True) as pipe:  # at once: it is not to see its own lease gone
         pipe.rename(keys.lease(mine), "aside")

@@ -10,7 +10,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.exhaustive import few
 from tests.stub_engine import STALLED
-from tests.workers.rig import POOL, Rig
+from tests.workers.rig import QUEUE, Rig
 
 
 def started(rig: Rig, task_id: str) -> int:
@@ -54,16 +54,16 @@ def test_a_full_worker_takes_a_higher_task_at_once(rig: Rig, low: str, high: str
     rig.check(urgent)
     assert {rig.status(task_id) for task_id in running} == {"in_progress"}
     assert {rig.status(task_id) for task_id in same} == {"queued"}
-    assert rig.waiting(broker_keys.tier_list(POOL, low)) == 2, "what would only wait here is left to others"
+    assert rig.waiting(broker_keys.tier_list(QUEUE, low)) == 2, "what would only wait here is left to others"
 
 
 def test_a_worker_takes_no_more_of_a_higher_tier_than_it_holds_lower(rig: Rig) -> None:
     rig.worker(STUB_SEQS=4, STUB_STEP_S=0.01)
     rig.fill(4, tier="batch", prompt=[STALLED])
-    rig.until(lambda: rig.waiting(broker_keys.tier_list(POOL, "batch")) == 0)
+    rig.until(lambda: rig.waiting(broker_keys.tier_list(QUEUE, "batch")) == 0)
     urgent = rig.fill(7, tier="priority", prompt=[STALLED])
     rig.until(lambda: sum(rig.status(task_id) == "in_progress" for task_id in urgent) == 4)
-    assert rig.waiting(broker_keys.tier_list(POOL, "priority")) == 3
+    assert rig.waiting(broker_keys.tier_list(QUEUE, "priority")) == 3
 
 
 def test_choices_and_tokens_count(rig: Rig, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_choices_and_tokens_count(rig: Rig, tmp_path: Path) -> None:
     (narrow,) = rig.fill(1, max_tokens=2)
     (urgent,) = rig.fill(1, tier="priority", max_tokens=2)
     rig.until_settled([urgent])
-    assert rig.waiting(POOL) == 2
+    assert rig.waiting(QUEUE) == 2
     (tmp_path / "go").touch()
     rig.until_settled([first, wide, narrow])
     assert started(rig, wide) >= int(rig.record(first)["finished"])
@@ -129,7 +129,7 @@ def test_two_workers_share_a_queue(rig: Rig, tmp_path: Path) -> None:
         return counts
 
     rig.until(lambda: owned() == [4, 4])
-    assert rig.waiting(POOL) == 32
+    assert rig.waiting(QUEUE) == 32
     (tmp_path / "go").touch()
     rig.until(lambda: owned() and rig.settled(ids))
     rig.check(ids)

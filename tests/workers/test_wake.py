@@ -6,7 +6,7 @@ import time
 
 from producers.contract import keys
 from tests.processes import fill
-from tests.workers.rig import MODEL, POOL, Rig
+from tests.workers.rig import MODEL, QUEUE, Rig
 
 NEVER_IDLE = "tests.workers.plugins:never_looks_idly"
 
@@ -16,7 +16,7 @@ def test_a_worker_that_never_looks_by_itself_is_woken(rig: Rig) -> None:
     rig.worker(STUB_SEQS=2, STUB_STEP_S=0.002, WORKER_PLUGINS=NEVER_IDLE)
     app = rig.sender()
     for _ in range(3):
-        ids = fill(rig.redis, POOL, 5, max_tokens=5)
+        ids = fill(rig.redis, QUEUE, 5, max_tokens=5)
         ids += fill(rig.redis, MODEL, 2, tier="batch", max_tokens=5)
         rig.until_settled(ids)
         rig.check(ids)

@@ -51,9 +51,9 @@ class Acker(threading.Thread):
         """
         self._add(_Errand(life, Ack(life.id, uuid, reason, used, settled)))
 
-    def back(self, life: Incarnation, uuid: str, delay: float = 0.0) -> None:
-        """The message goes back to the front of its list, after `delay` seconds."""
-        self._add(_Errand(life, Back(life.id, uuid, delay)))
+    def back(self, life: Incarnation, uuid: str, delay: float = 0.0, to: str = "") -> None:
+        """The message goes back to the front of its list, after `delay` seconds; or of its tier's in the queue `to`."""
+        self._add(_Errand(life, Back(life.id, uuid, delay, to)))
 
     @property
     def pending(self) -> list[str]:

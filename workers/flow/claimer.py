@@ -121,6 +121,7 @@ class Claimer(threading.Thread):
             delivery.task_id,
             delivery.uuid,
             delivery.incarnation.id,
+            self._served.pool,
             plain=delivery.plain.fields if delivery.plain else None,
             condemned=delivery.condemned,
             max_deaths=self._served.settings.max_deaths,
@@ -148,6 +149,8 @@ class Claimer(threading.Thread):
             self._deliveries.done(delivery, settled=True)
         elif claimed.answer == "busy":
             self._deliveries.give_back(delivery, settings.retry_after)
+        elif claimed.answer == "elsewhere":
+            self._deliveries.give_back(delivery, to=claimed.queue)
         elif decode is not None and record is not None and "claims" in record.fields:
             # Others claimed it and lived: it may be decoded, and comes back as a job, to be run or only to be settled.
             delivery.begin(record, record.nexts)

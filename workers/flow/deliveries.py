@@ -77,9 +77,10 @@ class Deliveries:
         ack = partial(self._acker.ack, delivery.incarnation, delivery.uuid, reason, delivery.used, task)
         self._put_down(delivery, ack)
 
-    def give_back(self, delivery: Delivery, delay: float = 0.0) -> None:
-        """BACK: another worker's, or nobody's yet. What was claimed must be released first (`Finisher.let_go`)."""
-        self._put_down(delivery, lambda: self._acker.back(delivery.incarnation, delivery.uuid, delay))
+    def give_back(self, delivery: Delivery, delay: float = 0.0, to: str = "") -> None:
+        """BACK: another worker's, or nobody's yet; in the queue `to`, if that is another. What was claimed must be
+        released first (`Finisher.let_go`)."""
+        self._put_down(delivery, lambda: self._acker.back(delivery.incarnation, delivery.uuid, delay, to))
 
     def _put_down(self, delivery: Delivery, errand: Callable[[], None]) -> None:
         """Take it out of the books, once. The errand is on its way before that is seen: a drain waits for empty books,

@@ -21,7 +21,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from producers.broker.connect import connect_consumer
 from producers.broker.values import Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
@@ -56,7 +55,7 @@ class Arrival:
 class Intake(threading.Thread):
     def __init__(self, served: Served, deliveries: Deliveries, acker: Acker, celery: CelerySide) -> None:
         super().__init__(name="penstock-intake", daemon=True)
-        self.queues = served.queues
+        self.queues = served.pool.queues
         self._deliveries = deliveries
         self._acker = acker
         self._celery = celery
@@ -67,7 +66,7 @@ class Intake(threading.Thread):
             served.settings.ageing,
             served.settings.max_redeliveries,
         )
-        self._broker = connect_consumer(served.settings.broker, self.queues)
+        self._broker = served.connect_broker()
         self._waker = self._broker.waker(self.poke)
         self._wake = threading.Event()
         self._arrivals: deque[Arrival] = deque()

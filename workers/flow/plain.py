@@ -25,7 +25,7 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
     """`now_ms`: by the store's clock. `arguments` holds `args` and `kwargs`; None where they must not be decoded."""
     fields: dict[str, str | int] = {
         "model": served.model,
-        "queue": served.queue,
+        "queue": served.pool.version_queue,
         "tier": "default",
         "n": 1,
         "task": "{}",

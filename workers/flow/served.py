@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from producers.contract import keys
+from producers.broker.base import Consumer
+from producers.broker.connect import connect_consumer
+from producers.connection.connect import SILENT_S
+from producers.contract.keys import Pool
 from workers.settings import WorkerSettings
 
 
@@ -20,8 +23,8 @@ class Served:
     """The model's, as announced."""
     files: dict[str, bytes]
     """The tokenizer's, by name, as announced with the card."""
-    queue: str
-    """The pool's own."""
+    pool: Pool
+    """Itself and the workers that compute alike."""
     weights: dict[str, float] = field(default_factory=dict)
     """Tenants' shares, where they are not 1; as last read from the broker."""
 
@@ -31,7 +34,6 @@ class Served:
         name: str = self.card["name"]
         return name
 
-    @property
-    def queues(self) -> list[str]:
-        """Names of the queues that it fetches from."""
-        return [self.queue, keys.model_queue(self.model)]
+    def connect_broker(self, timeout: float = SILENT_S) -> Consumer:
+        """For one thread; `timeout`: of each answer (s)."""
+        return connect_consumer(self.settings.broker, self.pool.queues, timeout, self.pool.version_queue)

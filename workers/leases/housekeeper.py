@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from redis import Redis
 
-from producers.broker.connect import connect_consumer
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from workers.connect import LOST, connect
@@ -64,8 +63,8 @@ class Housekeeper(threading.Thread):
         self._quarter = settings.lease / 4
         patience = min(5.0, self._quarter)
         self._store = connect(settings.store, timeout=patience)
-        self._broker = connect_consumer(settings.broker, served.queues, timeout=patience)
-        self.lease = Lease(self._store, self._broker, clock, about, settings.lease)
+        self._broker = served.connect_broker(patience)
+        self.lease = Lease(served, self._store, self._broker, deliveries, clock, about)
         self._control = Control(settings.store, deliveries, publisher)
         self._strays = Strays(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
@@ -134,7 +133,7 @@ class Housekeeper(threading.Thread):
 
     def _announce_again(self) -> None:
         """A store that has lost the lease may have lost all: then nobody would know this model any more."""
-        if not self._store.hexists(keys.POOLS, self._served.queue):
+        if not self._store.hexists(keys.POOLS, self._served.pool.queue):
             logger.warning("The store has forgotten %s: announcing it again", self._served.model)
             self._announce(self._store)
 

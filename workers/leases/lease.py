@@ -13,27 +13,39 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import Back
-from producers.connection.script import run, run_many, text
+from producers.connection.script import Call, run, run_many, text
 from producers.contract import keys
+from producers.contract.queues import takers_of
 from producers.store.protocol import lease, release
-from producers.sweeper.orphaned_queues import takers_of
 from workers.connect import LOST
 from workers.flow.clock import Clock
+from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
 from workers.flow.incarnation import Incarnation
+from workers.flow.served import Served
 
 logger = logging.getLogger(__name__)
 
 
 class Lease:
-    """`about`: what it says of the worker (JSON); `ttl`: seconds. Redis errors come through."""
+    """`about`: what it says of the worker (JSON). Redis errors come through."""
 
-    def __init__(self, store: Redis, broker: Consumer, clock: Clock, about: Callable[[], str], ttl: float) -> None:
+    def __init__(
+        self,
+        served: Served,
+        store: Redis,
+        broker: Consumer,
+        deliveries: Deliveries,
+        clock: Clock,
+        about: Callable[[], str],
+    ) -> None:
         self._store = store
         self._broker = broker
+        self._deliveries = deliveries
         self._clock = clock
         self._about = about
-        self._ttl = ttl
+        self._pool = served.pool
+        self._ttl = served.settings.lease
         self._lapsed: deque[tuple[Incarnation, list[Delivery]]] = deque()
         self._letting_go = threading.Lock()
         self.round_trip = 0.0
@@ -44,7 +56,7 @@ class Lease:
         about = self._about()
         seconds, micros = self._store.time()
         self._clock.offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
-        run(self._store, lease(life.id, about, int(self._ttl * 1000), take=True))
+        run(self._store, self._on_store(life, about, take=True))
         self._broker.take_lease(life.id, about, self._ttl)
         life.begun = True
 
@@ -52,11 +64,16 @@ class Lease:
         """False where one of the two is gone."""
         about = self._about()
         asked = time.monotonic()
-        on_store = run(self._store, lease(life.id, about, int(self._ttl * 1000), take=False))
+        on_store = run(self._store, self._on_store(life, about, take=False))
         between = time.monotonic()
         on_broker = self._broker.renew(life.id, about, self._ttl)
         self.round_trip = max(between - asked, time.monotonic() - between)
         return bool(on_store and on_broker)
+
+    def _on_store(self, life: Incarnation, about: str, *, take: bool) -> Call:
+        """A worker that drains does not serve: what its pool's last worker hands back is for another pool."""
+        serves = not self._deliveries.draining
+        return lease(life.id, self._pool.queue, about, int(self._ttl * 1000), take=take, serves=serves)
 
     def give_up(self, life: Incarnation, store: Redis, broker: Consumer) -> None:
         """Give the lease up, so that nobody waits for it to lapse. Deliveries in flight are reaped.

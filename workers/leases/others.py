@@ -14,6 +14,7 @@ from producers.broker.values import Listed
 from producers.client.steps import Read, Step, drive
 from producers.connection.script import Call, run, text
 from producers.contract import keys
+from producers.contract.queues import version_queue_of
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.reader_leases import LapsedReaders
 from workers.flow.incarnation import Incarnation
@@ -43,25 +44,26 @@ class Others:
         return [one for one in others if one.left is not None]
 
     def adopt(self, alive: Sequence[Listed]) -> None:
-        """Take over the queues of pools that served this model version with another engine and have no worker left.
+        """Move what waits for pools of this model that have no worker left to the queues of their versions.
 
         An upgrade of torch, another dtype or machine makes another pool; what was queued before must not wait for ever.
         Another version would give other output than was asked for: what waits for one is only told of.
         """
-        served = {self._served.queue, *(one.queue for one in alive)}
-        for name, about in self._store.hgetall(keys.POOLS).items():
-            pool, queue = json.loads(about), text(name)
-            if queue in served or pool["model"] != self._served.model:
-                continue
-            if pool["version"] != self._served.card["version"]:
-                self._tell_of(queue, pool["version"])
-                continue
-            count = self._broker.adopt(queue)
+        serving = {self._served.pool.queue, *(one.queue for one in alive)}
+        told = {text(name): text(about) for name, about in self._store.hgetall(keys.POOLS).items()}
+        pools = {queue: about for queue, about in told.items() if json.loads(about)["model"] == self._served.model}
+        for queue in pools.keys() - serving:
+            target = version_queue_of(pools[queue])
+            count = self._broker.adopt(queue, target)
             if count > 0:
-                logger.warning("Pool %s has no worker: took over its %d queued tasks", queue, count)
+                logger.warning("Pool %s has no worker: moved its %d queued tasks to %s", queue, count, target)
+        versions = {queue: json.loads(about)["version"] for queue, about in pools.items()}
+        for version in sorted({*versions.values()} - {versions[queue] for queue in serving & pools.keys()}):
+            self._tell_of(version)
 
-    def _tell_of(self, queue: str, version: str) -> None:
+    def _tell_of(self, version: str) -> None:
         """Log the number of waiting tasks whenever it has changed."""
+        queue = keys.version_queue(self._served.model, version)
         count = self._broker.waiting(queue)
         if self._stranded.get(queue, 0) != count:
             self._stranded[queue] = count

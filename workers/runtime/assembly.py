@@ -19,7 +19,6 @@ from celery import Celery
 from celery.worker import state
 from redis import Redis
 
-from producers.broker.connect import connect_consumer
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
@@ -47,7 +46,7 @@ class Runtime:
         self.served = served
         settings, engine = served.settings, served.engine
         clock = Clock()
-        self.acker = Acker(connect_consumer(settings.broker, served.queues), settings.store)
+        self.acker = Acker(served.connect_broker(), settings.store)
         self.deliveries = Deliveries(served, self.acker)
         self.finisher = Finisher(served, app, self.deliveries, clock)
         self.publisher = Publisher(served, self.deliveries, self.finisher, lambda why: self.give_up(why, frozenset()))
@@ -136,7 +135,7 @@ class Runtime:
         return json.dumps(
             {
                 "worker": served.settings.name,
-                "queue": served.queue,
+                "queue": served.pool.queue,
                 "model": served.model,
                 "version": served.card["version"],
                 "tasks": len(self.deliveries),

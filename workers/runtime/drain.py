@@ -94,6 +94,7 @@ class Drain:
 
     def _run(self) -> None:
         self._intake.stop()
+        self._housekeeper.renew_soon()  # its pool's workers are without this one now
         with self._changed:
             ahead = min(TRIPS * self._housekeeper.lease.round_trip, max(0.0, self._until_now()) / 2)
             while self._deliveries.held and (left := self._until_now() - ahead) > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from redis import Redis
@@ -41,8 +41,8 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
     return engine, ModelCard.tokenizer_files(folder)
 
 
-def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], str]:
-    """Write the model's card, tokenizer files and route into the store; return the card as served, and the queue.
+def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], keys.Pool]:
+    """Write the model's card, tokenizer files and pool into the store; return the card as served, and the pool.
 
     The card outlives the worker, so that a gateway can check, tokenise and queue while no worker is up.
     """
@@ -50,17 +50,16 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
     card["context_length"] = min(card["context_length"], engine.max_model_len)
     if engine.kv_capacity < card["context_length"]:
         card["kv_capacity"] = engine.kv_capacity
-    queue = keys.pool_queue(card["name"], card["version"], engine.fingerprint)
+    pool = keys.Pool(card["name"], card["version"], engine.fingerprint)
     for name, data in files.items():
         blobs.put(store, card["files"][name], data)
-    pool = {"model": card["name"], "version": card["version"], "fingerprint": engine.fingerprint}
-    pool["announced"] = int(time.time() * 1000)  # a sweeper that is about to forget the pool sees that it is back
-    store.hset(keys.POOLS, queue, json.dumps(pool))
+    # When: a sweeper that is about to forget the pool sees that it is back.
+    store.hset(keys.POOLS, pool.queue, json.dumps({**asdict(pool), "announced": int(time.time() * 1000)}))
     store.transaction(lambda pipe: _write(pipe, card), keys.MODELS)
     for name, data in files.items():  # a sweeper removes files that no card names, as these were until now
         blobs.put(store, card["files"][name], data)
-    store.hset(keys.ROUTES, card["name"], queue)
-    return card, queue
+    store.hdel(keys.ROUTES, card["name"])  # clients of earlier releases send to all pools of the model then
+    return card, pool
 
 
 def _write(pipe: Pipeline, card: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from celery.worker import state
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import trouble
+from producers.contract.keys import Pool
 from workers.connect import LOST, check_server, connect
 from workers.flow.probe import check_model
 from workers.flow.served import Served
@@ -56,9 +57,9 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     check_server(settings.store, "store")
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     check_model(engine, settings.model, settings.step_limit)
-    card, queue = _announced(settings.store, engine, files)
-    served = Served(settings, engine, card, files, queue)
-    app = make_app(settings, served.queues)
+    card, pool = _announced(settings.store, engine, files)
+    served = Served(settings, engine, card, files, pool)
+    app = make_app(settings, pool.queues)
     runtime = Runtime(served, app, lambda store: announce(store, engine, files))
     attach(app, runtime)
     threading.excepthook = partial(_thread_died, runtime)
@@ -81,7 +82,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     gc.collect()
     gc.freeze()
     gc.collect()  # the next full one comes when a quarter of what this one leaves, nothing, has come
-    logger.info("Serving %s from %s", card["name"], queue)
+    logger.info("Serving %s from %s", card["name"], pool.queue)
     notify_ready()
     worker.start()
     if runtime.drain.over.is_set():
@@ -100,7 +101,7 @@ def _quiet(worker: Any) -> Any:
     return type("Worker", (worker,), {"install_platform_tweaks": only_ours})
 
 
-def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], str]:
+def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], Pool]:
     """Announce the model; try until the store takes it. A full store, or a failover, is no reason to load again."""
     with connect(url) as store:
         while True:

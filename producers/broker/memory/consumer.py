@@ -26,14 +26,15 @@ BITE: Final = 64
 class MemoryConsumer(Consumer):
     capabilities = CAPABILITIES
 
-    def __init__(self, server: Server, queues: Sequence[str]) -> None:
+    def __init__(self, server: Server, queues: Sequence[str], home: str | None = None) -> None:
         self._server = server
         self.queues = list(queues)
+        self.home = home or self.queues[0]
 
     def fetch(
         self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
     ) -> list[Fetched] | None:
-        return fetch(self._server, incarnation, self.queues, uuids, credit, rules, bite or BITE)
+        return fetch(self._server, incarnation, self.queues, uuids, credit, rules, bite or BITE, self.home)
 
     def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         with self._server.lock:
@@ -42,7 +43,7 @@ class MemoryConsumer(Consumer):
     def _put_down(self, one: Ack | Back) -> bool:
         if isinstance(one, Ack):  # it holds no records: nothing here says that a task is not settled
             return self._server.ack(one.incarnation, one.uuid, one.reason, one.used)
-        return self._server.back(one.incarnation, self.queues[0], one.uuid, one.delay * 1000)
+        return self._server.back(one.incarnation, self.home, one.uuid, one.delay * 1000, one.to)
 
     def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
         with self._server.lock:
@@ -51,7 +52,7 @@ class MemoryConsumer(Consumer):
 
     def scheduled(self, count: int) -> list[bytes]:
         with self._server.lock:
-            return [d.raw for d in sorted(self._server.delayed[self.queues[0]], key=lambda d: d.due)[:count]]
+            return [d.raw for d in sorted(self._server.delayed[self.home], key=lambda d: d.due)[:count]]
 
     def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
         with self._server.lock:
@@ -69,6 +70,8 @@ class MemoryConsumer(Consumer):
         with self._server.lock:
             self.end_lease(incarnation)
             self.reap(incarnation)
+            if self.home != self.queues[0]:
+                self._server.adopt(self.queues[0], self.home)
             for queue in self.queues:
                 self._server.recall(queue, takers.get(queue, self.queues), sys.maxsize)
 
@@ -79,9 +82,9 @@ class MemoryConsumer(Consumer):
         with self._server.lock:
             return self._server.reap(incarnation)
 
-    def adopt(self, source: str) -> int:
+    def adopt(self, source: str, target: str) -> int:
         with self._server.lock:
-            return self._server.adopt(source, self.queues[0])
+            return self._server.adopt(source, target)
 
     def waiting(self, queue: str) -> int:
         server = self._server

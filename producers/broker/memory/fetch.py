@@ -21,6 +21,7 @@ class Fetch:
     server: Server
     incarnation: str
     queues: Sequence[str]
+    home: str
     rules: Rules
     seqs: list[int]
     tokens: list[int]
@@ -37,7 +38,7 @@ class Fetch:
         self.now = server.clock()
         ranked = [(rank, name, queue) for queue in self.queues for name, rank in server.places(queue)]
         self.lists = {name: (queue, rank) for rank, name, queue in sorted(ranked, key=lambda one: one[0])}
-        server.due(self.queues[0], self.now, DUE)
+        server.due(self.home, self.now, DUE)
         buried = [one for name in self.lists for one in self._sort(name, bite)]
         out, looked = [], False
         for uuid in uuids:
@@ -133,9 +134,11 @@ def fetch(
     credit: Credit,
     rules: Rules,
     bite: int,
+    home: str | None = None,
 ) -> list[Fetched] | None:
     """The same as `producers.broker.base.Consumer.fetch`."""
     with server.lock:
         if not server.lives(incarnation):
             return None
-        return Fetch(server, incarnation, queues, rules, list(credit.seqs), list(credit.tokens)).run(uuids, bite)
+        room = (list(credit.seqs), list(credit.tokens))
+        return Fetch(server, incarnation, queues, home or queues[0], rules, *room).run(uuids, bite)

@@ -11,6 +11,7 @@ from producers.broker.memory.server import Server
 from producers.broker.values import Depth, Depths, Listed, Waiting, check_weight
 from producers.contract import keys
 from producers.contract.message import Message
+from producers.contract.queues import takes_from
 
 _TIERS = {rank: tier for tier, (rank, _) in keys.TIERS.items()}
 
@@ -46,7 +47,8 @@ class MemoryBroker(Broker):
     async def waiting(self, queue: str) -> Waiting:
         server = self._server
         with server.lock:
-            return Waiting(self._depth(queue).waiting, server.taken, queue in server.listed.values())
+            served = any(takes_from(pool, queue) for pool in server.listed.values())
+            return Waiting(self._depth(queue).waiting, server.taken, served)
 
     async def waiting_of(self, queue: str, tenant: str) -> int:
         with self._server.lock:
@@ -83,6 +85,10 @@ class MemoryBroker(Broker):
     async def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
         with self._server.lock:
             return self._server.recall(queue, takers, count)
+
+    async def adopt(self, source: str, target: str) -> int:
+        with self._server.lock:
+            return self._server.adopt(source, target)
 
     async def due(self, queue: str) -> int:
         with self._server.lock:

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from producers.broker.memory.message import Unusable, read, task_id_of
@@ -105,14 +105,15 @@ class Server:
             self.bury(reason, d.list, d.raw)
         return True
 
-    def back(self, incarnation: str, queue: str, uuid: str, delay_ms: float) -> bool:
+    def back(self, incarnation: str, queue: str, uuid: str, delay_ms: float, to: str = "") -> bool:
         d = self.inflight[incarnation].pop(uuid, None)
         if d is None:
             return False
         if delay_ms > 0:
             self.delayed[queue].append(Delayed(self.clock() + delay_ms, uuid, d.list, d.raw))
         else:
-            self.push(d.list, d.raw, front=True)
+            there = next(name for name, rank in self.places(to) if rank == d.rank) if to else d.list
+            self.push(there, d.raw, front=True)
         self._returns(d)
         return True
 
@@ -155,7 +156,7 @@ class Server:
         return len(held)
 
     def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
-        if any(pool in takers and self.lives(inc) for inc, pool in self.listed.items()):
+        if self._one_lives(takers):
             return -1
         moved = 0
         for name, _ in self.places(queue):
@@ -163,14 +164,21 @@ class Server:
         return moved
 
     def adopt(self, source: str, target: str) -> int:
-        moved = len(self.delayed[source])
+        if self._one_lives([source]):
+            return -1
+        moved, lists = len(self.delayed[source]), {}
         for (here, _), (there, _) in zip(self.places(source), self.places(target), strict=True):
+            lists[here] = there
             self._unsort(here, len(self.turns[here]))
             moved += len(self.lists[here])
             for raw in self.lists.pop(here, []):
                 self.push(there, raw, front=True)
-        self.delayed[target] += self.delayed.pop(source, [])
+        held = self.delayed.pop(source, [])
+        self.delayed[target] += [replace(d, list=lists.get(d.list, d.list)) for d in held]
         return moved
+
+    def _one_lives(self, takers: Sequence[str]) -> bool:
+        return any(pool in takers and self.lives(inc) for inc, pool in self.listed.items())
 
     def _unsort(self, name: str, count: int) -> int:
         """The last `count` of what was sorted go back to the front of their list in the order of their arrival; among

@@ -36,16 +36,17 @@ def fetch(
     ageing_ms: int,
     max_redeliveries: int,
     bite: int = BITE,
+    home: str | None = None,
 ) -> Call:
     """`capacity` is (sequences, tokens) of the whole engine: a task that wants more is counted as that much. Of each
-    list `bite` messages are sorted by tenant, at most."""
+    list `bite` messages are sorted by tenant, at most. `home`: where what is delayed waits, the first unless given."""
     named = lists(queues)
     return Call(
         script(PACKAGE, "fetch"),
         (
             contract_keys.lease(incarnation),
             keys.inflight(incarnation),
-            keys.delayed(queues[0]),
+            keys.delayed(home or queues[0]),
             keys.DEAD,
             keys.REAPED,
             keys.UNSERVED,
@@ -99,10 +100,12 @@ def ack(incarnation: str, uuid: str, reason: str = "", used: int = 0, settled: s
     )
 
 
-def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0) -> Call:
-    """Return a delivery to the front of its list. Answers 1, or 0 where there is no such delivery."""
+def back(incarnation: str, queue: str, uuid: str, delay_ms: int = 0, to: str = "") -> Call:
+    """Return a delivery to the front of its list, or of its tier's in the queue `to`; with a delay, it waits for that
+    in `queue`. Answers 1, or 0 where there is no such delivery."""
     names = (keys.inflight(incarnation), keys.delayed(queue), keys.RETURNED)
-    return Call(script(PACKAGE, "back"), names, (uuid, delay_ms))
+    ranked = sorted(contract_keys.TIERS, key=lambda tier: contract_keys.TIERS[tier][0])
+    return Call(script(PACKAGE, "back"), names, (uuid, delay_ms, *(keys.tier_list(to, tier) for tier in ranked if to)))
 
 
 def scheduled(queue: str, count: int) -> Call:
@@ -124,9 +127,11 @@ def recall(queue: str, pools: Sequence[str], count: int) -> Call:
 
 
 def adopt(source: str, target: str) -> Call:
-    """Move what waits in a queue without workers to the front of another's lists. Answers how many messages."""
+    """Move what waits in the own queue of a pool without workers to the front of another's lists, its version's.
+    Answers how many messages; -1 where a worker of the pool lives."""
     names = [name for pair in zip(lists([source]), lists([target]), strict=True) for name, _ in pair]
-    return Call(script(PACKAGE, "adopt"), (keys.delayed(source), keys.delayed(target), *names), ())
+    delayed = (keys.delayed(source), keys.delayed(target))
+    return Call(script(PACKAGE, "adopt"), (keys.INCARNATIONS, *delayed, *names), (source,))
 
 
 def due(queue: str) -> Call:

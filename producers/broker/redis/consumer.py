@@ -30,10 +30,11 @@ _SAID: Final = {1: PutDown.DONE, 0: PutDown.GONE, -1: PutDown.UNSETTLED}
 class RedisConsumer(Consumer):
     capabilities = CAPABILITIES
 
-    def __init__(self, url: str, queues: Sequence[str], timeout: float = SILENT_S) -> None:
+    def __init__(self, url: str, queues: Sequence[str], timeout: float = SILENT_S, home: str | None = None) -> None:
         self._url = url
         self._redis: Redis = connect(url, timeout=timeout)
         self.queues = list(queues)
+        self.home = home or self.queues[0]
         self._places = calls.places(queues)
 
     # ---- deliveries -----------------------------------------------------------------------------------------------
@@ -51,6 +52,7 @@ class RedisConsumer(Consumer):
             ageing_ms=int(rules.ageing * 1000),
             max_redeliveries=rules.max_redeliveries,
             bite=bite or calls.BITE,
+            home=self.home,
         )
         return calls.read_fetch(run(self._redis, call), self._places)
 
@@ -61,13 +63,13 @@ class RedisConsumer(Consumer):
     def _call(self, one: Ack | Back) -> Call:
         if isinstance(one, Ack):
             return calls.ack(one.incarnation, one.uuid, one.reason, one.used, one.settled)
-        return calls.back(one.incarnation, self.queues[0], one.uuid, int(one.delay * 1000))
+        return calls.back(one.incarnation, self.home, one.uuid, int(one.delay * 1000), one.to)
 
     def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
         return calls.read_strays(run(self._redis, calls.strays(incarnation, held)))
 
     def scheduled(self, count: int) -> list[bytes]:
-        return list(run(self._redis, calls.scheduled(self.queues[0], count)))
+        return list(run(self._redis, calls.scheduled(self.home, count)))
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
@@ -81,13 +83,15 @@ class RedisConsumer(Consumer):
         self._redis.delete(contract_keys.lease(incarnation))
 
     def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
-        reap = calls.reap(incarnation)
+        first = [calls.reap(incarnation)]
+        if self.home != self.queues[0]:
+            first.append(calls.adopt(self.queues[0], self.home))
         recall = [calls.recall(queue, takers.get(queue, self.queues), PAGE) for queue in self.queues]
         with self._redis.pipeline(transaction=False) as pipe:
-            for call in (reap, recall[0]):
+            for call in (*first, recall[0]):
                 pipe.script_load(call.script.text)
             pipe.delete(contract_keys.lease(incarnation))
-            for call in (reap, *recall):
+            for call in (*first, *recall):
                 pipe.execute_command(*call.command)
             counts = pipe.execute()[-len(recall) :]
         while again := [call for call, count in zip(recall, counts, strict=True) if count == PAGE]:
@@ -105,8 +109,8 @@ class RedisConsumer(Consumer):
 
     # ---- queues ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, source: str) -> int:
-        return int(run(self._redis, calls.adopt(source, self.queues[0])))
+    def adopt(self, source: str, target: str) -> int:
+        return int(run(self._redis, calls.adopt(source, target)))
 
     def waiting(self, queue: str) -> int:
         with self._redis.pipeline(transaction=False) as pipe:

@@ -24,6 +24,7 @@ from producers.connection.script import arun, text
 from producers.connection.trouble import trouble
 from producers.contract import keys as contract_keys
 from producers.contract.message import Message
+from producers.contract.queues import takes_from
 
 
 class RedisSender(Sender):
@@ -61,7 +62,8 @@ class RedisBroker(Broker):
             ("GET", keys.DELIVERIES),
             ("HVALS", keys.INCARNATIONS),
         )
-        found = Waiting(taken=int(taken or 0), served=queue in map(text, pools))
+        served = any(takes_from(text(pool), queue) for pool in pools)
+        found = Waiting(taken=int(taken or 0), served=served)
         for (_, tier), count in zip(lists * 2, counts, strict=True):
             found.tiers[tier] += count
         return found
@@ -111,6 +113,9 @@ class RedisBroker(Broker):
     async def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
         return int(await arun(self._redis, calls.recall(queue, takers, count)))
 
+    async def adopt(self, source: str, target: str) -> int:
+        return int(await arun(self._redis, calls.adopt(source, target)))
+
     async def due(self, queue: str) -> int:
         return int(await arun(self._redis, calls.due(queue)))
 
@@ -131,7 +136,7 @@ class RedisBroker(Broker):
         return removed, left
 
     async def forget(self, queue: str) -> None:
-        await self._redis.delete(f"_kombu.binding.{queue}")
+        await self._redis.delete(f"_kombu.binding.{queue}", f"_kombu.binding_permanent.{queue}")
 
     async def tidy(self) -> None:
         for name in map(text, await self._redis.hkeys(keys.UNSERVED)):

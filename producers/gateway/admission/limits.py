@@ -129,7 +129,7 @@ class Admission:
         )
 
     async def _waiting(self, queue: str) -> tuple[dict[str, int], bool]:
-        """Tier -> waiting tasks of a pool, and whether a worker serves it.
+        """Tier -> waiting tasks of a version, and whether a worker serves it.
 
         It also measures how fast tasks are taken from all queues. If the broker does not answer, submit reports that.
         """

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.client.submission import Known
-from producers.contract import keys
 from producers.contract.events import End
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import body_of, problem_of
@@ -42,10 +41,9 @@ def head(kind: str, prefix: str, task_id: str, known: Known) -> dict[str, Any]:
 
 
 def fingerprint(known: Known) -> str | None:
-    """`system_fingerprint`: the model's pool, since answers to one seed may differ between pools; None without one."""
-    card = known.card
-    prefix = keys.pool_queue(card["name"], card["version"], "")
-    return f"fp_{known.queue.removeprefix(prefix)}" if known.queue.startswith(prefix) else None
+    """`system_fingerprint`: the model's pool, since answers to one seed may differ between pools; None without one, or
+    with several."""
+    return known.fingerprint and f"fp_{known.fingerprint}"
 
 
 async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awaitable[Response]]) -> Response:

@@ -1,19 +1,25 @@
 #!lua flags=allow-oom
--- CLAIM(c, inc, plain) | The first rule that applies:
+-- CLAIM(c, inc, plain, pool) | The first rule that applies:
 -- 1 own lease gone: `lost`. 2 no record: a plain message creates one, a client's message is `done`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`. 5 owner live: `busy`, also when final or cancelled.
--- 6 final: take the claim, `settle`. 7 claim set, owner dead: deaths + 1 and stuck + 1; stuck = 0 if the stream has grown
--- since the last `go`. Then 8 or 9. 8 cancel, deadline, stuck >= N or deaths >= 4 N, or a message condemned by the broker
+-- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or its
+-- stream has an entry and it was started last in another version, or in another pool of which a worker lives.
+-- 8 claim set, owner dead: deaths + 1 and stuck + 1; stuck = 0 if the stream has grown since the last `go`. Then 9 or 10.
+-- 9 cancel, deadline, stuck >= N or deaths >= 4 N, or a message condemned by the broker
 -- since every worker died before its CLAIM: finalise with the terminal entry, take the claim, `settle`. A task that was
--- started before is `incomplete` past its deadline. 9 take the claim, `in_progress`, `go(next)`.
--- The first 32 owners that died are kept in `lost`. From 7 on, a record that is not marked as queued is marked now.
+-- started before is `incomplete` past its deadline. 10 take the claim, `in_progress`, `go(next)`, with the
+-- worker's version and pool.
+-- The first 32 owners that died are kept in `lost`. From 8 on, a record that is not marked as queued is marked now.
 -- KEYS: task, stream
--- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, then for a plain message field, value, ...
--- Answers: {lost} {done} {busy}; {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
+-- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
+--       for a plain message field, value, ...
+-- Answers: {lost} {done} {busy}; {elsewhere, the queue that its message belongs to}; {settle, status, field, value, ...};
+--          {go, status, field, value, ...} (the whole record)
 -- include: _final.lua
 -- include: _late.lua
 local task, stream = KEYS[1], KEYS[2]
 local id, claim, inc = ARGV[1], ARGV[2], ARGV[3]
+local version, queue, fingerprint = ARGV[7], ARGV[8], ARGV[9]
 if redis.call('EXISTS', 'penstock:lease:' .. inc) == 0 then
   return { 'lost' }
 end
@@ -30,7 +36,7 @@ if not r[1] then
     return { 'done' }
   end
   local fields = { 'v', '1', 'status', 'queued', 'plain', '1', 'created', now, 'deaths', 0 }
-  for i = 7, #ARGV do
+  for i = 10, #ARGV do
     fields[#fields + 1] = ARGV[i]
   end
   redis.call('HSET', task, unpack(fields))
@@ -39,6 +45,25 @@ if not r[1] then
   if r[6] then
     redis.call('ZADD', 'penstock:deadlines', r[6], id)
   end
+end
+local function lives(pool)
+  for _, worker in ipairs(redis.call('SMEMBERS', 'penstock:workers:' .. pool)) do
+    if redis.call('EXISTS', 'penstock:lease:' .. worker) == 1 then
+      return true
+    end
+  end
+end
+local function elsewhere(begun)
+  local own = redis.call('HMGET', task, 'version', 'queue', 'fingerprint', 'plain')
+  if not own[1] and own[2] then -- an earlier release's: it was sent to a pool
+    local pool = redis.call('HGET', 'penstock:pools', own[2])
+    own[1] = pool and cjson.decode(pool).version
+  end
+  if own[1] and own[1] ~= version then
+    return (begun or not own[4]) and own[2]
+  end
+  local pool = begun and own[3] and own[3] ~= fingerprint and queue .. '.' .. own[3]
+  return pool and lives(pool) and pool
 end
 local status, held, owner = r[1], r[2], r[3]
 if held == claim then
@@ -55,6 +80,11 @@ if FINAL[status] then
   return answer('settle')
 end
 local deaths, stuck, length = tonumber(r[7] or '0'), tonumber(r[9] or '0'), redis.call('XLEN', stream)
+local is_late = r[6] and tonumber(r[6]) <= now
+local home = not r[5] and not is_late and elsewhere(length > 0)
+if home then
+  return { 'elsewhere', home }
+end
 if held then
   deaths, stuck = deaths + 1, stuck + 1
   if deaths <= 32 then
@@ -75,7 +105,7 @@ if r[5] then
 end
 local err
 local limit = tonumber(ARGV[5])
-if r[6] and tonumber(r[6]) <= now then
+if is_late then
   late(task, stream, id, r[8])
   return answer('settle')
 elseif stuck >= limit or deaths >= 4 * limit then
@@ -87,7 +117,8 @@ if err then
   finalise(task, stream, id, 'failed', '[]', err, prompt_used(task), 0)
   return answer('settle')
 end
-redis.call('HSET', task, 'status', 'in_progress', 'mark', length)
+redis.call('HSET', task, 'status', 'in_progress', 'mark', length, 'version', version, 'queue', queue,
+  'fingerprint', fingerprint)
 redis.call('HSETNX', task, 'started', now)
 redis.call('HINCRBY', task, 'claims', 1)
 return answer('go')

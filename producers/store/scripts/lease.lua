@@ -1,10 +1,20 @@
 #!lua flags=allow-oom
--- LEASE(inc) | `take`: it is entered; else renewed where it is there. A script, because a plain SET is refused when memory
--- is full: then all workers would be taken for dead, who are to make room. The broker has one of its own.
--- KEYS: lease   ARGV: what the worker says of itself (JSON), ttl (ms), take 0|1
+-- LEASE(inc, pool) | `take`: it is entered; else renewed where it is there. One that serves is listed with its pool's
+-- workers, for as long; one that drains is not. A script, because a plain SET is refused when memory is full: then all
+-- workers would be taken for dead, who are to make room. The broker has one of its own.
+-- KEYS: lease, workers of the pool   ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, serves 0|1
 -- Answers: 1 | 0 gone
-if ARGV[3] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then
+if ARGV[4] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+if ARGV[4] == '1' then -- whoever died before is forgotten now and then
+  for _, worker in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+    if redis.call('EXISTS', 'penstock:lease:' .. worker) == 0 then
+      redis.call('SREM', KEYS[2], worker)
+    end
+  end
+end
+redis.call(ARGV[5] == '1' and 'SADD' or 'SREM', KEYS[2], ARGV[1])
+redis.call('PEXPIRE', KEYS[2], math.max(ARGV[3], redis.call('PTTL', KEYS[2])))
 return 1

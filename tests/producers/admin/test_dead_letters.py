@@ -15,7 +15,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.store import protocol
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
 LIST = broker_keys.tier_list(QUEUE, "default")
@@ -130,7 +130,7 @@ async def test_of_a_task_with_very_many_deaths_the_first_are_kept(valkey: Redis,
     run(valkey, protocol.admit("t", "t", now, fields))
     for k in range(40):
         worker = FakeWorker(valkey, f"fake{k}")
-        run(valkey, protocol.claim("t", f"c{k}", f"fake{k}", max_deaths=100))
+        run(valkey, protocol.claim("t", f"c{k}", f"fake{k}", POOL, max_deaths=100))
         worker.die()
     assert valkey.hget(keys.task("t"), "deaths") == b"39"
     lost = json.loads(valkey.hget(keys.task("t"), "lost"))

@@ -16,14 +16,15 @@ from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules
 from producers.contract import keys
 from producers.contract.message import Message
 
-QUEUE, OTHER = "penstock:queue:m@1.x", "penstock:queue:m"
+POOL = keys.Pool("m", "1", "x")
+OWN, QUEUE, OTHER = POOL.queues
 INC = "w.1"
 RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
 
 
 @pytest.fixture
 def consumer(url: str) -> Iterator[Consumer]:
-    found = connect_consumer(url, [QUEUE, OTHER])
+    found = connect_consumer(url, POOL.queues, home=QUEUE)
     found.take_lease(INC, "{}", 60.0)
     yield found
     found.close()
@@ -104,7 +105,7 @@ def test_workers_are_listed_until_they_are_reaped(consumer: Consumer, sender: Se
     send(sender, "a")
     take(consumer, "1")
     (one,) = consumer.workers()
-    assert (one.incarnation, one.queue) == (INC, QUEUE)
+    assert (one.incarnation, one.queue) == (INC, OWN)
     assert one.left is not None
     assert 0 < one.left <= 60
     assert consumer.reap(INC) == -1
@@ -115,10 +116,11 @@ def test_workers_are_listed_until_they_are_reaped(consumer: Consumer, sender: Se
 
 
 def test_the_last_to_leave_puts_everything_where_its_length_is_seen(consumer: Consumer, sender: Sender) -> None:
-    for name in "abc":
+    send(sender, "a", OWN)
+    for name in "bc":
         send(sender, name)
     take(consumer, "1")
-    consumer.leave(INC, {QUEUE: [QUEUE], OTHER: [QUEUE]})
+    consumer.leave(INC, {queue: [OWN] for queue in POOL.queues})
     assert (consumer.workers(), consumer.waiting(QUEUE)) == ([], 3)
     consumer.take_lease(INC, "{}", 60.0)
     assert ids(take(consumer, "2", "3", "4")) == ["a", "b", "c"]
@@ -126,9 +128,19 @@ def test_the_last_to_leave_puts_everything_where_its_length_is_seen(consumer: Co
 
 def test_an_abandoned_queue_is_adopted_before_what_came_later(consumer: Consumer, sender: Sender) -> None:
     send(sender, "new")
-    send(sender, "old", "penstock:queue:m@0.x")
-    assert consumer.adopt("penstock:queue:m@0.x") == 1
+    send(sender, "old", f"{QUEUE}.y")
+    assert (consumer.adopt(f"{QUEUE}.y", QUEUE), consumer.adopt(f"{QUEUE}.y", QUEUE)) == (1, 0)
     assert ids(take(consumer, "1", "2")) == ["old", "new"]
+    assert consumer.adopt(OWN, QUEUE) == -1, "one lives"
+
+
+def test_what_belongs_elsewhere_goes_to_the_front_of_its_tier_there(consumer: Consumer, sender: Sender) -> None:
+    send(sender, "flex", tier="flex")
+    send(sender, "new", OWN, "flex")
+    consumer.fetch(INC, [], Credit((0,) * 4, (0,) * 4), RULES)
+    take(consumer, "1", "2")
+    assert consumer.put_down([Back(INC, "2", to=OWN), Back(INC, "1")]) == [PutDown.DONE] * 2
+    assert [(one.queue, one.rank) for one in take(consumer, "3", "4")] == [(OWN, 2), (OWN, 2)]
 
 
 @pytest.mark.parametrize("url", ["redis"], indirect=True)

@@ -68,10 +68,10 @@ def test_a_text_prompt_has_no_length_yet_and_no_deadline_unless_asked(client: Fa
 
 
 def test_a_model_without_a_pool_has_a_queue_all_the_same(client: Face, valkey: Redis) -> None:
-    valkey.hdel(keys.ROUTES, "tiny")
     handle = client.submit(model="tiny", prompt="x")
-    assert handle.status().fields["queue"] == keys.model_queue("tiny")
-    assert valkey.llen(keys.model_queue("tiny")) == 1
+    assert not valkey.exists(keys.POOLS)
+    assert handle.status().fields["queue"] == keys.version_queue("tiny", "0123456789ab")
+    assert valkey.llen(keys.version_queue("tiny", "0123456789ab")) == 1
 
 
 @pytest.mark.parametrize("fields", [*UNFIT, {"top_p": 1.01}, {"temprature": 1.0}], ids=repr)
@@ -79,7 +79,7 @@ def test_a_refused_task_leaves_nothing_behind(client: Face, valkey: Redis, field
     before = valkey.dbsize()
     with pytest.raises(InvalidTask):
         client.submit(**{"model": "tiny", "prompt": "x", **fields})
-    assert valkey.dbsize() == before == 2  # cards and routes
+    assert valkey.dbsize() == before == 1  # cards
     assert valkey.pubsub_channels() == []
 
 
@@ -115,7 +115,7 @@ def test_a_model_published_later_is_found_at_once_and_one_withdrawn_is_forgotten
 def test_a_task_id_that_is_no_name_is_refused(client: Face, valkey: Redis, task_id: str) -> None:
     with pytest.raises(InvalidTask, match="task_id"):
         client.submit(model="tiny", prompt="x", task_id=task_id)
-    assert valkey.dbsize() == 2
+    assert valkey.dbsize() == 1
 
 
 def test_an_id_is_taken_once(client: Face, valkey: Redis) -> None:

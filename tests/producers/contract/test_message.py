@@ -70,7 +70,6 @@ def test_tiers_land_in_their_lists(client: Face, valkey: Redis) -> None:
 
 def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey: Redis, valkey_url: str) -> None:
     # kombu's own consumer tells a list's queue by cutting its name at the last separator
-    valkey.hset(keys.ROUTES, "tiny", QUEUE)
     app = Celery("stock", broker=valkey_url, set_as_current=False)
     app.conf.broker_transport_options = {"sep": broker_keys.SEP, "priority_steps": [0, 3, 6, 9]}
     app.conf.task_default_queue = QUEUE
@@ -99,7 +98,6 @@ def test_a_stock_celery_worker_takes_both_clients_messages(client: Face, valkey:
 
 
 def test_whose_turn_it_is_stands_in_message_and_record(client: Face, valkey: Redis) -> None:
-    valkey.hset(keys.ROUTES, "tiny", QUEUE)
     handle = client.submit(model="tiny", prompt=[1], max_tokens=2, tenant="Ünï")
     (raw,) = valkey.lrange(broker_keys.tier_list(QUEUE, "default"), 0, -1)
     size = json.loads(raw)["headers"]["penstock"]

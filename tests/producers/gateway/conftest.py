@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ T = TypeVar("T")
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 CARD = ModelCard.from_folder(TINY)
-QUEUE = keys.pool_queue(CARD.name, CARD.version, "test")
+POOL = keys.Pool(CARD.name, CARD.version, "test")
+QUEUE = POOL.version_queue
 
 
 class Door:
@@ -90,7 +92,7 @@ def publish(valkey: Redis) -> str:
     for name, data in ModelCard.tokenizer_files(TINY).items():
         valkey.set(keys.blob(CARD.files[name]), data)
     valkey.hset(keys.MODELS, CARD.name, CARD.to_json())
-    valkey.hset(keys.ROUTES, CARD.name, QUEUE)
+    valkey.hset(keys.POOLS, POOL.queue, json.dumps(asdict(POOL)))
     return CARD.name
 
 

@@ -67,7 +67,7 @@ def test_a_gateway_that_waits_for_models_is_ready_once_each_was_served(
 def serve(valkey: Redis, model: str, worker: str) -> None:
     """A worker's lease, as `pools` reads it."""
     queue = keys.pool_queue(model, "v", "test")
-    valkey.hset(keys.POOLS, queue, json.dumps({"model": model}))
+    valkey.hset(keys.POOLS, queue, json.dumps({"model": model, "version": "v"}))
     valkey.hset(broker_keys.INCARNATIONS, worker, queue)
     valkey.set(keys.lease(worker), json.dumps({"worker": worker}))
 

@@ -13,11 +13,12 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import CARD, QUEUE, Door, until
+from tests.producers.gateway.conftest import POOL, QUEUE, Door, until
 from tests.producers.gateway.test_health import NOWHERE
 
 Submit = Callable[..., str]
-POOL = QUEUE.removeprefix("penstock:queue:")
+POOL_NAME = POOL.queue.removeprefix("penstock:queue:")
+VERSION = QUEUE.removeprefix("penstock:queue:")
 LEASE = {
     "worker": "w1",
     "running": 3,
@@ -45,9 +46,7 @@ def figures(http: httpx.Client) -> dict[tuple[str, ...], float]:
 
 
 def announce(valkey: Redis, incarnation: str = "w1.abc", **about: object) -> None:
-    pool = {"model": CARD.name, "version": CARD.version, "fingerprint": "test"}
-    valkey.hset(keys.POOLS, QUEUE, json.dumps(pool))
-    valkey.hset(broker_keys.INCARNATIONS, incarnation, QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, incarnation, POOL.queue)
     valkey.set(keys.lease(incarnation), json.dumps({**LEASE, **about}))
 
 
@@ -65,13 +64,13 @@ def test_pools_are_counted_by_tier_also_where_plain_celery_put_its_tasks(
     valkey.zadd(broker_keys.sorted_of(sorted_by_a_worker), {"first": 1, "second": 2, "third": 3})
     valkey.zadd(broker_keys.turns(sorted_by_a_worker), {"a tenant": 0, "": 5})
     got = figures(http)
-    assert [got["penstock_queued", "tiny", POOL, tier] for tier in keys.TIERS] == [1, 2, 3, 4]
-    assert [got["penstock_queued_tenants", "tiny", POOL, tier] for tier in keys.TIERS] == [0, 0, 2, 0]
+    assert [got["penstock_queued", "tiny", VERSION, tier] for tier in keys.TIERS] == [1, 2, 3, 4]
+    assert [got["penstock_queued_tenants", "tiny", VERSION, tier] for tier in keys.TIERS] == [0, 0, 2, 0]
     assert [got["penstock_queued", "tiny", "tiny", tier] for tier in keys.TIERS] == [0, 1, 0, 0]
-    assert 0 <= got["penstock_queued_oldest_seconds", "tiny", POOL, "priority"] < 600
+    assert 0 <= got["penstock_queued_oldest_seconds", "tiny", VERSION, "priority"] < 600
     assert got["penstock_queued_oldest_seconds", "tiny", "tiny", "batch"] == 0
-    assert ("penstock_queued_oldest_seconds", "tiny", POOL, "flex") not in got, "nothing there says when it came"
-    assert got["penstock_delayed", "tiny", POOL] == 2
+    assert ("penstock_queued_oldest_seconds", "tiny", VERSION, "flex") not in got, "nothing there says when it came"
+    assert got["penstock_delayed", "tiny", VERSION] == 2
     assert got["penstock_tasks_submitting",] == 0
 
 
@@ -80,26 +79,26 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     announce(valkey, "w2.def", worker="w2", running=5, out_of_memory=4, not_finite=6, drafted=9, draft_accepted=8)
     valkey.hset(broker_keys.inflight("w1.abc"), mapping={"a": "m", "b": "m"})
     got = figures(http)
-    assert got["penstock_workers", "tiny", POOL] == 2
-    assert got["penstock_in_flight", "tiny", POOL] == 2
-    assert [got["penstock_worker_running", "tiny", POOL, name] for name in ("w1", "w2")] == [3, 5]
-    assert got["penstock_worker_kv_blocks_used", "tiny", POOL, "w1"] == 10
-    assert got["penstock_worker_kv_blocks", "tiny", POOL, "w1"] == 100
-    assert got["penstock_worker_generated_tokens_total", "tiny", POOL, "w1"] == 70
+    assert got["penstock_workers", "tiny", POOL_NAME] == 2
+    assert got["penstock_in_flight", "tiny", POOL_NAME] == 2
+    assert [got["penstock_worker_running", "tiny", POOL_NAME, name] for name in ("w1", "w2")] == [3, 5]
+    assert got["penstock_worker_kv_blocks_used", "tiny", POOL_NAME, "w1"] == 10
+    assert got["penstock_worker_kv_blocks", "tiny", POOL_NAME, "w1"] == 100
+    assert got["penstock_worker_generated_tokens_total", "tiny", POOL_NAME, "w1"] == 70
     # One of an earlier release, which does not tell.
-    assert ("penstock_worker_out_of_memory_total", "tiny", POOL, "w1") not in got
-    assert got["penstock_worker_out_of_memory_total", "tiny", POOL, "w2"] == 4
-    assert got["penstock_worker_not_finite_total", "tiny", POOL, "w2"] == 6
-    assert got["penstock_worker_drafted_tokens_total", "tiny", POOL, "w2"] == 9
-    assert got["penstock_worker_draft_accepted_tokens_total", "tiny", POOL, "w2"] == 8
-    assert [got["penstock_worker_ready", "tiny", POOL, name] for name in ("w1", "w2")] == [1, 1]
+    assert ("penstock_worker_out_of_memory_total", "tiny", POOL_NAME, "w1") not in got
+    assert got["penstock_worker_out_of_memory_total", "tiny", POOL_NAME, "w2"] == 4
+    assert got["penstock_worker_not_finite_total", "tiny", POOL_NAME, "w2"] == 6
+    assert got["penstock_worker_drafted_tokens_total", "tiny", POOL_NAME, "w2"] == 9
+    assert got["penstock_worker_draft_accepted_tokens_total", "tiny", POOL_NAME, "w2"] == 8
+    assert [got["penstock_worker_ready", "tiny", POOL_NAME, name] for name in ("w1", "w2")] == [1, 1]
     announce(valkey, "w2.def", worker="w2", unready=["a step has not ended for 200 s"])
-    assert figures(http)["penstock_worker_ready", "tiny", POOL, "w2"] == 0
+    assert figures(http)["penstock_worker_ready", "tiny", POOL_NAME, "w2"] == 0
     valkey.delete(keys.lease("w1.abc"))
     got = figures(http)
-    assert got["penstock_workers", "tiny", POOL] == 1
-    assert got["penstock_in_flight", "tiny", POOL] == 2  # until it is reaped
-    assert ("penstock_worker_running", "tiny", POOL, "w1") not in got
+    assert got["penstock_workers", "tiny", POOL_NAME] == 1
+    assert got["penstock_in_flight", "tiny", POOL_NAME] == 2  # until it is reaped
+    assert ("penstock_worker_running", "tiny", POOL_NAME, "w1") not in got
 
 
 def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, model: str, valkey: Redis) -> None:
@@ -110,14 +109,14 @@ def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, m
     # In the order of the labels' names: gpu, model, pool, reason, worker.
     got = {names: value for names, value in figures(http).items() if names[0].startswith("penstock_worker_gpu")}
     assert got == {
-        ("penstock_worker_gpu_memory_bytes", "a0", "tiny", POOL, "w1"): 150e9,
-        ("penstock_worker_gpu_memory_bytes", "a1", "tiny", POOL, "w2"): 1,
-        ("penstock_worker_gpu_memory_used_bytes", "a0", "tiny", POOL, "w1"): 128e9,
-        ("penstock_worker_gpu_memory_used_bytes", "a1", "tiny", POOL, "w2"): 0,
-        ("penstock_worker_gpu_power_watts", "a0", "tiny", POOL, "w1"): 654.3,
-        ("penstock_worker_gpu_ecc_uncorrected_errors_total", "a0", "tiny", POOL, "w1"): 1,
-        ("penstock_worker_gpu_slowed", "a0", "tiny", POOL, "power_cap", "w1"): 1,
-        ("penstock_worker_gpu_slowed", "a0", "tiny", POOL, "hardware_thermal", "w1"): 1,
+        ("penstock_worker_gpu_memory_bytes", "a0", "tiny", POOL_NAME, "w1"): 150e9,
+        ("penstock_worker_gpu_memory_bytes", "a1", "tiny", POOL_NAME, "w2"): 1,
+        ("penstock_worker_gpu_memory_used_bytes", "a0", "tiny", POOL_NAME, "w1"): 128e9,
+        ("penstock_worker_gpu_memory_used_bytes", "a1", "tiny", POOL_NAME, "w2"): 0,
+        ("penstock_worker_gpu_power_watts", "a0", "tiny", POOL_NAME, "w1"): 654.3,
+        ("penstock_worker_gpu_ecc_uncorrected_errors_total", "a0", "tiny", POOL_NAME, "w1"): 1,
+        ("penstock_worker_gpu_slowed", "a0", "tiny", POOL_NAME, "power_cap", "w1"): 1,
+        ("penstock_worker_gpu_slowed", "a0", "tiny", POOL_NAME, "hardware_thermal", "w1"): 1,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import chain
 
 import pytest
@@ -18,38 +19,39 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.sweeper import orphaned_queues
 from producers.sweeper.orphaned_queues import OrphanedQueues
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import POOL, QUEUE
 
 MODEL = keys.model_queue("tiny")
 INC = "w.1"
-OTHER = keys.pool_queue("tiny", "other", "cafe")
+OTHER = keys.Pool("tiny", "other", "cafe")
+SISTER = keys.Pool(POOL.model, POOL.version, "cafe")
 
 
 @pytest.fixture
 async def aclient(valkey_url: str, model: str, valkey: Redis) -> AsyncIterator[AsyncClient]:
-    for queue in (QUEUE, OTHER):
-        valkey.hset(keys.POOLS, queue, json.dumps({"model": "tiny", "version": queue}))
+    for pool in (POOL, OTHER, SISTER):
+        valkey.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
     async with AsyncClient(valkey_url, patience=0.2) as client:
         yield client
 
 
-def begin(valkey: Redis, inc: str = INC, queue: str = QUEUE) -> None:
-    run(valkey, broker.lease(inc, "{}", 60_000, take=True, queue=queue))
+def begin(valkey: Redis, inc: str = INC, pool: keys.Pool = POOL) -> None:
+    run(valkey, broker.lease(inc, "{}", 60_000, take=True, queue=pool.queue))
 
 
 def fetch(valkey: Redis, uuids: list[str], inc: str = INC) -> list[str]:
     """The tasks of what comes; all that waits is sorted."""
     free = broker.Credit((99,) * 4, (10**6,) * 4)
     call = broker.fetch(
-        inc, [QUEUE, MODEL], uuids, free, capacity=(99, 10**6), plain_tokens=9, ageing_ms=10**9, max_redeliveries=5
+        inc, POOL.queues, uuids, free, capacity=(99, 10**6), plain_tokens=9, ageing_ms=10**9, max_redeliveries=5
     )
-    fetched = broker.read_fetch(run(valkey, call), broker.places([QUEUE, MODEL]))
+    fetched = broker.read_fetch(run(valkey, call), broker.places(POOL.queues))
     return [json.loads(one.raw)["headers"]["id"] for one in fetched or ()]
 
 
 def leave(valkey: Redis) -> dict[str, list[str]]:
     """A worker is killed that holds four, gave one of them back, and has sorted the rest. What is left, by list."""
-    kept = {name.encode() for name in (keys.POOLS, keys.MODELS, keys.ROUTES)}
+    kept = {name.encode() for name in (keys.POOLS, keys.MODELS)}
     valkey.delete("none", *(name for name in valkey.keys("*") if name not in kept))
     begin(valkey)
     sent: dict[str, list[str]] = {}
@@ -119,6 +121,46 @@ async def test_a_worker_of_another_pool_keeps_what_all_of_its_model_take_from(
     found = left(valkey, sent)
     assert all(found[name] == ids for name, ids in sent.items() if name.startswith(QUEUE))
     assert not any(found[name] for name in sent if name.startswith(MODEL) and not name.startswith(QUEUE))
+
+
+async def test_what_waits_for_a_pool_goes_to_its_version_once_nobody_of_the_pool_lives(
+    aclient: AsyncClient, valkey: Redis
+) -> None:
+    """In its order, before what waits there; with what was sorted of it, given back, or held back for later."""
+    begin(valkey)
+    for k, tier in enumerate(("default", "default", "flex", "default")):
+        message = Message(f"t{k}", POOL.queue, tier, 1, 9, ("a", "b")[k % 2])
+        valkey.lpush(broker_keys.list_of(message), message.envelope())
+    assert fetch(valkey, ["u0", "u1"]) == ["t0", "t1"]
+    run(valkey, broker.back(INC, POOL.queue, "u0"))
+    run(valkey, broker.back(INC, POOL.queue, "u1", 3_600_000))
+    valkey.lpush(QUEUE, Message("waits", QUEUE, "default", 1, 9).envelope())
+    begin(valkey, "sister.1", SISTER)
+    queues = sweeping(aclient)
+    for _ in range(2):
+        assert await queues.sweep() == (0, 0)
+    valkey.delete(keys.lease(INC))
+    await queues.sweep()
+    assert await queues.sweep() == (0, 4)
+    lists = {broker_keys.tier_list(QUEUE, tier): [] for tier in ("default", "flex")}
+    assert list(left(valkey, lists).values()) == [["t0", "t3", "waits"], ["t2"]]
+    (due,) = valkey.zrange(broker_keys.delayed(QUEUE), 0, -1)
+    valkey.zadd(broker_keys.delayed(QUEUE), {due: 1})
+    call = broker.fetch(
+        "sister.1",
+        SISTER.queues,
+        ["v0", "v1", "v2", "v3", "v4"],
+        broker.Credit((9,) * 4, (99,) * 4),
+        capacity=(9, 99),
+        plain_tokens=9,
+        ageing_ms=10**9,
+        max_redeliveries=5,
+        home=QUEUE,
+    )
+    fetched = broker.read_fetch(run(valkey, call), broker.places(SISTER.queues)) or ()
+    found = {json.loads(one.raw)["headers"]["id"]: one.queue for one in fetched}
+    assert found["t1"] == QUEUE, "it is not sent back to the dead"
+    assert not valkey.keys(f"*{POOL.queue}*")
 
 
 async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(

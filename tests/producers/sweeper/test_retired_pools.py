@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -19,29 +20,33 @@ from producers.contract.message import Message
 from producers.store import protocol
 from producers.sweeper import retired_pools as retired
 from producers.sweeper.retired_pools import Pruned, RetiredPools
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import CARD, POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
-OLD = keys.pool_queue("tiny", "0ld", "cafe")
+OLD_POOL = keys.Pool("tiny", "0ld", "cafe")
+OLD = OLD_POOL.version_queue
 
 
 @pytest.fixture
 async def aclient(valkey_url: str, model: str, valkey: Redis) -> AsyncIterator[AsyncClient]:
     """`tiny` is served by a worker; an older version of it is not."""
-    for queue, version in ((QUEUE, "0123456789ab"), (OLD, "0ld")):
-        valkey.hset(keys.POOLS, queue, json.dumps({"model": "tiny", "version": version}))
-    valkey.hset(broker_keys.INCARNATIONS, "w1", QUEUE)
+    for pool in (POOL, OLD_POOL):
+        valkey.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
+    valkey.hset(broker_keys.INCARNATIONS, "w1", POOL.queue)
     async with AsyncClient(valkey_url, patience=0.2) as client:
         yield client
 
 
+def publish(client: AsyncClient, valkey: Redis, version: str) -> None:
+    valkey.hset(keys.MODELS, "tiny", json.dumps(CARD | {"version": version}))
+    client._directory.forget("tiny")
+
+
 async def task(client: AsyncClient, valkey: Redis, end: str = "") -> str:
-    """A task in the old pool's queue, which has come to this end."""
-    valkey.hset(keys.ROUTES, "tiny", OLD)
-    client._directory.forget("tiny")
+    """A task in the old version's queue, which has come to this end."""
+    publish(client, valkey, "0ld")
     handle = await client.submit(model="tiny", prompt=[1])
-    valkey.hset(keys.ROUTES, "tiny", QUEUE)
-    client._directory.forget("tiny")
+    publish(client, valkey, POOL.version)
     if end in ("settled", "expired"):
         await handle.cancel()
         run(valkey, protocol.settle(handle.id))
@@ -90,7 +95,7 @@ async def test_a_worker_that_is_loading_its_model_is_waited_for(
         return f"1 tasks wait in {OLD}, which no worker serves" in caplog.text
 
     assert [await told(at) for at in (0, 59)] == [False, False]
-    valkey.hset(broker_keys.INCARNATIONS, "w2", OLD)
+    valkey.hset(broker_keys.INCARNATIONS, "w2", OLD_POOL.queue)
     assert not await told(61)
     valkey.hdel(broker_keys.INCARNATIONS, "w2")
     assert [await told(at) for at in (70, 129, 130, 140)] == [False, False, True, False]
@@ -123,31 +128,37 @@ async def test_what_was_sorted_or_held_back_is_found_too(aclient: AsyncClient, v
     assert not [name for name in valkey.keys("penstock:*") if OLD.encode() in name]
 
 
-async def test_an_empty_one_is_forgotten_unless_tasks_are_sent_there(aclient: AsyncClient, valkey: Redis) -> None:
+async def test_an_empty_one_is_forgotten_with_its_version_unless_a_card_names_that(
+    aclient: AsyncClient, valkey: Redis
+) -> None:
     waits = await task(aclient, valkey)
     pools = RetiredPools(aclient, retire_after_s=0.0)
     assert (await pools.sweep()).pools == 0, "somebody's task waits there"
     worker = FakeWorker(valkey)
     assert worker.take(OLD) == waits
-    valkey.hset(keys.ROUTES, "tiny", OLD)
-    assert (await pools.sweep()).pools == 0, "it is where tasks are sent"
-    valkey.hset(keys.ROUTES, "tiny", QUEUE)
-    valkey.sadd(f"_kombu.binding.{OLD}", "x")
+    for queue in (OLD, OLD_POOL.queue, QUEUE):
+        valkey.sadd(f"_kombu.binding.{queue}", "x")
+        valkey.sadd(f"_kombu.binding_permanent.{queue}", "x")
     assert (await pools.sweep()).pools == 1
-    assert valkey.hkeys(keys.POOLS) == [QUEUE.encode()]
-    assert not valkey.exists(f"_kombu.binding.{OLD}")
+    assert valkey.hkeys(keys.POOLS) == [POOL.queue.encode()]
+    valkey.delete(broker_keys.INCARNATIONS)
+    assert (await pools.sweep()).pools == 1, "a card is enough to send tasks"
+    assert {name.decode().removeprefix("_kombu.") for name in valkey.keys("_kombu*")} == {
+        f"binding.{QUEUE}",
+        f"binding_permanent.{QUEUE}",
+    }
 
 
 async def test_one_that_is_announced_anew_meanwhile_is_kept(aclient: AsyncClient, valkey: Redis) -> None:
-    before = valkey.hget(keys.POOLS, OLD)
+    before = valkey.hget(keys.POOLS, OLD_POOL.queue)
     assert before is not None
-    valkey.hset(keys.POOLS, OLD, json.dumps({"model": "tiny", "version": "0ld", "announced": 7}))
-    assert run(valkey, retired.retire(OLD, before.decode())) == 0
-    assert valkey.hexists(keys.POOLS, OLD)
+    valkey.hset(keys.POOLS, OLD_POOL.queue, json.dumps({**asdict(OLD_POOL), "announced": 7}))
+    assert run(valkey, retired.retire(OLD_POOL.queue, before.decode())) == 0
+    assert valkey.hexists(keys.POOLS, OLD_POOL.queue)
 
 
 async def test_time_without_a_worker_counts_from_when_it_was_empty(aclient: AsyncClient, valkey: Redis) -> None:
     pools = RetiredPools(aclient, retire_after_s=3600.0)
     for _ in range(3):
         assert await pools.sweep() == Pruned()
-    assert valkey.hexists(keys.POOLS, OLD)
+    assert valkey.hexists(keys.POOLS, OLD_POOL.queue)

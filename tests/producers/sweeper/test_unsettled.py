@@ -18,7 +18,7 @@ from producers.store import protocol
 from producers.sweeper import unsettled as orphans
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.unsettled import Orphans
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
 PLAIN: dict[str, str | int] = {"model": "tiny", "queue": QUEUE, "tier": "default", "n": 1, "task": "{}", "nonce": ""}
@@ -36,7 +36,7 @@ def settled(valkey: Redis, task_id: str) -> bool:
 
 def plain(worker: FakeWorker, task_id: str, count: int = 0) -> None:
     """A plain Celery task that runs."""
-    call = protocol.claim(task_id, f"claim of {task_id}", worker.incarnation, plain=PLAIN)
+    call = protocol.claim(task_id, f"claim of {task_id}", worker.incarnation, POOL, plain=PLAIN)
     assert text(run(worker.redis, call)[0]) == "go"
     worker.claims[task_id] = f"claim of {task_id}"
     if count:

@@ -21,6 +21,9 @@ and takes those for one that differ in names alone (`canon`), as which of two wo
   S13 what a live worker has sorted by tenant is left to it: turns are kept
   S14 a task that is cancelled waits for no worker where none has it
   S15 a task that runs was queued, by its record's times
+  S16 what was begun goes on in its version, and in its pool while that has a live worker; what was sent to a version
+      runs
+      in that; what waits for a pool waits for one with a live worker
 
 Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity. They,
 and the numbers of workers and slots, are given anew in each state: in a trace they hold from one step to the next.

@@ -27,19 +27,21 @@ def _slot(p: Slot, strays: bool) -> Slot:
 def canon(s: State, cfg: Cfg) -> State:
     """Rename identifiers by where they stand, forget what no step reads, and put workers that are alike in order."""
     s = s._replace(slots=tuple([_slot(p, cfg.strays) for p in s.slots]))
-    return renamed(in_order(s, cfg) if len(s.slots) > 1 else s, cfg)
+    return renamed(in_order(s, cfg) if len(s.slots) > 1 and not cfg.kinds else s, cfg)
 
 
 def renamed(s: State, cfg: Cfg) -> State:
     """With the smallest identifiers, by where they stand."""
     slots = s.slots
     inc: dict[Any, Any] = {None: None, SQS: SQS, **{n: i + 1 for i, n in enumerate(s.incs) if n != DOWN}}
+    kinds = dict(s.kinds)
     owners = [r.owner if r else None for r in s.recs]
     strangers = (s.lb | s.ls | s.listed | {e[1] for e in s.infl} | set(owners)) - set(inc)
     if len(strangers) > 1:
         held: dict[Any, list[Message]] = {n: sorted(e[2] for e in s.infl if e[1] == n) for n in strangers}
         ordered = sorted(
-            strangers, key=lambda n: (n in s.lb, n in s.ls, n in s.listed, [o == n for o in owners], held[n])
+            strangers,
+            key=lambda n: (n in s.lb, n in s.ls, n in s.listed, [o == n for o in owners], held[n], kinds.get(n, ())),
         )
     else:
         ordered = list(strangers)
@@ -65,6 +67,7 @@ def renamed(s: State, cfg: Cfg) -> State:
         recs=tuple(r and _record(r, c[r.claim], inc[r.owner], cfg) for r in s.recs),
         listed=frozenset(inc[n] for n in s.listed),
         looks=tuple(one._replace(what=_those(one.what, d), seen=_those(one.seen, d)) for one in s.looks),
+        kinds=frozenset((inc[n], kind) for n, kind in s.kinds if n in s.lb | s.ls or n in s.incs) if kinds else s.kinds,
         unknown=frozenset((d[uuid], c[claim]) for uuid, claim in s.unknown if uuid in d and claim in c),
         ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) if g.idle else g for g in s.ghosts),
     )

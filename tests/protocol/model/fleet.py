@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from tests.protocol.model import scripts
 from tests.protocol.model.scripts import FINAL, QUEUED, Rules
-from tests.protocol.model.state import Cfg, Look, State, enqueue, fresh, put, spend, without
+from tests.protocol.model.state import Cfg, Look, State, enqueue, fresh, of_kind, put, serving, spend, without
 from tests.protocol.model.worker import haunt, store
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
@@ -24,10 +24,10 @@ def enlisted(s: State, w: int, cfg: Cfg, rules: Rules) -> State:
 
 def down_steps(s: State, w: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """Process w does not run; it is started where the list is not empty."""
-    if s.queue:
+    if any(len(m) < 3 or m[2][1] is None for m in s.queue):
         used = (s.incs, s.lb, s.ls, s.listed, {e[1] for e in s.infl}, {r.owner for r in s.recs if r})
         inc = fresh(set().union(*used))
-        up = s._replace(incs=put(s.incs, w, inc), lb=s.lb | {inc}, ls=s.ls | {inc})
+        up = s._replace(incs=put(s.incs, w, inc), lb=s.lb | {inc}, ls=s.ls | {inc}, kinds=of_kind(s, w, inc, cfg))
         yield f"worker {w} is started, LEASE(inc{inc})", True, enlisted(up, w, cfg, rules)
 
 
@@ -35,11 +35,25 @@ def recall_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """What was sorted goes back to the list. Any order: none is modelled."""
     if not cfg.scaled or "recall" not in rules or (s.lb and "recall_unserved" in rules):
         return
-    for m in sorted(set(s.sorted)):
+    for m in sorted({m for m in s.sorted if len(m) < 3}):
         after = s._replace(sorted=without(s.sorted, m), queue=enqueue(s.queue, m))
         if s.lb:
             after = haunt(after, m[0], bad="S13 what a live worker had sorted was taken from it")
         yield f"RECALL {m[0]}", True, after
+
+
+def adopt_steps(s: State, rules: Rules) -> Iterator[Step]:
+    """What waits for a pool goes to its version's queue, sorted or not: that of all, where nothing is for one
+    version."""
+    lives = serving(s, s.lb)
+    for m in sorted({m for m in (*s.queue, *s.sorted) if len(m) > 2 and m[2][1] is not None}):
+        if "adopt" not in rules or (m[2] in lives and "adopt_unserved" in rules):
+            continue
+        queue, left = (without(s.queue, m), s.sorted) if m in s.queue else (s.queue, without(s.sorted, m))
+        after = s._replace(queue=enqueue(queue, m[:2]), sorted=left)
+        if m[2] in lives:
+            after = haunt(after, m[0], bad="S16 what waits for a live pool was taken from it")
+        yield f"ADOPT {m[0]}", True, after
 
 
 def look_steps(s: State, w: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:

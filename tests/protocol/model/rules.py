@@ -30,6 +30,8 @@ RULES: dict[str, Rule] = {
     "gone_drop": Rule("producer", "CLAIM makes a record only for plain messages; a client's without record is acked"),
     "claim_dates": Rule("producer", "CLAIM of what its sender has not yet called queued says that it is, now"),
     "owner_first": Rule("cancel", "CLAIM looks for a live owner before it finalises a cancelled or expired task"),
+    "claim_version": Rule("versions", "CLAIM refuses what was begun, or sent, to a worker of another version"),
+    "claim_pool": Rule("pools", "CLAIM leaves what was begun to the pool that has it, while a worker of that lives"),
     "progress_absolves": Rule("slow", "CLAIM counts against a task only the deaths since its last new token"),
     "append_claim": Rule("crash", "APPEND compares the claim"),
     "append_index": Rule("lost", "APPEND compares the index with the choice's next"),
@@ -91,6 +93,8 @@ RULES: dict[str, Rule] = {
     "lease_renews": Rule("scaled", "LEASE renews what is there alone: of what lapsed, REAP may know nothing any more"),
     "recall": Rule("scaled", "RECALL puts what dead workers had sorted back where whoever starts workers sees it"),
     "recall_unserved": Rule("scaled", "RECALL takes nothing from a queue that a live worker serves"),
+    "adopt": Rule("pools", "ADOPT moves what waits for a pool without workers to its version's queue"),
+    "adopt_unserved": Rule("pools", "ADOPT takes nothing from a pool that a live worker serves"),
     "sweeper_reaps": Rule("scaled", "a sweeper REAPs, too: where no worker lives, nobody else would"),
     # the worker
     "strays": Rule("strays", "a live worker RELEASEs, and gives BACK, what is in flight under its name unknown to it"),

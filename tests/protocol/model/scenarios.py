@@ -26,6 +26,7 @@ def _world(
     scaled: bool = False,
     strays: bool = False,
     broken: bool = False,
+    kinds: tuple[tuple[int, int], ...] = (),
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -58,6 +59,7 @@ def _world(
         scaled,
         strays,
         broken,
+        kinds,
         budget,
     )
 
@@ -96,6 +98,10 @@ _LIST = [
     _world("strays-slots", strays=True, workers=(0, 0), unack=1, length=1),
     _world("scaled", scaled=True, workers=(0,), crash=2, expire=1, lost=1, length=1),
     _world("scaled-two", scaled=True, crash=2, expire=1, length=1),
+    _world("pools", scaled=True, kinds=((0, 0), (0, 1)), crash=2, drain=1),
+    _world("pools-lapse", kinds=((0, 0), (0, 1)), crash=1, expire=1, drain=1, lost=1),
+    _world("versions", plain=True, kinds=((0, 0), (1, 0)), crash=1, drain=1, lost=1),
+    _world("versions-sent", kinds=((0, 0), (1, 0)), crash=1, cancel=1, lost=1),
     _world("tail", reader=True, tail=1, expire=1, lost=1),
     _world("prompt", prompt=True, tail=1, crash=1, expire=1, lost=1, deadline=1, length=1),
     _world("prompt-alone", prompt=True, tail=1, crash=1, expire=1, lost=1, drain=1, length=0),

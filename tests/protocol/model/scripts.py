@@ -16,7 +16,8 @@ class Rec(NamedTuple):
     """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up.
     `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
     prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
-    `dated`: it says when it was queued."""
+    `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent (version,
+    None)."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -39,6 +40,7 @@ class Rec(NamedTuple):
     counted: int | None = None
     at: str = "stream"
     dated: bool = False
+    kind: Any = None
 
     @property
     def length(self) -> int:
@@ -94,8 +96,11 @@ def claim(
     limit: int,
     made: Rec | None = None,
     condemned: bool = False,
+    kind: Any = None,
+    serving: Container[Any] = (),
 ) -> tuple[str, Rec | None]:
-    """`made`: the record that a plain message makes; None for a client's message, whose record ADMIT made."""
+    """`made`: the record that a plain message makes; None for a client's message, whose record ADMIT made. `kind`: the
+    worker's (version, pool); `serving`: the kinds that have a live worker."""
     if "claim_lease" in rules and inc not in live:
         return "lost", r
     if r is None:
@@ -113,6 +118,8 @@ def claim(
         return "settle", _final(r, "cancelled", rules) if r.cancel else _late(r, rules)
     if busy:
         return "busy", r
+    if not r.cancel and not r.expired and elsewhere(r, kind, serving, rules, bound=made is None):
+        return "elsewhere", r
     died = r.claim is not None
     got_on = r.length > r.mark and "progress_absolves" in rules
     r = _left(r, rules)._replace(claim=c, owner=inc, deaths=r.deaths + died, stuck=0 if got_on else r.stuck + died)
@@ -125,7 +132,18 @@ def claim(
     given_up = r.stuck >= limit or r.deaths >= STRETCH * limit
     if given_up or (condemned and not r.claims and "condemned_fails" in rules):
         return "settle", _final(r, "failed", rules, why="dead")
-    return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=r.length)
+    return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=r.length, kind=kind)
+
+
+def elsewhere(r: Rec, kind: Any, serving: Container[Any], rules: Rules, *, bound: bool) -> Any:
+    """(version, None) or (version, pool) whose queue the task's message belongs to; None where that is the caller's.
+    `bound`: it was sent to a version; else it belongs to one once it is begun."""
+    if r.kind is None or r.kind == kind:
+        return None
+    begun = r.length > 0
+    if r.kind[0] != kind[0]:
+        return (r.kind[0], None) if (begun or bound) and "claim_version" in rules else None
+    return r.kind if begun and r.kind in serving and "claim_pool" in rules else None
 
 
 def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec | None]:

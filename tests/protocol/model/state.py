@@ -33,7 +33,8 @@ FAULTS = (
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
-Message = tuple[int, int]  # task, identity (only SQS needs one: a stale handle may delete it)
+#: Task, identity (only SQS needs one: a stale handle may delete it); then, in a queue of its own, its (version, pool).
+Message = tuple[Any, ...]
 Delivery = tuple[int, int, Message]  # uuid, incarnation (-1 on SQS), message
 SQS = -1
 
@@ -43,7 +44,8 @@ class Cfg(NamedTuple):
     `prompt`: tasks have an entry for their prompt, before their tokens; `lease`: task 0's reader holds a lease;
     `orphan`, `compact`: the sweeper settles what others left, and compacts streams; `scaled`: FETCH sorts what it does
     not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know;
-    `broken`: no worker can make sense of a record that it has claimed, and keeps the message."""
+    `broken`: no worker can make sense of a record that it has claimed, and keeps the message; `kinds[w]`: (version,
+    pool) of worker w, where that matters."""
 
     name: str
     tasks: int
@@ -65,6 +67,7 @@ class Cfg(NamedTuple):
     scaled: bool
     strays: bool
     broken: bool
+    kinds: tuple[tuple[int, int], ...]
     budget: tuple[int, ...]
 
     @property
@@ -122,7 +125,7 @@ class State(NamedTuple):
 
     `sorted`: what FETCH took off the list, by tenant; `listed`: incarnations that REAP knows of. `incs[w]` is DOWN
     while no process w runs. `looks`: per worker, see `fleet`; `unknown`: deliveries with their claims that a failover
-    brought back."""
+    brought back; `kinds`: (incarnation, its kind) of all with a lease."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -144,6 +147,7 @@ class State(NamedTuple):
     listed: frozenset[int] = frozenset()
     looks: tuple[Look, ...] = ()
     unknown: frozenset[tuple[int, int]] = frozenset()
+    kinds: frozenset[tuple[int, tuple[int, int]]] = frozenset()
 
 
 IDLE = Slot("idle")
@@ -176,6 +180,21 @@ def message(s: State, cfg: Cfg, t: int) -> Message:
     if not cfg.sqs:
         return (t, 0)
     return (t, fresh({m[1] for m in s.queue} | {e[2][1] for e in s.infl} | {p.msg[1] for p in s.slots if p.msg}))
+
+
+def of_kind(s: State, w: int, inc: int, cfg: Cfg) -> frozenset[tuple[int, tuple[int, int]]]:
+    """`kinds` with a new incarnation of worker w."""
+    return s.kinds | {(inc, cfg.kinds[w])} if cfg.kinds else s.kinds
+
+
+def serving(s: State, leases: frozenset[int]) -> set[tuple[int, int]]:
+    """The kinds that have a live worker."""
+    return {kind for inc, kind in s.kinds if inc in leases}
+
+
+def served_by(m: Message, kind: tuple[int, int] | None) -> bool:
+    """Whether a worker of this kind takes it from where it waits."""
+    return len(m) < 3 or kind is None or m[2] in (kind, (kind[0], None))
 
 
 def spend(s: State, fault: str) -> tuple[int, ...] | None:

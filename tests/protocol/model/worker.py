@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.protocol.model import scripts
+from tests.protocol.model.rules import ALL
 from tests.protocol.model.scripts import FINAL, Rec, Rules
 from tests.protocol.model.state import (
     IDLE,
@@ -18,6 +19,8 @@ from tests.protocol.model.state import (
     is_suspect,
     message,
     put,
+    served_by,
+    serving,
     toxic,
     without,
 )
@@ -58,7 +61,8 @@ def take_back(s: State, cfg: Cfg, p: Slot, rules: Rules, keep: bool) -> list[Sta
     else:
         after = s._replace(infl=s.infl - {hit[0]})
         if keep:
-            after = after._replace(queue=enqueue(s.queue, hit[0][2]))
+            m = hit[0][2] if p.pc != "move" else (*hit[0][2][:2], p.note)
+            after = after._replace(queue=enqueue(s.queue, m))
         else:
             after = after._replace(reaped=put(s.reaped, p.msg[0], 0))
             if p.note in ("dead", "buried") and "ack_reason" in rules:
@@ -115,15 +119,20 @@ def _fetch(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         yield "FETCH again", Slot("got", have[0][2], p.d, c, (), _told(s, t, cfg, rules)), s
         return
     d = p.d or fresh({e[0] for e in s.infl} | {q.d for q in s.slots})
-    waiting = enqueue(s.sorted, *s.queue)
-    if cfg.scaled and s.queue:
-        yield "FETCH only sorts", p, s._replace(queue=(), sorted=waiting)
+    kind = dict(s.kinds).get(inc)
+    arrived = tuple(m for m in s.queue if served_by(m, kind))
+    others = tuple(m for m in s.queue if not served_by(m, kind))
+    waiting = enqueue(tuple(m for m in s.sorted if served_by(m, kind)), *arrived)
+    if cfg.scaled and arrived:
+        yield "FETCH only sorts", p, s._replace(queue=others, sorted=enqueue(s.sorted, *arrived))
     holds_suspect = "suspect_alone" in rules and any(e[1] == inc and is_suspect(s, cfg, e[2][0]) for e in s.infl)
     for m in sorted(set(waiting)):
         if holds_suspect and is_suspect(s, cfg, m[0]):
             continue
-        rest = without(waiting, m)
-        left = s._replace(queue=(), sorted=rest) if cfg.scaled else s._replace(queue=rest)
+        if cfg.scaled:
+            left = s._replace(queue=others, sorted=without(enqueue(s.sorted, *arrived), m))
+        else:
+            left = s._replace(queue=without(s.queue, m))
         if "fetch_atomic" not in rules:
             yield f"pop task {m[0]}", Slot("popped", m, d, c), left
         else:
@@ -141,8 +150,26 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
     t = p.msg[0]
     r = s.recs[t]
     made = scripts.QUEUED if cfg.plain else None
-    answer, r2 = scripts.claim(r, p.c, inc, s.ls, rules, limit=cfg.limit, made=made, condemned=p.note == "condemned")
+    kind, lives = dict(s.kinds).get(inc), serving(s, s.ls)
+    answer, r2 = scripts.claim(
+        r,
+        p.c,
+        inc,
+        s.ls,
+        rules,
+        limit=cfg.limit,
+        made=made,
+        condemned=p.note == "condemned",
+        kind=kind,
+        serving=lives,
+    )
     s2 = store(s, t, r2)
+    if answer == "elsewhere" and r:
+        home = scripts.elsewhere(r, kind, lives, rules, bound=made is None)
+        yield f"CLAIM -> elsewhere {home}", p._replace(pc="move", note=home), s2
+        return
+    if answer == "go" and r and r.claim != p.c and scripts.elsewhere(r, kind, lives, ALL, bound=made is None):
+        s2 = haunt(s2, t, bad="S16 a task went on in another version, or in another pool than its own, which lives")
     if (
         answer in ("go", "settle")
         and r2
@@ -252,8 +279,8 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             yield "ACK", p._replace(pc="retry_pub"), after
     elif p.pc == "ack" and "ack_settled" in rules and _unsettled(s, p, cfg):
         yield "ACK -> not settled", p._replace(pc="release_back"), s
-    elif p.pc in ("ack", "back"):
-        for after in take_back(s, cfg, p, rules, p.pc == "back"):
+    elif p.pc in ("ack", "back", "move"):
+        for after in take_back(s, cfg, p, rules, p.pc != "ack"):
             yield p.pc.upper(), IDLE, after
     elif p.pc == "hold":
         yield "keeps the delivery, does nothing", IDLE, s

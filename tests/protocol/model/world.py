@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.protocol.model.fleet import down_steps, enlisted, look_steps, recall_steps, unack_steps
+from tests.protocol.model.fleet import adopt_steps, down_steps, enlisted, look_steps, recall_steps, unack_steps
 from tests.protocol.model.outside import (
     client_steps,
     compact_steps,
@@ -16,7 +16,22 @@ from tests.protocol.model.outside import (
 )
 from tests.protocol.model.reader import lease_steps, reader_steps
 from tests.protocol.model.scripts import QUEUED, Rules
-from tests.protocol.model.state import DOWN, IDLE, SQS, Cfg, Ghost, Look, Slot, State, enqueue, fresh, put, spend, toxic
+from tests.protocol.model.state import (
+    DOWN,
+    IDLE,
+    SQS,
+    Cfg,
+    Ghost,
+    Look,
+    Slot,
+    State,
+    enqueue,
+    fresh,
+    of_kind,
+    put,
+    spend,
+    toxic,
+)
 from tests.protocol.model.worker import slot_steps, take_back
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
@@ -32,7 +47,7 @@ def start(cfg: Cfg) -> State:
         ls=frozenset(incs),
         incs=incs,
         slots=(IDLE,) * len(cfg.workers),
-        recs=(QUEUED if sent else None,) * cfg.tasks,
+        recs=(QUEUED._replace(kind=(0, None) if cfg.kinds else None) if sent else None,) * cfg.tasks,
         ghosts=(Ghost(sent),) * cfg.tasks,
         prods=("done" if sent else "send" if cfg.plain else "admit",) * (cfg.tasks * (1 + cfg.rival)),
         sweep=None,
@@ -44,6 +59,7 @@ def start(cfg: Cfg) -> State:
         budget=cfg.budget,
         listed=frozenset(incs) if cfg.scaled else frozenset(),
         looks=(Look(),) * len(incs) if cfg.strays else (),
+        kinds=frozenset(zip(incs, cfg.kinds, strict=True)) if cfg.kinds else frozenset(),
     )
 
 
@@ -55,6 +71,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     yield from _leases(s, cfg)
     yield from _returns(s, cfg, rules)
     yield from recall_steps(s, cfg, rules)
+    yield from adopt_steps(s, rules)
     for p in range(len(s.prods)):
         if s.prods[p] != "done":
             yield from producer_steps(s, p, cfg, rules)
@@ -117,6 +134,7 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
         lb=s.lb | {inc},
         ls=s.ls | {inc},
         looks=put(s.looks, w, Look()) if cfg.strays else (),
+        kinds=of_kind(s, w, inc, cfg),
     )
 
 
@@ -144,7 +162,7 @@ def _process(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Ste
         after = reborn(s, w, cfg)
         if cfg.scaled:  # nobody starts it anew but whoever sees something in the list
             after = after._replace(incs=s.incs, lb=s.lb, ls=s.ls)
-            after = after._replace(incs=put(s.incs, w, DOWN))
+            after = after._replace(incs=put(s.incs, w, DOWN), kinds=s.kinds)
         yield f"crash of worker {w} (inc{inc})", False, after._replace(budget=b)
     if inc not in s.lb or inc not in s.ls:
         yield f"worker {w} learns that inc{inc} is over", True, lapsed(s, w, cfg, rules)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from producers.broker.connect import connect_consumer
+from producers.contract.keys import Pool
 from workers.flow.acker import Acker
 from workers.flow.deliveries import Deliveries
 from workers.flow.delivery import Delivery
@@ -29,8 +29,8 @@ def aborted() -> list[str]:
 def books(aborted: list[str]) -> Deliveries:
     """Their acker keeps its errands: it has not been started."""
     engine: Any = SimpleNamespace(max_num_seqs=4, kv_tokens_total=400, abort=aborted.append)
-    served = Served(WorkerSettings(AWAY, AWAY, "stub", name="w"), engine, {"name": "stub"}, {}, "q")
-    return Deliveries(served, Acker(connect_consumer(AWAY, served.queues), AWAY))
+    served = Served(WorkerSettings(AWAY, AWAY, "stub", name="w"), engine, {"name": "stub"}, {}, Pool("stub", "1", "x"))
+    return Deliveries(served, Acker(served.connect_broker(), AWAY))
 
 
 def enter(books: Deliveries, uuid: str) -> Delivery:

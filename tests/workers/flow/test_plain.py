@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from producers.contract.keys import Pool
 from workers.flow.plain import plain_fields
 from workers.flow.served import Served
 from workers.settings import WorkerSettings
@@ -22,7 +23,7 @@ CARD: dict[str, Any] = {
     "capabilities": ["generate"],
     "defaults": {"temperature": 0.5},
 }
-SERVED = Served(WorkerSettings("", "", "stub"), None, CARD, {}, "q")
+SERVED = Served(WorkerSettings("", "", "stub"), None, CARD, {}, Pool("stub", "v1", "x"))
 
 
 def fields(headers: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def test_a_task_is_resolved_as_a_client_would() -> None:
     found = fields(prompt="x", max_tokens=3, n=2, ttl=90)
     assert found | {"task": None} == {
         "model": "stub",
-        "queue": "q",
+        "queue": "penstock:queue:stub@v1",
         "tier": "default",
         "n": 2,
         "nonce": "",
@@ -142,4 +143,11 @@ def test_what_is_no_task_keeps_its_arguments_and_says_why() -> None:
 def test_a_message_that_must_not_be_decoded_has_a_record_all_the_same() -> None:
     plain = plain_fields(SERVED, NOW_MS, {}, None)
     assert plain.error is None
-    assert plain.fields == {"model": "stub", "queue": "q", "tier": "default", "n": 1, "task": "{}", "nonce": ""}
+    assert plain.fields == {
+        "model": "stub",
+        "queue": "penstock:queue:stub@v1",
+        "tier": "default",
+        "n": 1,
+        "task": "{}",
+        "nonce": "",
+    }

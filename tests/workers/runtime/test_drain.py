@@ -13,7 +13,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.exhaustive import few
 from tests.stub_engine import STALLED
-from tests.workers.rig import TIMES, Rig, two_servers
+from tests.workers.rig import QUEUE, TIMES, Rig, two_servers
 from workers.runtime.signals import SAME_S
 
 ORDINARY = "tests.workers.plugins:ordinary_tasks"
@@ -80,8 +80,7 @@ def test_order_is_kept_when_tasks_go_back(rig: Rig) -> None:
     ids = rig.fill(8, max_tokens=60)
     rig.until(lambda: rig.tokens(ids[4]))
     assert worker.stop(signal.SIGQUIT) == 0
-    queue = rig.redis.hvals(keys.ROUTES)[0]
-    waiting = [json.loads(raw)["headers"]["id"] for raw in rig.redis.lrange(queue, 0, -1)]
+    waiting = [json.loads(raw)["headers"]["id"] for raw in rig.redis.lrange(QUEUE, 0, -1)]
     assert waiting == ids[::-1], "those that ran are in front, the oldest first"
 
 
@@ -184,7 +183,7 @@ def test_a_task_that_waits_for_its_countdown_does_not_hold_the_drain(rig: Rig) -
     rig.until(lambda: not rig.waiting(keys.model_queue("stub")))
     assert worker.stop() == 0
     check_gone(rig)
-    assert rig.redis.zcard(broker_keys.delayed(rig.redis.hvals(keys.ROUTES)[0])) == 1, "it is still to be run"
+    assert rig.redis.zcard(broker_keys.delayed(QUEUE)) == 1, "it is still to be run"
     assert result.state == "PENDING"
 
 

@@ -17,7 +17,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import Worker, free_port
 from tests.stub_engine import SPOILED
-from tests.workers.rig import POOL, TIMES, Rig, two_servers
+from tests.workers.rig import QUEUE, TIMES, Rig, two_servers
 from workers.flow import intake
 
 STUCK = 777
@@ -94,7 +94,7 @@ def left_whole(rig: Rig, ids: list[str]) -> None:
     """Handed back with its tokens: another worker ends it, and none of them has cost it anything."""
     assert rig.leases() == []
     assert {rig.status(task_id) for task_id in ids} == {"queued"}
-    assert rig.waiting(POOL) == len(ids), "they wait where whoever looks at the queue sees them"
+    assert rig.waiting(QUEUE) == len(ids), "they wait where whoever looks at the queue sees them"
     assert all(0 < rig.tokens(task_id) < 120 for task_id in ids)
     begin(rig)
     rig.until_settled(ids)
@@ -133,7 +133,7 @@ def test_a_model_that_is_broken_from_the_start_is_never_announced(rig: Rig) -> N
     assert worker.process.wait(60) != 0
     assert "cannot serve stub: after '1 + 1 =', the model's logits are not finite" in worker.log.read_text()
     assert (rig.redis.exists(keys.MODELS, keys.POOLS), rig.leases()) == (0, [])
-    assert rig.waiting(POOL) == len(ids)
+    assert rig.waiting(QUEUE) == len(ids)
 
 
 def test_memory_that_cannot_be_corrected_is_no_tasks_fault(rig: Rig, tmp_path: Path) -> None:
@@ -152,14 +152,14 @@ def test_a_worker_that_cannot_publish_fetches_nothing_until_it_can() -> None:
     with two_servers() as rig:
         rig.publish_card()
         running, late = rig.submit(2, max_tokens=500)
-        message = rig.redis.lpop(POOL)
+        message = rig.redis.lpop(QUEUE)
         worker = begin(rig, health_port=port, WORKER_PLUGINS="tests.workers.plugins:short_tempered")
         rig.until(lambda: rig.tokens(running))
         rig.store.execute_command("CLIENT", "PAUSE", 600_000, "WRITE")
         rig.until(lambda: any("to be published" in reason for reason in ask(port, "/readyz")[1].get("reasons", [])))
-        rig.redis.lpush(POOL, message)
+        rig.redis.lpush(QUEUE, message)
         time.sleep(1.5 * intake.IDLE_S)  # it would have looked
-        assert rig.waiting(POOL) == 1
+        assert rig.waiting(QUEUE) == 1
         rig.store.client_unpause()
         rig.until_settled([running, late])
         rig.check([running, late])

@@ -1,19 +1,27 @@
 #!lua flags=allow-oom
--- ADOPT | moves the waiting messages of a pool without workers to the front of another pool's lists, in their order, and
--- its delayed messages to that pool's.
--- KEYS: delayed of the source, delayed of the target, then source list, target list, ...
--- Answers: the number of moved messages
+-- ADOPT | no incarnation of a pool has its lease: the waiting messages of its own queue move to the front of its version's
+-- lists, in their order, and its delayed messages to that queue's; else nothing.
+-- KEYS: incarnations, delayed of the source, delayed of the target, then source list, target list, ...
+-- ARGV: the pool's queue
+-- Answers: the number of moved messages; -1 if a worker lives
+-- include: _takers.lua
 -- include: _unsort.lua
-local moved = 0
-for k = 3, #KEYS, 2 do
+if one_lives(KEYS[1], { [ARGV[1]] = true }) then
+  return -1
+end
+local moved, lists = 0, {}
+for k = 4, #KEYS, 2 do
+  lists[KEYS[k]] = KEYS[k + 1]
   repeat until unsort(KEYS[k], 1000) == 0
   while redis.call('LMOVE', KEYS[k], KEYS[k + 1], 'LEFT', 'RIGHT') do
     moved = moved + 1
   end
 end
-for _, packed in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  redis.call('ZADD', KEYS[2], redis.call('ZSCORE', KEYS[1], packed), packed)
+for _, packed in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+  local e = cmsgpack.unpack(packed)
+  e[1] = lists[e[1]] or e[1]
+  redis.call('ZADD', KEYS[3], redis.call('ZSCORE', KEYS[2], packed), cmsgpack.pack(e))
   moved = moved + 1
 end
-redis.call('DEL', KEYS[1])
+redis.call('DEL', KEYS[2])
 return moved

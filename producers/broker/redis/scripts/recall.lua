@@ -4,16 +4,14 @@
 -- with the sorted messages and the tenants' turns.
 -- KEYS: incarnations, list ...   ARGV: most messages to return; the queues of the pools whose workers serve these lists ...
 -- Answers: the number of returned messages (fewer than asked for: all are done); -1 if a worker lives
+-- include: _takers.lua
 -- include: _unsort.lua
 local takers = {}
 for k = 2, #ARGV do
   takers[ARGV[k]] = true
 end
-local listed = redis.call('HGETALL', KEYS[1])
-for k = 1, #listed, 2 do
-  if takers[listed[k + 1]] and redis.call('EXISTS', 'penstock:lease:' .. listed[k]) == 1 then
-    return -1
-  end
+if one_lives(KEYS[1], takers) then
+  return -1
 end
 local moved, count = 0, tonumber(ARGV[1])
 for k = 2, #KEYS do

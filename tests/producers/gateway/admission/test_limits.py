@@ -17,7 +17,7 @@ from producers.contract.task import Task
 from producers.gateway.admission import limits
 from producers.gateway.admission.limits import Admission
 from producers.gateway.http.errors import Problem
-from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.conftest import POOL, QUEUE, Door, until
 
 LIST = broker_keys.tier_list(QUEUE, "priority")
 
@@ -106,7 +106,7 @@ def test_a_burst_on_an_idle_system_is_told_of_seconds_and_not_of_half_a_minute(
     post: Callable[..., httpx.Response], valkey: Redis
 ) -> None:
     """Nothing was seen of its workers yet; each who is refused is told of the places of those before, too."""
-    valkey.hset(broker_keys.INCARNATIONS, "w.1", QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, "w.1", POOL.queue)
     bound = {"max_queued": 20}
     refused = [one for one in [post(bound) for _ in range(40)] if one.status_code == 429]
     assert len(refused) == 40 - 19
@@ -121,7 +121,7 @@ async def test_the_rate_is_that_of_time_in_which_tasks_waited(
     """An hour without work makes nobody wait longer; workers that get slower do."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    valkey.hset(broker_keys.INCARNATIONS, "w.1", QUEUE)
+    valkey.hset(broker_keys.INCARNATIONS, "w.1", POOL.queue)
     async with AsyncClient(valkey_url) as client:
         bounds = Admission(client, 1, None)
         task = [Task(model=model, prompt=[1], tier="priority")]

@@ -40,13 +40,14 @@ class Answering:
         self.scripts: list[Script] = [says("Hello", ",", " world")]
         self.records: list[Record] = []
         self.worker = FakeWorker(valkey)
+        self.queue = QUEUE
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            task_id = self.worker.take(QUEUE, 0.05)
+            task_id = self.worker.take(self.queue, 0.05)
             if task_id is None:
                 continue
             answer = self.worker.claim(task_id)

@@ -13,7 +13,7 @@ from redis import Redis
 
 from engine.text import Tokenizer
 from producers.contract import keys
-from tests.producers.gateway.conftest import CARD, QUEUE, TINY, publish
+from tests.producers.gateway.conftest import CARD, TINY, publish
 from tests.producers.gateway.openai.conftest import Answering, chunks, nothing_written, says
 
 Ask = Callable[..., httpx.Response]
@@ -176,7 +176,6 @@ class TestLimitsOfOneAnswer:
         publish(valkey)
         card = {**json.loads(CARD.to_json()), "name": "long", "context_length": 1 << 20}
         valkey.hset(keys.MODELS, "long", json.dumps(card))
-        valkey.hset(keys.ROUTES, "long", QUEUE)
         return "long"
 
     @pytest.mark.parametrize(
@@ -202,5 +201,5 @@ class TestLimitsOfOneAnswer:
         assert nothing_written(valkey)
 
     def test_a_stream_may_have_any_length(self, complete: Ask, answering: Answering) -> None:
-        answering.scripts = [says("a", n=64)]
+        answering.scripts, answering.queue = [says("a", n=64)], keys.version_queue("long", CARD.version)
         assert len(chunks(complete(prompt=[[5], [6]], max_tokens=100_000, n=64, stream=True))) > 128

@@ -32,7 +32,7 @@ def send(valkey: Redis, tenant: str, tier: str, count: int) -> None:
 
 def test_who_waits_is_listed_with_what_waits(tenants: Run, valkey: Redis) -> None:
     assert tenants("ls").out == "No tenant has waiting tasks.\n"
-    valkey.hset(keys.POOLS, QUEUE, json.dumps({"model": "tiny"}))
+    valkey.hset(keys.POOLS, QUEUE, json.dumps({"model": "tiny", "version": "1"}))
     send(valkey, "acme", "default", 3)
     send(valkey, "", "batch", 2)
     assert "5 tasks are not sorted" in tenants("ls").out

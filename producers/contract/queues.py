@@ -1,0 +1,33 @@
+"""The queues that there are, and whose workers take from each: a pool's own, its version's, its model's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from producers.contract import keys
+
+
+def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) -> dict[str, list[str]]:
+    """Every queue, with the own queues of the pools that take from it; the pools' own come first.
+
+    `pools` and `cards`: JSON by queue and by model, as the store has them. A model's queues are there before its pools.
+    """
+    found = {queue: [queue] for queue in pools}
+    for name, card in (cards or {}).items():
+        found |= {keys.version_queue(name, json.loads(card)["version"]): [], keys.model_queue(name): []}
+    for queue, about in pools.items():
+        found.setdefault(version_queue_of(about), []).append(queue)
+        found.setdefault(keys.model_queue(json.loads(about)["model"]), []).append(queue)
+    return found
+
+
+def takes_from(pool: str, queue: str) -> bool:
+    """Whether workers of the pool with this own queue take from a pool's own queue, or a version's."""
+    return pool == queue or pool.startswith(f"{queue}.")
+
+
+def version_queue_of(about: str) -> str:
+    """The queue of the version that a pool serves (JSON)."""
+    pool = json.loads(about)
+    return keys.version_queue(pool["model"], pool["version"])
