@@ -18,11 +18,11 @@ from producers.contract import keys
 from producers.store.protocol import claim, read_claim
 from tests.processes import fill, valkey
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
-from workers.flow.incarnation import Incarnation
 from workers.flow.publisher import Publisher
-from workers.flow.served import Served
 from workers.settings import WorkerSettings
+from workers.state.delivery import Delivery
+from workers.state.incarnation import Incarnation
+from workers.state.served import Served
 
 
 def measure(sequences: int, steps: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 intake (FETCH, as far as ledger has room) -> Celery's consumer and pool -> celery_side -> claimer (CLAIM) -> engine
 -> publisher (batch, APPEND, FINISH) -> finisher (Celery's tracer, SETTLE) -> acker (ACK, BACK)
-delivery is what travels, deliveries the books of all; served is what the worker serves, clock what is to be done later
+a delivery (workers.state) is what travels; deliveries keeps the books of all
 stream reads back tokens that earlier workers published; chat and plain read what no gateway has prepared
 probe asks the model whether it still answers
 """

@@ -19,7 +19,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run_many
 from producers.store.protocol import release
 from workers.connect import LOST, connect
-from workers.flow.incarnation import Incarnation
+from workers.state.incarnation import Incarnation
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from producers.connection.script import Call
 from producers.contract.events import encode_prompt, encode_token, quote
 from producers.contract.record import error_json
 from producers.store.protocol import Append, finish
-from workers.flow.delivery import Delivery
+from workers.state.delivery import Delivery
 
 #: Entries in one call: after an outage there may be many, and a script blocks the store.
 MAX_ENTRIES = 2000

@@ -11,13 +11,13 @@ from typing import Any
 from producers.contract import keys
 from producers.contract.message import is_plain
 from workers.flow.claimer import Claimer, Decode
-from workers.flow.clock import Clock
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery, Job
 from workers.flow.finisher import Finisher
 from workers.flow.plain import plain_fields
 from workers.flow.publisher import Publisher
-from workers.flow.served import Served
+from workers.state.clock import Clock
+from workers.state.delivery import Delivery, Job
+from workers.state.served import Served
 
 
 class CelerySide:

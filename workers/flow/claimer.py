@@ -29,13 +29,13 @@ from producers.errors import InvalidTask
 from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
 from workers.connect import LOST, connect
 from workers.flow.chat import ChatPrompts
-from workers.flow.clock import Clock
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
 from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
-from workers.flow.served import Served
 from workers.flow.stream import read_first, tokens_of
+from workers.state.clock import Clock
+from workers.state.delivery import Delivery
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

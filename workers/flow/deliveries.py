@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 
 from workers.flow.acker import Acker
-from workers.flow.delivery import Delivery, forget
-from workers.flow.incarnation import Incarnation
-from workers.flow.ledger import Ledger, Size
-from workers.flow.served import Served
+from workers.state.delivery import Delivery, forget
+from workers.state.incarnation import Incarnation
+from workers.state.ledger import Ledger, Size
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

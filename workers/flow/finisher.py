@@ -27,11 +27,11 @@ from producers.contract.result import collect, failure, summary
 from producers.errors import PenstockError, TaskFailed
 from producers.store.protocol import release, settle
 from workers.connect import LOST, connect
-from workers.flow.clock import Clock
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
-from workers.flow.served import Served
 from workers.flow.stream import read_stream
+from workers.state.clock import Clock
+from workers.state.delivery import Delivery
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from workers.connect import LOST
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
-from workers.flow.incarnation import Incarnation
-from workers.flow.ledger import Size
-from workers.flow.served import Served
+from workers.state.delivery import Delivery
+from workers.state.incarnation import Incarnation
+from workers.state.ledger import Size
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from producers.contract import keys
 from producers.contract.record import error_json
 from producers.contract.task import Task
 from producers.errors import InvalidTask
-from workers.flow.delivery import Plain
-from workers.flow.served import Served
+from workers.state.delivery import Plain
+from workers.state.served import Served
 
 #: Between the results that a chord makes one prompt of.
 PARAGRAPH: Final = "\n\n"

@@ -25,9 +25,9 @@ from workers.connect import LOST, connect
 from workers.flow import probe
 from workers.flow.batch import Batch, Conclusion, finish_call, part
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
 from workers.flow.finisher import Finisher
-from workers.flow.served import Served
+from workers.state.delivery import Delivery
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from producers.connection.script import text
 from producers.contract import keys
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
-from workers.flow.incarnation import Incarnation
 from workers.flow.publisher import Publisher
+from workers.state.incarnation import Incarnation
 
 logger = logging.getLogger(__name__)
 

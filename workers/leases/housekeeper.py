@@ -18,16 +18,16 @@ from redis import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from workers.connect import LOST, connect
-from workers.flow.clock import Clock
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
-from workers.flow.incarnation import Incarnation
 from workers.flow.publisher import Publisher
-from workers.flow.served import Served
 from workers.leases.control import Control
 from workers.leases.lease import Lease
 from workers.leases.others import Others
 from workers.leases.reconcile import Strays
+from workers.state.clock import Clock
+from workers.state.incarnation import Incarnation
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from producers.contract import keys
 from producers.contract.queues import takers_of
 from producers.store.protocol import lease, release
 from workers.connect import LOST
-from workers.flow.clock import Clock
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
-from workers.flow.incarnation import Incarnation
-from workers.flow.served import Served
+from workers.state.clock import Clock
+from workers.state.delivery import Delivery
+from workers.state.incarnation import Incarnation
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from producers.contract import keys
 from producers.contract.queues import version_queue_of
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.reader_leases import LapsedReaders
-from workers.flow.incarnation import Incarnation
-from workers.flow.served import Served
+from workers.state.incarnation import Incarnation
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from producers.broker.values import Back
 from producers.connection.script import run_many
 from producers.store.protocol import release
 from workers.flow.deliveries import Deliveries
-from workers.flow.incarnation import Incarnation
+from workers.state.incarnation import Incarnation
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from celery.concurrency.base import BasePool, apply_target
 
-from workers.flow.delivery import Delivery, Job, forget
+from workers.state.delivery import Delivery, Job, forget
 
 logger = logging.getLogger(__name__)
 

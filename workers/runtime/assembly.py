@@ -22,16 +22,16 @@ from redis import Redis
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
-from workers.flow.clock import Clock
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
-from workers.flow.served import Served
 from workers.leases.housekeeper import Housekeeper
 from workers.runtime.drain import Drain
 from workers.runtime.gpu_facts import GpuFacts
 from workers.runtime.watchdog import Watchdog
+from workers.state.clock import Clock
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import Any, Final
 from workers.flow.acker import Acker
 from workers.flow.claimer import Claimer
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
 from workers.flow.finisher import Finisher
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
 from workers.leases.housekeeper import Housekeeper
+from workers.state.delivery import Delivery
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Final
 
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
-from workers.flow.served import Served
 from workers.runtime.gpu_facts import GpuFacts
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

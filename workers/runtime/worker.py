@@ -21,7 +21,6 @@ from producers.connection.trouble import trouble
 from producers.contract.keys import Pool
 from workers.connect import LOST, check_server, connect
 from workers.flow.probe import check_model
-from workers.flow.served import Served
 from workers.pool.app import attach, make_app
 from workers.runtime.assembly import Runtime
 from workers.runtime.health import Health
@@ -30,6 +29,7 @@ from workers.runtime.serving import announce
 from workers.runtime.spot import SpotNotice
 from workers.runtime.stopping import Stopping
 from workers.settings import WorkerSettings
+from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from engine.errors import NOT_FINITE
 from engine.request import Event
 from producers.contract.record import Record
 from workers.flow.batch import MAX_ENTRIES, Batch, Conclusion, part
-from workers.flow.delivery import Delivery
-from workers.flow.incarnation import Incarnation
+from workers.state.delivery import Delivery
+from workers.state.incarnation import Incarnation
 
 
 def taken(uuid: str = "a", n: int = 1) -> Delivery:

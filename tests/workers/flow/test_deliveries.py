@@ -10,11 +10,11 @@ import pytest
 from producers.contract.keys import Pool
 from workers.flow.acker import Acker
 from workers.flow.deliveries import Deliveries
-from workers.flow.delivery import Delivery
-from workers.flow.incarnation import Incarnation
-from workers.flow.ledger import Size
-from workers.flow.served import Served
 from workers.settings import WorkerSettings
+from workers.state.delivery import Delivery
+from workers.state.incarnation import Incarnation
+from workers.state.ledger import Size
+from workers.state.served import Served
 
 AWAY = "redis://127.0.0.1:1/0"
 

@@ -11,8 +11,8 @@ import pytest
 
 from producers.contract.keys import Pool
 from workers.flow.plain import plain_fields
-from workers.flow.served import Served
 from workers.settings import WorkerSettings
+from workers.state.served import Served
 
 NOW_MS = 1_800_000_000_000
 CARD: dict[str, Any] = {

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from workers.flow.ledger import NO_CREDIT, Ledger, Size
+from workers.state.ledger import NO_CREDIT, Ledger, Size
 
 SEQS, TOKENS = 8, 1000
 

@@ -10,7 +10,7 @@ from celery.worker.state import task_ready
 
 from engine.request import Event
 from producers.contract.record import Record
-from workers.flow.incarnation import Incarnation
+from workers.state.incarnation import Incarnation
 
 
 @dataclass(slots=True)
