@@ -55,9 +55,13 @@ def test_transformers_own_loop_generates_the_same_where_nothing_is_tied(folders:
 
 
 @SOME
-@pytest.mark.parametrize(("every", "overlap"), few([(1, 0), (2, 1), (3, 1), (7, 0)], (3, 1)))
-def test_with_a_preemption_at_every_kth_step(model: Model, truth: Truth, every: int, overlap: int) -> None:
-    driver = Driver(model, tokens=64, block_size=4, overlap=overlap)
+@pytest.mark.parametrize(
+    ("every", "overlap", "block_size"), few([(1, 0, 16), (2, 0, 16), (3, 1, 4), (7, 0, 16)], (3, 1, 4))
+)
+def test_with_a_preemption_at_every_kth_step(
+    model: Model, truth: Truth, every: int, overlap: int, block_size: int
+) -> None:
+    driver = Driver(model, tokens=64, block_size=block_size, overlap=overlap)
     run_all(driver, truth, model.vocab_size, preempt_every=every)
     assert driver.scheduler.stats().preemptions >= driver.steps // every - len(LENGTHS)
 
