@@ -114,7 +114,7 @@ def test_the_pool_s_size_cannot_be_changed_and_a_countdown_is_shown(rig: Rig, ap
         assert answer["error"].startswith("the pool is the engine's batch of 8 sequences"), answer
     assert "Traceback" not in worker.log.read_text()
     waiting = generate(app, countdown=600)
-    rig.until(lambda: rig.redis.exists(broker_keys.delayed(rig.leases()[0]["queue"])))
+    rig.until(lambda: rig.redis.exists(broker_keys.delayed(keys.version_queue("stub", "v1"))))
     hostname = f"penstock@{worker.name}"
     (shown,) = app.control.inspect(destination=[hostname], timeout=60).scheduled()[hostname]
     assert (shown["request"]["id"], shown["request"]["name"]) == (waiting.id, keys.TASK_NAME)

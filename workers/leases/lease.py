@@ -87,8 +87,9 @@ class Lease:
             self.let_lapsed_go()
             with store.pipeline(transaction=False) as pipe:
                 pipe.delete(keys.lease(life.id))
+                pipe.srem(keys.workers(self._pool.queue), life.id)
                 pipe.hgetall(keys.POOLS)
-                _, pools = pipe.execute()
+                *_, pools = pipe.execute()
             broker.leave(life.id, takers_of({text(queue): text(about) for queue, about in pools.items()}))
         except LOST as exc:
             logger.warning("The lease was not given up, it lapses by itself: %s", exc)
