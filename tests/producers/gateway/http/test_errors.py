@@ -13,7 +13,11 @@ SOURCES = [
     *(ROOT / "producers").rglob("*.py"),
     *(ROOT / "producers").rglob("*.lua"),
     *(ROOT / "engine").rglob("*.py"),
-    *(path for room in ("flow", "leases", "pool", "runtime", "state") for path in (ROOT / "workers" / room).rglob("*.py")),
+    *(
+        path
+        for room in ("flow", "leases", "pool", "runtime", "state")
+        for path in (ROOT / "workers" / room).rglob("*.py")
+    ),
 ]
 #: Of an engine that is given one id twice; a task's is unique.
 NEVER_SHOWN = {"duplicate_request"}
