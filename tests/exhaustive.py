@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`: of a family of cases it takes a few, so that it ends within minutes."""
+"""Marks for `make test-all`: `make test` takes a few cases of each family, so that it ends within minutes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def write(path: Path | None, found: dict[str, Any]) -> None:
 
 
 def copies(size: int) -> int:
-    """How many inputs of `size` bytes are together several times L2."""
+    """The number of inputs of `size` bytes that together are several times L2."""
     return min(max(-(-_COLD // size), 2), 64) if DEVICE.type == "cuda" else 2
 
 

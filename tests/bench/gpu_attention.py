@@ -1,4 +1,4 @@
-"""What attention takes on a GPU, alone: `python -m tests.bench.gpu_attention [--json OUT]`.
+"""Time of attention alone on a GPU: `python -m tests.bench.gpu_attention [--json OUT]`.
 
 Heads of the shape of Llama 3.1 8B. Decoding at batches of 1 to 256 with 1k of context each, as bytes moved in a second;
 prompts, alone and behind a cached prefix, as floating-point operations in a second. Each figure is the median of

@@ -98,7 +98,7 @@ def _each(run: Callable[..., object], inputs: list[tuple[Any, ...]]) -> float:
 
 
 def products(outputs: int, inputs: int, kind: str, steps: tuple[int, ...]) -> dict[int, tuple[float, int, int]]:
-    """By tokens of `steps`: milliseconds, bytes of weights and activations, operations."""
+    """Milliseconds, bytes of weights and activations, and operations, by tokens of `steps`."""
     from engine.kernels.fp8 import fp8_linear
     from engine.kernels.gpu import Gpu
     from engine.kernels.triton.products.fp8 import quantise_rows

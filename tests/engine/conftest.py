@@ -36,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", params=DEVICES[-1:])
 def where(request: pytest.FixtureRequest) -> torch.device:
-    """Where kernels run: on the GPU, or, without one, in Triton's interpreter."""
+    """The device that kernels run on: the GPU, or, without one, Triton's interpreter."""
     return torch.device(request.param)
 
 

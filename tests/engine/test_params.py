@@ -69,7 +69,7 @@ def test_the_limits_themselves_are_allowed(name, value):
     ],
 )
 def test_what_only_python_can_say_is_refused_by_name(name, value):
-    """What a task's JSON can say too is in tests/producers/test_bounds_agree.py."""
+    """Values that a task's JSON can have too are in tests/producers/test_bounds_agree.py."""
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name

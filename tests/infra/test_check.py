@@ -25,7 +25,7 @@ echo >>"$COMMANDS"
 
 @pytest.fixture
 def asked(tmp_path: Path) -> dict[str, list[tuple[int, list[str]]]]:
-    """Of each part the commands that it would run on a GPU, in order: their limit in seconds, arguments of Python."""
+    """The commands that each part would run on a GPU, in order: limit in seconds, arguments of Python."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/timeout").write_text(TIMEOUT)
     (tmp_path / "bin/timeout").chmod(0o755)

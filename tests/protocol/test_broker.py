@@ -258,7 +258,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(task=st.sampled_from("abcde"), settled=st.booleans())
     @precondition(holding)
     def a_record_is_here(self, task: str, settled: bool) -> None:
-        """Where broker and store are one server."""
+        """One server is both broker and store."""
         self.server.redis.hset(keys.task(task), "status", "completed" if settled else "in_progress")
         if settled:
             self.server.redis.hset(keys.task(task), "settled", 1)

@@ -81,7 +81,7 @@ def test_put_down_is_in_order_and_each_counts_once(consumer: Consumer, sender: S
 def test_a_task_that_the_record_does_not_call_settled_is_not_acknowledged(
     consumer: Consumer, sender: Sender, valkey: Redis
 ) -> None:
-    """Where broker and store are one server."""
+    """One server is both broker and store."""
     send(sender, "a")
     take(consumer, "1")
     valkey.hset(keys.task("a"), "status", "in_progress")

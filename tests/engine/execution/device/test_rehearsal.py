@@ -1,4 +1,4 @@
-"""What is recorded before a model is served and while nothing runs, and that it changes nothing."""
+"""Steps recorded before a model is served, and while nothing runs, change no output."""
 
 from __future__ import annotations
 

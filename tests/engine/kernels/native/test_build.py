@@ -1,4 +1,4 @@
-"""What an install leaves of the native kernels: libraries wherever they can be, else the reason why not."""
+"""An install leaves native libraries wherever they can be built, else the reason why not."""
 
 from __future__ import annotations
 
