@@ -44,7 +44,7 @@ class Deliveries:
         self.on_put_down: Callable[[], None] = lambda: None
         """Called, on any thread, when something was put down."""
         self.on_lapse: Callable[[Incarnation, list[Delivery]], None] = lambda life, dropped: None
-        """Called, on any thread, with what a lapsed life held."""
+        """Called, on any thread and under `changed`, with what a lapsed life held."""
 
     def __len__(self) -> int:
         return len(self.held)
@@ -111,6 +111,7 @@ class Deliveries:
             dropped, running = list(self.held.values()), list(self.running)
             for delivery in dropped:
                 delivery.put_down = True
+            self.on_lapse(life, dropped)  # before the books are seen empty: a drain exits then, and would leave these
             self.held.clear()
             self.running.clear()
             self.ledger.clear()
@@ -121,7 +122,6 @@ class Deliveries:
         self.on_put_down()
         for delivery in dropped:
             _forget(delivery)
-        self.on_lapse(life, dropped)
         if not self.draining:
             self.life = Incarnation(self._name)  # the housekeeper takes its lease on its next round
 

@@ -75,6 +75,15 @@ def test_a_life_that_is_over_drops_all_and_the_next_begins(books: Deliveries, ab
     assert not books.enter(Delivery("c", "task-c", life), Size(2, 1, 100))
 
 
+def test_who_finds_the_books_empty_finds_what_was_dropped(books: Deliveries) -> None:
+    """A drain that began when the lease lapsed: it lets go of what it knows to be dropped, and exits."""
+    held: list[int] = []
+    books.on_lapse = lambda life, dropped: held.append(len(books))
+    enter(books, "a")
+    books.life_is_over(books.life)
+    assert held == [1]
+
+
 def test_no_life_begins_during_a_drain(books: Deliveries) -> None:
     books.draining = True
     life = books.life
