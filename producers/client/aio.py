@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from producers.client import operations
 from producers.client.hub import CLOSED, Hub
 from producers.client.reader import Reader
 from producers.client.steps import Pause, Send, Step, Steps, T, adrive
-from producers.client.submission import Directory, Known, submit
+from producers.client.submission import TASK, Directory, Known, submit
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.local import servers
 from producers.connection.script import Call, arun
@@ -54,8 +54,11 @@ class AsyncClient:
         Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
         (no answer in time: if a record was made, the sweeper sends the task).
         """
-        asked = operations.task_of(task, fields)
-        return self.get(await self.run(submit(self._directory, asked, task_id, self._patience)))
+        return await self.admit(operations.task_of(task, fields), task_id)
+
+    async def admit(self, task: Task, task_id: str | None = None, more: Mapping[str, str | int] = TASK) -> AsyncHandle:
+        """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`)."""
+        return self.get(await self.run(submit(self._directory, task, task_id, self._patience, more)))
 
     def get(self, task_id: str) -> AsyncHandle:
         """A handle on a task that anyone has submitted. It looks nothing up yet."""

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +33,8 @@ MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
 ADVICE: Final[dict[Trouble | None, str]] = {
     Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. ",
 }
+#: What a record says of a task that its caller reads by its id (`origin` in `producers.contract.record`).
+TASK: Final[Mapping[str, str | int]] = {"origin": "task"}
 TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -85,8 +87,17 @@ class Directory:
         self._known.pop(model, None)
 
 
-def submit(directory: Directory, task: Task, task_id: str | None, patience_s: float) -> Steps[str]:
-    """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, SubmitFailed."""
+def submit(
+    directory: Directory,
+    task: Task,
+    task_id: str | None,
+    patience_s: float,
+    more: Mapping[str, str | int] = TASK,
+) -> Steps[str]:
+    """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, SubmitFailed.
+
+    `more`: fields of its record beside those of the task itself.
+    """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
             f"task_id is {shown(task_id)}; it must have 1 to 128 of the characters A-Z a-z 0-9 _ . : -", param="task_id"
@@ -98,7 +109,7 @@ def submit(directory: Directory, task: Task, task_id: str | None, patience_s: fl
         raise _failed(f"The store {what}, nothing was queued", error) from error
     task = task.resolved(known.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
-    fields = record_fields(task, known)
+    fields = record_fields(task, known) | dict(more)
     yield from _admit(directory, task, task_id, known, fields, patience_s)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", known.now_ms()
     message = Message(task_id, known.queue, task.tier, task.width, tokens, tenant, at)

@@ -51,7 +51,7 @@ class Foreground:
         client, metrics = self._gateway.client, self._gateway.metrics
         await self._gateway.admission.enter(self._tasks)
         await self._gateway.readers.enter(self.ids)
-        submits = [client.submit(task, task_id=name) for task, name in zip(self._tasks, self.ids, strict=True)]
+        submits = [client.admit(task, name, {}) for task, name in zip(self._tasks, self.ids, strict=True)]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
             failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
