@@ -18,6 +18,7 @@ from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
 from producers.gateway.http import errors
 from producers.gateway.http.edge import Edge
+from producers.gateway.http.openapi import Documented
 from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.settings import GatewaySettings
@@ -67,7 +68,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                     task.cancel()
                 await asyncio.wait(keeping)
 
-    app = FastAPI(
+    app = Documented(
         title="Penstock",
         version=version("penstock"),
         lifespan=lifespan,

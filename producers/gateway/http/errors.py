@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from producers.connection.trouble import CODES, Trouble, trouble
 from producers.contract.task import label
-from producers.errors import InvalidTask, PenstockError, SubmitFailed, TaskNotFound, UnknownModel
+from producers.errors import InvalidTask, PenstockError, SubmitFailed, TaskNotFound, UnknownModel, shown
 from producers.gateway.metrics import UNKNOWN
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def problem_of(error: Exception) -> Problem:
             return Problem(404, str(error), code="model_not_found", param="model")
         case InvalidTask():
             return Problem(400, str(error), code=error.code, param=error.param)
+        case RequestValidationError():
+            return _invalid(error)
         case TaskNotFound():
             return Problem(404, str(error), code="task_not_found")
         case SubmitFailed():
@@ -102,6 +105,14 @@ def problem_of(error: Exception) -> Problem:
             )
 
 
+def _invalid(error: RequestValidationError) -> Problem:
+    """The Problem for the first parameter of a path, query or header that its route does not take."""
+    found = error.errors()[0]
+    name = str(found["loc"][-1])
+    said = "is missing" if found["type"] == "missing" else f"is {shown(found['input'])}; {found['msg']}"
+    return Problem(400, f"{name} {said}", code="invalid_value", param=name)
+
+
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     problem = problem_of(error)
     if problem.status in (429, 503):
@@ -111,5 +122,13 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
 
 def install(app: FastAPI) -> None:
     """Register handlers for exceptions that mean something to callers. The edge answers all others."""
-    for kind in (Problem, PenstockError, RedisError, ConnectionError, TimeoutError, HTTPException):
+    for kind in (
+        Problem,
+        PenstockError,
+        RequestValidationError,
+        RedisError,
+        ConnectionError,
+        TimeoutError,
+        HTTPException,
+    ):
         app.add_exception_handler(kind, _handle)

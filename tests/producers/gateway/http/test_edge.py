@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
 from producers.contract.task import Task
+from producers.gateway import GatewaySettings, create_app
 from tests.producers.gateway.conftest import Door
 
 
@@ -62,3 +64,18 @@ class TestEveryAnswer:
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert "secret" not in answer.text
         assert answer.headers["x-request-id"]
+
+
+def test_a_parameter_that_fastapi_refuses_is_refused_as_every_other() -> None:
+    app = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1"))
+
+    @app.get("/many")
+    async def many(limit: int) -> None: ...
+
+    assert "422" not in app.openapi()["paths"]["/many"]["get"]["responses"]
+    http = TestClient(app)
+    for query, said in (("?limit=x", 'limit is "x"; '), ("", "limit is missing")):
+        answer = http.get(f"/many{query}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+        assert answer.json()["error"]["message"].startswith(said)
+        assert answer.json()["error"]["param"] == "limit"
