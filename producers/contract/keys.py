@@ -29,6 +29,8 @@ READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader le
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlier releases sent tasks there
 POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
+FILES: Final = "penstock:files"  # zset: file id -> 0; ids sort by time
+FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
 
 
 def task(task_id: str) -> str:
@@ -64,6 +66,16 @@ def lease(incarnation: str) -> str:
 def blob(sha256: str) -> str:
     """String: a tokenizer file, by its SHA-256 (hex)."""
     return f"penstock:blob:{sha256}"
+
+
+def file(file_id: str) -> str:
+    """Hash: what is known of a file (`producers.store.files`)."""
+    return f"penstock:file:{file_id}"
+
+
+def files(purpose: str) -> str:
+    """Sorted set: as FILES, for the files of one purpose."""
+    return f"penstock:files:purpose:{purpose}"
 
 
 def workers(queue: str) -> str:

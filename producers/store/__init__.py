@@ -1,6 +1,6 @@
-"""The store's side of the protocol: records and streams.
+"""The store's side of the protocol: records and streams, and what else lasts.
 
 protocol has one function for each script, which returns the `Call` to send; scripts/ has the Lua
-blobs has models' files
+model_files has models' files, in Redis; files has what is known of uploaded files, blobs their bytes
 servers checks store and broker when a process starts
 """

@@ -14,7 +14,7 @@ from producers.admin.dead_letters import letters, purge
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
-from producers.store import blobs
+from producers.store import model_files
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ class Stale:
 
     async def _files(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
         named = " ".join(map(text, await self._store.hvals(keys.MODELS)))
-        async for sha256 in blobs.names(self._store):
+        async for sha256 in model_files.names(self._store):
             if sha256 not in named and self._long(keys.blob(sha256), since, kept):
-                removed.files += await blobs.remove_unused(self._store, sha256)
+                removed.files += await model_files.remove_unused(self._store, sha256)
 
     async def _letters(self, removed: Removed) -> None:
         before = await self._broker.now_ms() - int(self._letters_kept_s * 1000)

@@ -12,7 +12,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from producers.contract import keys
-from producers.store import blobs
+from producers.store import model_files
 from workers.errors import Refused
 from workers.library import find_model, verify
 
@@ -52,12 +52,12 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
         card["kv_capacity"] = engine.kv_capacity
     pool = keys.Pool(card["name"], card["version"], engine.fingerprint)
     for name, data in files.items():
-        blobs.put(store, card["files"][name], data)
+        model_files.put(store, card["files"][name], data)
     # When: a sweeper that is about to forget the pool sees that it is back.
     store.hset(keys.POOLS, pool.queue, json.dumps({**asdict(pool), "announced": int(time.time() * 1000)}))
     store.transaction(lambda pipe: _write(pipe, card), keys.MODELS)
     for name, data in files.items():  # a sweeper removes files that no card names, as these were until now
-        blobs.put(store, card["files"][name], data)
+        model_files.put(store, card["files"][name], data)
     store.hdel(keys.ROUTES, card["name"])  # clients of earlier releases send to all pools of the model then
     return card, pool
 

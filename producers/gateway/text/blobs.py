@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from producers.errors import shown
 from producers.gateway.http.errors import RETRY_AFTER, Problem
-from producers.store import blobs
+from producers.store import model_files
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
         digest = card["files"].get(name)
         if digest is None:
             continue
-        data = await blobs.get(store, digest)
+        data = await model_files.get(store, digest)
         if data is None:
             raise unavailable(
                 f"{name} of model {shown(card['name'])} is not in the store; start a worker of it, which stores it."

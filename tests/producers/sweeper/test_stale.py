@@ -13,7 +13,7 @@ from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
-from producers.store.blobs import unused
+from producers.store.model_files import unused
 from producers.sweeper.stale import Removed, Stale
 
 

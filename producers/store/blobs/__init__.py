@@ -1,0 +1,16 @@
+"""Bytes of files: uploads, and what batches write. What is known of a file is in `producers.store.files`.
+
+base has the interface; folder keeps blobs in a folder that all gateways and sweepers share; lines reads JSONL
+
+    upload:  writer() -> write ... -> commit(name)         whole and durable from then on, or never there
+    batch:   put_part(name, n, data) ... -> join(name, n)  parts outlive the process; the next one goes on
+    read:    size(name), read(name, start, size); lines(blobs, name) for JSONL
+
+All calls block: call them on a thread (`asyncio.to_thread`).
+"""
+
+from producers.store.blobs.base import BlobNotFound, Blobs, BlobWriter
+from producers.store.blobs.folder import FolderBlobs
+from producers.store.blobs.lines import Line, lines
+
+__all__ = ["BlobNotFound", "BlobWriter", "Blobs", "FolderBlobs", "Line", "lines"]

@@ -1,0 +1,55 @@
+"""Reads the lines of a blob, in bounded memory, from any line on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from producers.store.blobs.base import PIECE, Blobs
+
+#: Longest line (bytes) whose content is kept.
+LONGEST: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a blob. `data` has no line end; it is None for a line that is longer than asked for."""
+
+    number: int
+    """From 1."""
+    offset: int
+    """Where it begins (bytes)."""
+    end: int
+    """Where the next one begins: pass it on to go on from there."""
+    data: bytes | None
+
+
+def lines(blobs: Blobs, name: str, offset: int = 0, number: int = 1, longest: int = LONGEST) -> Iterator[Line]:
+    """The lines from `offset` on, which is where line `number` begins. Empty lines are among them.
+
+    Lines end with LF or CRLF; the last may lack its end. Blocks; holds a piece and a line in memory. Raises
+    BlobNotFound and OSError.
+    """
+    rest, begin, read, skipping = bytearray(), offset, offset, False
+    while piece := blobs.read(name, read, PIECE):
+        read += len(piece)
+        at = 0
+        while (end := piece.find(b"\n", at)) >= 0:
+            rest += piece[at:end]
+            at, after = end + 1, read - len(piece) + end + 1
+            yield Line(number, begin, after, None if skipping or len(rest) > longest else _line(rest))
+            begin, skipping = after, False
+            number += 1
+            rest.clear()
+        rest += piece[at:]
+        if len(rest) > longest + 1:
+            skipping = True
+        if skipping:
+            rest.clear()
+    if begin < read:
+        yield Line(number, begin, read, None if skipping or len(rest) > longest else _line(rest))
+
+
+def _line(data: bytearray) -> bytes:
+    return bytes(data.removesuffix(b"\r"))

@@ -1,0 +1,143 @@
+"""What is known of files: uploads, and what batches write. A file's bytes are the blob of its id.
+
+    make:    blob committed (or joined) ─▶ FILE_MADE       killed between: the sweeper removes a blob without a file
+    remove:  FILE_REMOVED ─▶ blob deleted                  killed between: the same
+    read:    get ─▶ blobs.read(id, ...)
+
+A file of which nothing is known does not exist, whatever blob there is. Ids sort by the time at which they were made,
+so a list's cursor needs no file to be there. Every call may raise redis.exceptions.RedisError or OSError, and may be
+called again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, arun, script, text
+from producers.contract import keys
+from producers.contract.ids import timed_id
+from producers.store.protocol import PACKAGE
+
+PREFIX: Final = "file-"
+#: Purposes that files may have: what is uploaded, and what a batch writes.
+BATCH: Final = "batch"
+BATCH_OUTPUT: Final = "batch_output"
+#: Time (s) for which a batch's output is kept, unless the batch says otherwise.
+OUTPUT_KEPT_S: Final = 30 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file. Times are unix seconds; `size` is bytes."""
+
+    id: str
+    size: int
+    filename: str
+    purpose: str
+    created_at: int
+    expires_at: int | None = None
+    tenant: str = ""
+    status: str = "processed"
+
+    @classmethod
+    def parse(cls, file_id: str, raw: Mapping[Any, Any]) -> Self:
+        fields = {text(name): text(value) for name, value in raw.items()}
+        return cls(
+            file_id,
+            int(fields["size"]),
+            fields["filename"],
+            fields["purpose"],
+            int(fields["created_at"]),
+            int(fields["expires_at"]) if "expires_at" in fields else None,
+            fields.get("tenant", ""),
+            fields["status"],
+        )
+
+    def expired(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
+
+def new_id(ms: int, seed: str | None = None) -> str:
+    """An id for a file, made at unix time `ms`.
+
+    `seed`: such as `<batch id>:output`, with a time that the batch has written down: who goes on after a kill then
+    makes the same file.
+    """
+    return timed_id(PREFIX, ms, seed)
+
+
+def made(file: File) -> Call:
+    """FILE_MADE: make the file, whose blob is there already. Answers 1, or 0 if it exists (also by this call)."""
+    fields: dict[str, str | int | None] = {
+        "size": file.size,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "tenant": file.tenant or None,
+        "status": file.status,
+    }
+    pairs = [part for name, value in fields.items() if value is not None for part in (name, value)]
+    return Call(script(PACKAGE, "file_made"), _keys(file.id, file.purpose), (file.id, file.expires_at or 0, *pairs))
+
+
+def removed(file_id: str, purpose: str) -> Call:
+    """FILE_REMOVED: forget the file; then delete its blob. Answers 1, or 0 if there was none."""
+    return Call(script(PACKAGE, "file_removed"), _keys(file_id, purpose), (file_id,))
+
+
+async def get(store: Redis, file_id: str) -> File | None:
+    """None where there is none, or it has expired."""
+    raw = await store.hgetall(keys.file(file_id))
+    file = File.parse(file_id, raw) if raw else None
+    return None if file is None or file.expired(time.time()) else file
+
+
+async def listed(
+    store: Redis, *, purpose: str | None = None, after: str | None = None, limit: int, newest_first: bool = True
+) -> list[File]:
+    """Up to `limit` files by the time at which they were made, those after the file `after`, which may be gone."""
+    name = keys.files(purpose) if purpose else keys.FILES
+    found: list[File] = []
+    while len(found) < limit:
+        ids = await _page(store, name, after, limit - len(found), newest_first)
+        if not ids:
+            break
+        after = ids[-1]
+        async with store.pipeline(transaction=False) as pipe:
+            for file_id in ids:
+                pipe.hgetall(keys.file(file_id))
+            rows = await pipe.execute()
+        files = [File.parse(file_id, raw) for file_id, raw in zip(ids, rows, strict=True) if raw]
+        found += [file for file in files if not file.expired(time.time())]
+    return found
+
+
+async def expired(store: Redis, limit: int) -> list[str]:
+    """Ids of files whose end has come, the oldest first."""
+    ids = await store.zrange(keys.FILES_EXPIRING, "-inf", int(time.time()), byscore=True, offset=0, num=limit)
+    return [text(file_id) for file_id in ids]
+
+
+async def remove(store: Redis, file_id: str) -> bool:
+    """Forget a file, expired or not. False if there was none. Then delete its blob."""
+    purpose = await store.hget(keys.file(file_id), "purpose")
+    return bool(await arun(store, removed(file_id, text(purpose or b""))))
+
+
+async def _page(store: Redis, name: str, after: str | None, count: int, newest_first: bool) -> list[str]:
+    """Ids of a list, in order, from the one after `after` on."""
+    if newest_first:
+        ids = await store.zrange(name, f"({after}" if after else "+", "-", desc=True, bylex=True, offset=0, num=count)
+    else:
+        ids = await store.zrange(name, f"({after}" if after else "-", "+", bylex=True, offset=0, num=count)
+    return [text(file_id) for file_id in ids]
+
+
+def _keys(file_id: str, purpose: str) -> tuple[str, ...]:
+    return keys.file(file_id), keys.FILES, keys.files(purpose), keys.FILES_EXPIRING

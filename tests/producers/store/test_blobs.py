@@ -1,0 +1,126 @@
+"""A blob is there whole or not at all, whatever is killed; its lines can be read from any line on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs, lines
+from producers.store.blobs.base import PIECE
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Blobs:
+    return FolderBlobs(tmp_path / "files")
+
+
+def _put(blobs: Blobs, name: str, data: bytes) -> None:
+    with blobs.writer() as writer:
+        writer.write(data)
+        writer.commit(name)
+
+
+def test_a_blob_is_read_by_ranges_listed_and_deleted(blobs: Blobs) -> None:
+    with blobs.writer() as writer:
+        writer.write(b"abc")
+        assert list(blobs.names()) == [], "not committed yet"
+        writer.write(memoryview(b"def"))
+        writer.commit("file-1")
+    assert (blobs.size("file-1"), writer.size) == (6, 6)
+    assert [blobs.read("file-1", at, 4) for at in (0, 4, 6, 99)] == [b"abcd", b"ef", b"", b""]
+    assert [name for name, _ in blobs.names()] == ["file-1"]
+    assert blobs.delete("file-1")
+    assert not blobs.delete("file-1")
+    for call in (lambda: blobs.size("file-1"), lambda: blobs.read("file-1", 0, 1)):
+        with pytest.raises(BlobNotFound, match="file-1"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".parts", "a\0", "x" * 129])
+def test_no_name_leads_out_of_the_folder(blobs: Blobs, name: str) -> None:
+    with pytest.raises(ValueError, match="no name of a blob"):
+        blobs.read(name, 0, 1)
+    with pytest.raises(ValueError, match="no name of a blob"), blobs.writer() as writer:
+        writer.commit(name)
+
+
+def test_parts_are_joined_in_order_and_joining_again_changes_nothing(blobs: Blobs) -> None:
+    for number, data in ((1, b"two"), (0, b"lost with its writer's memory"), (0, b"one,"), (2, b"of a dead writer")):
+        blobs.put_part("file-1", number, data)
+    assert list(blobs.names()) == []
+    assert blobs.join("file-1", 2) == 7
+    assert blobs.join("file-1", 2) == 7
+    assert blobs.read("file-1", 0, 99) == b"one,two"
+    with pytest.raises(BlobNotFound):
+        blobs.join("file-2", 1)
+
+
+def _write_for_ever(folder: str, written: multiprocessing.synchronize.Event) -> None:
+    blobs = FolderBlobs(folder)
+    with blobs.writer() as writer:
+        for _ in range(3):
+            writer.write(b"x" * PIECE)
+        blobs.put_part("file-2", 0, b"part")
+        written.set()
+        time.sleep(600)
+
+
+def test_a_killed_writer_leaves_nothing_visible_and_what_it_leaves_is_cleaned(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    written = spawn.Event()
+    writer = spawn.Process(target=_write_for_ever, args=(str(tmp_path), written))
+    writer.start()
+    assert written.wait(60)
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join()
+    blobs = FolderBlobs(tmp_path)
+    assert list(blobs.names()) == []
+    assert blobs.clean(60, 60) == 0, "it might still be written to"
+    time.sleep(0.01)
+    assert blobs.clean(0, 60) == 1
+    assert blobs.join("file-2", 1) == 4, "parts wait for who goes on"
+    assert sum(len(files) for _, _, files in os.walk(tmp_path)) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([b"\n", b"\r\n"]))),
+    last=st.integers(0, 12),
+    piece=st.integers(1, 9),
+)
+def test_lines_are_those_of_the_file_from_any_line_on(
+    texts: list[tuple[int, bytes]], last: int, piece: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    longest = 8
+    plain = [bytes([97 + at % 26]) * size for at, (size, _) in enumerate([*texts, (last, b"")])]
+    whole = b"".join(text + end for text, (_, end) in zip(plain, [*texts, (0, b"")], strict=True))
+    blobs = _InPieces(tmp_path_factory.mktemp("lines"), piece)
+    _put(blobs, "f", whole)
+    found = list(lines(blobs, "f", longest=longest))
+    expected = plain if last else plain[:-1]
+    assert [line.number for line in found] == list(range(1, len(expected) + 1))
+    for line, text in zip(found, expected, strict=True):
+        assert whole[line.offset : line.end].rstrip(b"\r\n") == text
+        # A line end of two bytes may count towards the length.
+        assert line.data == text or (line.data is None and len(text) >= longest)
+        assert line.data is None or len(text) <= longest
+    for at, line in enumerate(found):
+        assert list(lines(blobs, "f", line.offset, line.number, longest)) == found[at:]
+
+
+class _InPieces(FolderBlobs):
+    """Gives less at a time than is asked for, so that lines fall into several pieces."""
+
+    def __init__(self, folder: Path, piece: int) -> None:
+        super().__init__(folder)
+        self._piece = piece
+
+    def read(self, name: str, start: int, size: int) -> bytes:
+        return super().read(name, start, min(size, self._piece))
