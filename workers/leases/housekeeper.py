@@ -24,7 +24,7 @@ from workers.flow.publisher import Publisher
 from workers.leases.control import Control
 from workers.leases.lease import Lease
 from workers.leases.others import Others
-from workers.leases.reconcile import Strays
+from workers.leases.reconcile import Reconciler
 from workers.state.clock import Clock
 from workers.state.incarnation import Incarnation
 from workers.state.served import Served
@@ -66,7 +66,7 @@ class Housekeeper(threading.Thread):
         self._broker = served.connect_broker(patience)
         self.lease = Lease(served, self._store, self._broker, deliveries, clock, about)
         self._control = Control(settings.store, deliveries, publisher)
-        self._strays = Strays(self._store, self._broker, deliveries)
+        self._reconciler = Reconciler(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
         self._pause = min(ROUND_S, self._quarter)
         self._heard_at = time.monotonic()
@@ -116,7 +116,7 @@ class Housekeeper(threading.Thread):
                 if not self.lease.renew(life):
                     self._deliveries.life_is_over(life)
                     return
-                self._strays.look(life)
+                self._reconciler.look(life)
             if now - self._heard_at > 2 * self._quarter:
                 # The servers were away, or we were: let the others say first that they live, if they do.
                 self._look_at = now + self._quarter

@@ -21,7 +21,7 @@ from workers.state.incarnation import Incarnation
 logger = logging.getLogger(__name__)
 
 
-class Strays:
+class Reconciler:
     """Asked on the housekeeper's thread, several times a lease."""
 
     def __init__(self, store: Redis, broker: Consumer, deliveries: Deliveries) -> None:

@@ -16,7 +16,7 @@ from engine.text import ModelError, RequestError, Tokenizer
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.text.blobs import TOKENIZER, broken, read_blobs
-from producers.gateway.text.lane import Lane, LaneBusy, LaneClosed
+from producers.gateway.text.executor import Executor, ExecutorBusy, ExecutorClosed
 from producers.gateway.text.lru_cache import LruCache
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Prompts:
             return []
         while True:
             encoder = await self._encoder(card)
-            with suppress(LaneClosed):  # it was evicted meanwhile
+            with suppress(ExecutorClosed):  # it was evicted meanwhile
                 return await encoder.each(prompts, work)
 
     async def _encoder(self, card: Mapping[str, Any]) -> _Encoder:
@@ -112,17 +112,17 @@ class _Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._lane = Lane("penstock-tokenize", THREADS)
+        self._executor = Executor("penstock-tokenize", THREADS)
 
     async def each(self, prompts: Sequence[P], work: Callable[[Tokenizer, P], T]) -> list[T]:
-        if self._lane.waiting >= WAITING:
+        if self._executor.waiting >= WAITING:
             raise _busy(f"{WAITING} requests wait for this model's tokenizer already")
         given_up = threading.Event()
         try:
-            return await self._lane.run(
+            return await self._executor.run(
                 partial(self._each, prompts, work, given_up), patience=PATIENCE_S, limit=LIMIT_S
             )
-        except LaneBusy:
+        except ExecutorBusy:
             raise _busy(f"this model's tokenizer was busy with others' prompts for {PATIENCE_S:g} s") from None
         except TimeoutError:
             what = "the prompt" if len(prompts) == 1 else f"the {len(prompts)} prompts"
@@ -133,7 +133,7 @@ class _Encoder:
             given_up.set()
 
     def _each(self, prompts: Sequence[P], work: Callable[[Tokenizer, P], T], given_up: threading.Event) -> list[T]:
-        """Process prompts one by one on a thread of the lane; stop between two if the caller has given up."""
+        """Process prompts one by one on a thread of the executor; stop between two if the caller has given up."""
         done: list[T] = []
         for at, prompt in enumerate(prompts):
             if given_up.is_set():
@@ -145,7 +145,7 @@ class _Encoder:
         return done
 
     def close(self) -> None:
-        self._lane.close()
+        self._executor.close()
 
 
 def _busy(why: str) -> Problem:

@@ -15,7 +15,7 @@ from engine.text import ConfinedTemplate, ModelError, RequestError, TemplateSour
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.text.blobs import TEMPLATE, broken, read_blobs
-from producers.gateway.text.lane import Lane, LaneBusy, LaneClosed
+from producers.gateway.text.executor import Executor, ExecutorBusy, ExecutorClosed
 from producers.gateway.text.lru_cache import LruCache
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Templates:
         try:
             while True:
                 renderer = await self._kept.get(key, lambda: self._load(card))
-                with suppress(LaneClosed):  # it was evicted meanwhile
+                with suppress(ExecutorClosed):  # it was evicted meanwhile
                     return await renderer.render(messages, **options)
         except RequestError as error:
             raise InvalidTask(str(error), param=error.param, code=error.code) from error
@@ -73,19 +73,19 @@ class _Renderer:
 
     def __init__(self, source: TemplateSource) -> None:
         self._template = ConfinedTemplate(source)
-        self._lane = Lane("penstock-template")
+        self._executor = Executor("penstock-template")
 
     async def render(self, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
-        if self._lane.waiting >= WAITING:
+        if self._executor.waiting >= WAITING:
             raise _busy(f"{WAITING} requests wait for this model's chat template already")
         try:
-            return await self._lane.run(partial(self._template.render, messages, **options), patience=PATIENCE_S)
-        except LaneBusy:
+            return await self._executor.run(partial(self._template.render, messages, **options), patience=PATIENCE_S)
+        except ExecutorBusy:
             raise _busy(f"this model's chat template was busy with others' messages for {PATIENCE_S:g} s") from None
 
     def close(self) -> None:
         """Does not wait: a render that runs is ended by its limits, and the process then."""
-        self._lane.close(self._template.close)
+        self._executor.close(self._template.close)
 
 
 def _unusable(model: str, error: ModelError) -> Problem:

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class LaneClosed(Exception):
-    """The lane is closed and takes no more work."""
+class ExecutorClosed(Exception):
+    """The executor is closed and takes no more work."""
 
 
-class LaneBusy(Exception):
+class ExecutorBusy(Exception):
     """The work was dropped: earlier work took so long that it did not begin in time."""
 
 
@@ -28,7 +28,7 @@ class _Job:
     done: Future[Any] = field(default_factory=Future)
 
 
-class Lane:
+class Executor:
     """Runs work in order on daemon threads, so that work that never ends does not keep the process alive.
 
     `waiting`: number of queued and running jobs. A queued job is dropped when its caller gives up.
@@ -49,11 +49,11 @@ class Lane:
     async def run(self, work: Callable[[], T], *, patience: float | None = None, limit: float | None = None) -> T:
         """Run `work` on a thread. Returns or raises what it does.
 
-        Raises LaneBusy if it has not begun after `patience` seconds, TimeoutError `limit` seconds after it began (the
-        work itself goes on), and LaneClosed.
+        Raises ExecutorBusy if it has not begun after `patience` seconds, TimeoutError `limit` seconds after it began
+        (the work itself goes on), and ExecutorClosed.
         """
         if self._closed:
-            raise LaneClosed
+            raise ExecutorClosed
         job = _Job(work)
         self._jobs.add(job.done)
         job.done.add_done_callback(self._jobs.discard)
@@ -64,7 +64,7 @@ class Lane:
                     await asyncio.shield(asyncio.wrap_future(job.begun))
             except TimeoutError:
                 if job.done.cancel():
-                    raise LaneBusy from None
+                    raise ExecutorBusy from None
             async with asyncio.timeout(limit):
                 # Shielded: a cancelled caller does not cancel running work.
                 return await asyncio.shield(asyncio.wrap_future(job.done))
