@@ -31,6 +31,11 @@ ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlie
 POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
 FILES: Final = "penstock:files"  # zset: file id -> 0; ids sort by time
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
+WEBHOOK_ENDPOINTS: Final = "penstock:webhooks:endpoints"  # hash: id -> endpoint (JSON), see `producers.store.outbox`
+WEBHOOKS_DUE: Final = "penstock:webhooks:due"  # zset: row's name -> ms; a taken row is due again when its lease ends
+WEBHOOKS_DELIVERED: Final = "penstock:webhooks:delivered"  # zset: row's name -> ms
+WEBHOOKS_DEAD: Final = "penstock:webhooks:dead"  # zset: row's name -> ms
+WEBHOOKS_WAKE: Final = "penstock:webhooks:wake"  # channel: a row is due now; messages are empty
 
 
 def task(task_id: str) -> str:
@@ -76,6 +81,11 @@ def file(file_id: str) -> str:
 def files(purpose: str) -> str:
     """Sorted set: as FILES, for the files of one purpose."""
     return f"penstock:files:purpose:{purpose}"
+
+
+def webhook_row(name: str) -> str:
+    """Hash: one delivery of an event (`producers.store.outbox`)."""
+    return f"penstock:webhooks:row:{name}"
 
 
 def workers(queue: str) -> str:

@@ -1,0 +1,238 @@
+"""The outbox: events that wait to be delivered to webhooks, one row for each event and destination.
+
+    final end (`scripts/_outbox.lua`) ─▶ due ─▶ TAKE ─▶ HTTP ─▶ DELIVERED ─▶ delivered ─▶ trimmed
+                                          ▲       ├──▶ RETRY, later ─▶ due
+                                          │       └──▶ DEAD ─▶ dead ─▶ trimmed
+                                          └── REPLAY ◀── delivered, dead
+
+A row is named `<webhook id>.<endpoint id>`, or `<webhook id>.own` for the webhook that a task brings along. The webhook
+id is `evt_` and a SHA-1 of object id, its time of creation and event type: all destinations of an event, all tries and
+all replays have the same. The row is the hash `penstock:webhooks:row:<name>`:
+
+| field | what it holds |
+| --- | --- |
+| `webhook_id`, `type`, `object`, `at` | the event: `evt_...`, `response.completed`, `data.id`, server time (s) |
+| `url` | where it goes; of an endpoint as it was then: its current one counts |
+| `endpoint` | the endpoint's id; absent for a task's own webhook |
+| `secret` | of a task's own webhook: `whsec_...`; absent: the endpoint's, or the tenant's |
+| `tenant`, `model` | of the task, where it has them |
+| `state` | due, delivered, dead |
+| `holder` | the TAKE that leased it |
+| `tries`, `attempts` | finished tries since the event, or its replay; the last of all tries (JSON, see `Attempt`) |
+
+A row does not depend on its task's record, whose time to live may end first. The zsets `penstock:webhooks:due`,
+`:delivered` and `:dead` have the names of all rows by server time (ms). `penstock:webhooks:wake` is published when a
+row becomes due at once; rows that wait for a later try become due silently, see `Taken.next_ms`.
+
+Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; the scripts read `id`, `url`, `event_types`, `tenant`
+(null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A record's `webhook` is JSON, too: `url` and
+`events`; without `events` it hears of every final end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, cast
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, script, text
+from producers.contract import keys
+from producers.store.protocol import PACKAGE
+
+State = Literal["due", "delivered", "dead"]
+STATES: Final[dict[State, str]] = {
+    "due": keys.WEBHOOKS_DUE,
+    "delivered": keys.WEBHOOKS_DELIVERED,
+    "dead": keys.WEBHOOKS_DEAD,
+}
+
+#: Tries that a row remembers: one whole schedule.
+ATTEMPTS_KEPT: Final = 10
+#: Rows that a listing reads at a time.
+PAGE: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try. `status`: of the HTTP answer, if there was one; `answer`: its first KB; `error`: why there was none."""
+
+    at: int
+    """Server time (s)."""
+    latency_ms: int
+    status: int | None = None
+    answer: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One delivery of an event, as the table above says. `url` of an endpoint is the one that it had then."""
+
+    name: str
+    webhook_id: str
+    type: str
+    object: str
+    at: int
+    url: str
+    state: State
+    endpoint: str | None = None
+    secret: str | None = None
+    tenant: str | None = None
+    model: str | None = None
+    tries: int = 0
+    attempts: tuple[Attempt, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str, raw: Sequence[Any]) -> Row:
+        """`raw`: field, value, ... as HGETALL answers a script."""
+        fields = {text(k): text(v) for k, v in zip(raw[::2], raw[1::2], strict=True)}
+        return cls(
+            name=name,
+            webhook_id=fields["webhook_id"],
+            type=fields["type"],
+            object=fields["object"],
+            at=int(fields["at"]),
+            url=fields["url"],
+            state=cast(State, fields["state"]),
+            endpoint=fields.get("endpoint"),
+            secret=fields.get("secret"),
+            tenant=fields.get("tenant"),
+            model=fields.get("model"),
+            tries=int(fields.get("tries", 0)),
+            attempts=tuple(Attempt(**one) for one in json.loads(fields.get("attempts", "[]"))),
+        )
+
+    def _with(self, attempt: Attempt) -> str:
+        """All attempts that are kept, with this one (JSON)."""
+        return json.dumps([asdict(one) for one in (*self.attempts, attempt)[-ATTEMPTS_KEPT:]])
+
+
+def take(holder: str, n: int, lease_ms: int) -> Call:
+    """TAKE: lease the `n` oldest rows that are due; `read_take` reads the answer.
+
+    `holder`: a fresh id for each call, so that a late call for an earlier lease changes nothing. `lease_ms`: longer
+    than any try lasts. If the reply is lost, the rows are due again when the lease ends.
+    """
+    return Call(script(PACKAGE, "outbox_take"), (keys.WEBHOOKS_DUE,), (holder, lease_ms, n))
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Rows that are leased now, and the time (ms) until the next row is due; None if no other row waits."""
+
+    rows: list[Row]
+    next_ms: int | None
+
+
+def read_take(answer: Sequence[Any]) -> Taken:
+    rows = [Row.parse(text(name), raw) for name, raw in zip(answer[1::2], answer[2::2], strict=True)]
+    return Taken(rows, None if int(answer[0]) < 0 else int(answer[0]))
+
+
+def delivered(row: Row, holder: str, attempt: Attempt) -> Call:
+    """DELIVERED: the receiver has the event. Answers 1, or 0 if another holder has the row."""
+    return _end(row, holder, "delivered", attempt)
+
+
+def dead(row: Row, holder: str, attempt: Attempt) -> Call:
+    """DEAD: give the row up, until it is replayed. Answers 1, or 0 if another holder has the row."""
+    return _end(row, holder, "dead", attempt)
+
+
+def _end(row: Row, holder: str, state: State, attempt: Attempt) -> Call:
+    names = (keys.webhook_row(row.name), keys.WEBHOOKS_DUE, STATES[state])
+    return Call(script(PACKAGE, "outbox_end"), names, (row.name, holder, state, row._with(attempt)))
+
+
+def retry(row: Row, holder: str, delay_ms: int, attempt: Attempt | None = None) -> Call:
+    """RETRY: try the row again in `delay_ms`; without an attempt it is given back untried, and counts none.
+
+    Answers 1, or 0 if another holder has the row, or it was done before.
+    """
+    names = (keys.webhook_row(row.name), keys.WEBHOOKS_DUE)
+    attempts = row._with(attempt) if attempt else ""
+    return Call(script(PACKAGE, "outbox_retry"), names, (row.name, holder, delay_ms, attempts))
+
+
+def replay(name: str) -> Call:
+    """REPLAY: deliver a row again, now, with the webhook id that it had. Answers `replayed`, `held` (a process tries it
+    at this moment) or `gone`."""
+    return Call(script(PACKAGE, "outbox_replay"), (keys.webhook_row(name), *STATES.values()), (name,))
+
+
+def trim(state: State, age_s: int, most: int, limit: int = 500) -> Call:
+    """TRIM: remove rows that were delivered, or dead, for `age_s`, and the oldest beyond `most`. Answers how many; it
+    may be called again while that is `limit`."""
+    return Call(script(PACKAGE, "outbox_trim"), (STATES[state],), (age_s * 1000, most, limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Numbers of rows by state; for how long (s) the oldest has been due that nobody took, 0 if none has."""
+
+    rows: dict[State, int]
+    oldest_due_s: float
+
+
+async def backlog(store: Redis) -> Backlog:
+    """Raises redis.exceptions.RedisError or OSError."""
+    async with store.pipeline(transaction=False) as pipe:
+        for key in STATES.values():
+            pipe.zcard(key)
+        pipe.zrange(keys.WEBHOOKS_DUE, 0, 0, withscores=True)
+        pipe.time()
+        *counts, oldest, (seconds, micros) = await pipe.execute()
+    waited = seconds + micros / 1e6 - oldest[0][1] / 1000 if oldest else 0.0
+    return Backlog(dict(zip(STATES, counts, strict=True)), max(0.0, waited))
+
+
+async def get(store: Redis, name: str) -> Row | None:
+    """None if there is no such row. Raises redis.exceptions.RedisError or OSError."""
+    return (await _read(store, [name]))[0]
+
+
+async def rows(
+    store: Redis, state: State, *, endpoint: str | None = None, since: int | None = None, until: int | None = None
+) -> AsyncIterator[Row]:
+    """Rows of a state, the last to enter it first.
+
+    `endpoint`: of this one alone (`own`: tasks' own webhooks). `since`, `until`: of events at these times (server
+    time, s; both included). A row that changes its state meanwhile may be missing. Raises redis.exceptions.RedisError
+    or OSError.
+    """
+    async for page in _names(store, state, since):
+        for row in await _read(store, page):
+            if row is None or row.state != state or endpoint not in (None, row.endpoint or "own"):
+                continue
+            if (since is None or row.at >= since) and (until is None or row.at <= until):
+                yield row
+
+
+async def _names(store: Redis, state: State, since: int | None) -> AsyncIterator[list[str]]:
+    """Pages of names. A row enters no state before its event, so older entries need not be read."""
+    first, known = "+inf", set[str]()
+    least = "-inf" if since is None else since * 1000
+    while True:
+        num = PAGE + len(known)
+        page: Any = await store.zrevrangebyscore(STATES[state], first, least, start=0, num=num, withscores=True)
+        scores = {text(name): score for name, score in page}
+        if not (fresh := [name for name in scores if name not in known]):
+            return
+        yield fresh
+        last = page[-1][1]
+        known = {name for name, score in scores.items() if score == last}
+        first = repr(last)
+
+
+async def _read(store: Redis, names: Sequence[str]) -> list[Row | None]:
+    async with store.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.hgetall(keys.webhook_row(name))
+        found = await pipe.execute()
+    return [
+        Row.parse(name, [part for item in raw.items() for part in item]) if raw else None
+        for name, raw in zip(names, found, strict=True)
+    ]

@@ -1,0 +1,24 @@
+#!lua flags=allow-oom
+-- REPLAY | delivered or dead: due now, and its schedule begins anew. Waiting for its next try: due now. Held by a
+-- process that tries it now: nothing. Name and webhook id stay.
+-- KEYS: row, due, delivered, dead   ARGV: name
+-- Answers: replayed | held | gone
+local r = redis.call('HMGET', KEYS[1], 'state', 'holder')
+if not r[1] then
+  return 'gone'
+end
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local due = r[1] == 'due'
+if due and r[2] and tonumber(redis.call('ZSCORE', KEYS[2], ARGV[1]) or '0') > now then
+  return 'held'
+end
+if not due then
+  redis.call('HSET', KEYS[1], 'state', 'due', 'tries', 0)
+  redis.call('ZREM', KEYS[3], ARGV[1])
+  redis.call('ZREM', KEYS[4], ARGV[1])
+end
+redis.call('HDEL', KEYS[1], 'holder')
+redis.call('ZADD', KEYS[2], now, ARGV[1])
+redis.call('PUBLISH', 'penstock:webhooks:wake', '')
+return 'replayed'
