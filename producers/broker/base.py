@@ -181,6 +181,13 @@ class Broker(ABC):
         """Number of a tenant's waiting messages, as far as they are sorted by tenant."""
 
     @abstractmethod
+    async def sizes(self, queue: str, count: int) -> tuple[int, int]:
+        """Number of the queue's next messages that say their size, and the KV tokens that these may need together.
+
+        It looks at the first `count` messages of each list or less, and may find none.
+        """
+
+    @abstractmethod
     async def depths(self, queues: Sequence[str]) -> Depths:
         """The figures for /metrics, in at most three round trips for any number of queues."""
 

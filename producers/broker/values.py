@@ -117,7 +117,7 @@ def by_tier() -> dict[str, int]:
 
 @dataclass(slots=True)
 class Waiting:
-    """A queue's waiting messages. `taken`: number of messages ever fetched from all queues of the broker."""
+    """A queue's waiting messages. `taken`: KV tokens of all messages ever fetched from the broker's queues."""
 
     tiers: dict[str, int] = field(default_factory=by_tier)
     taken: int = 0

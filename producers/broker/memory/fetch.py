@@ -119,6 +119,7 @@ class Fetch:
         server.turns[name].serve(message.tenant, number, charge / weight)
         server.unserved[name] = self.now
         server.taken += 1
+        server.taken_tokens += tokens
         self._note_heads([name])
         rank = self.lists[name][1]
         return Delivery(

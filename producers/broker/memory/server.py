@@ -70,6 +70,7 @@ class Server:
     """Incarnation -> its pool's queue."""
     arrivals: int = 0
     taken: int = 0
+    taken_tokens: int = 0
     pokes: list[Callable[[], None]] = field(default_factory=list)
     """Called whenever something may have come."""
 
@@ -87,6 +88,14 @@ class Server:
         with suppress(IndexError, Unusable):
             said.append(read(self.lists[name][-1]).at)
         return min((at for at in said if 0 < at < inf), default=None)
+
+    def sizes(self, name: str, count: int) -> list[int]:
+        """KV tokens of a list's next messages, of those that say them: `count` unsorted ones, and `count` sorted."""
+        sent = [one for _, one in sorted(self.turns[name].messages().items())[:count]]
+        for raw in self.lists[name][-count:]:
+            with suppress(Unusable):
+                sent.append(read(raw))
+        return [int(one.tokens) for one in sent if 0 < one.tokens < inf]
 
     def bury(self, reason: str, name: str, raw: bytes) -> None:
         message = raw.decode(errors="surrogateescape")

@@ -118,6 +118,11 @@ def oldest(lists: Sequence[str]) -> Call:
     return Call(script(PACKAGE, "oldest"), [key for name in lists for key in (name, keys.sorted_of(name))], ())
 
 
+def sizes(lists: Sequence[str], count: int) -> Call:
+    """Answers how many of the lists' next messages say their size, at most `count` of each, and their KV tokens."""
+    return Call(script(PACKAGE, "sizes"), [key for name in lists for key in (name, keys.sorted_of(name))], (count,))
+
+
 def recall(queue: str, pools: Sequence[str], count: int) -> Call:
     """RECALL: return a queue's sorted messages to its lists' fronts, if no worker of the `pools` that serve it lives.
 

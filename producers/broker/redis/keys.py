@@ -21,6 +21,7 @@ RETURNED: Final = (
     "penstock:returned"  # hash: task id -> number of arrival; of what is back in its list, to be sorted anew
 )
 DELIVERIES: Final = "penstock:deliveries"  # string: how many messages were ever taken by workers
+DELIVERED_TOKENS: Final = "penstock:deliveries:tokens"  # string: KV tokens that they might need, by their senders
 ARRIVALS: Final = "penstock:arrivals"  # string: how many messages were ever sorted
 WEIGHTS: Final = "penstock:weights"  # hash: tenant -> its share, where that is not 1
 UNSERVED: Final = "penstock:unserved"  # hash: list -> ms since when its head waits

@@ -59,7 +59,7 @@ class RedisBroker(Broker):
         *counts, taken, pools = await self._ask(
             *(("LLEN", name) for name, _ in lists),
             *(("ZCARD", keys.sorted_of(name)) for name, _ in lists),
-            ("GET", keys.DELIVERIES),
+            ("GET", keys.DELIVERED_TOKENS),
             ("HVALS", keys.INCARNATIONS),
         )
         served = any(takes_from(text(pool), queue) for pool in pools)
@@ -70,6 +70,10 @@ class RedisBroker(Broker):
 
     async def waiting_of(self, queue: str, tenant: str) -> int:
         return sum(await self._ask(*(("ZCARD", keys.turn(name, tenant)) for name, _ in _lists(queue))))
+
+    async def sizes(self, queue: str, count: int) -> tuple[int, int]:
+        messages, tokens = await arun(self._redis, calls.sizes([name for name, _ in _lists(queue)], count))
+        return int(messages), int(tokens)
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         lists = [(queue, tier, name) for queue in queues for name, tier in _lists(queue)]

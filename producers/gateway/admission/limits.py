@@ -6,8 +6,9 @@ Gateways do not ask each other, so together they may exceed a limit by what they
 
 Lower tiers are refused first, so that their backlog leaves places for others. The priority tier waits for no other
 tier, and only its own tasks count against it. A refused caller is told when to try again: when a place will be free,
-judged by how fast tasks were taken from the broker, and after callers that were refused before. Otherwise all would
-retry at once, and a busy gateway would do nothing but refuse.
+and after callers that were refused before. Otherwise all would retry at once, and a busy gateway would do nothing but
+refuse. A place is free once the tasks before it were taken: their tokens, by the size of those that are next, at the
+speed at which tokens were taken from the broker.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,10 +34,12 @@ from producers.gateway.http.errors import Problem
 PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
 #: Time (s) for which a count is used.
 FRESH_S: Final = 0.05
-#: Time constant (s) of the average rate at which tasks are taken; only times with waiting tasks count.
+#: Time constant (s) of the average rate at which tokens are taken; only times with waiting tasks count.
 RATE_S: Final = 20.0
-#: The initial rate (tasks a second), with the weight of an observation of USUAL_S seconds.
-USUAL_RATE, USUAL_S = 10.0, 2.0
+#: The initial rate (KV tokens a second), with the weight of an observation of USUAL_S seconds.
+USUAL_RATE, USUAL_S = 2_500.0, 2.0
+#: Messages of each list whose size stands for that of all.
+SAMPLE: Final = 8
 #: Longest time (s) between two looks in which the queue counts as never empty, if tasks waited at both.
 APART_S: Final = 5.0
 #: Shortest and longest wait (s) that a refused caller is told. Without a worker it is the longest.
@@ -50,6 +54,8 @@ class _Count:
     tenants: dict[str, int] = field(default_factory=dict)
     served: bool = False
     """Whether a worker serves the queue."""
+    size: float | None = None
+    """Mean KV tokens of the tasks that are next; None where that was not asked since the last count."""
     line: float = -math.inf
     """Expected time at which the last refused caller gets a place, at the current rate."""
     counting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -64,7 +70,7 @@ class Admission:
         self._most_of_one = max_queued_per_tenant
         self._counts: dict[str, _Count] = {}
         self._looked: tuple[float, int, bool] | None = None
-        """The last look: its time, the number of tasks taken by then, and whether any waited."""
+        """The last look: its time, the tokens taken by then, and whether any task waited."""
         self._away = False
         self._taken, self._took_s = USUAL_RATE * USUAL_S, USUAL_S
 
@@ -75,29 +81,40 @@ class Admission:
         """
         if self._most is None and self._most_of_one is None:
             return
-        queue = (await self._client.known(tasks[0].model)).queue
+        known = await self._client.known(tasks[0].model)
+        queue = known.queue
         tenant, tier = tasks[0].tenant or "", tasks[0].tier
         count = self._counts.setdefault(queue, _Count())
         async with count.counting:
             if time.monotonic() - count.at > FRESH_S:
                 count.tenants.clear()
+                count.size = None
                 count.waiting, count.served = await self._waiting(queue)
                 count.at = time.monotonic()
             if self._most_of_one is not None and tenant not in count.tenants:
                 count.tenants[tenant] = await self._waiting_of(queue, tenant)
-        if self._most is not None:
-            others = count.waiting.values() if tier != "priority" else (count.waiting.get(tier, 0),)
-            self._check(count, sum(others), len(tasks), max(1, int(self._most * PARTS[tier])), tier, None)
+        for waiting, most, whose in self._limits(count, tier, tenant):
+            if waiting + len(tasks) > most:
+                size = await self._size(count, queue, tasks, int(known.card["context_length"]))
+                raise self._refusal(count, waiting, len(tasks), most, tier, whose, size)
         if self._most_of_one is not None:
-            self._check(count, count.tenants[tenant], len(tasks), self._most_of_one, tier, tenant)
             count.tenants[tenant] += len(tasks)
         count.waiting[tier] = count.waiting.get(tier, 0) + len(tasks)
 
-    def _check(self, count: _Count, waiting: int, more: int, most: int, tier: str, tenant: str | None) -> None:
-        if waiting + more <= most:
-            return
+    def _limits(self, count: _Count, tier: str, tenant: str) -> Iterator[tuple[int, int, str | None]]:
+        """The limits that hold for a task: what waits, the most that may, and the tenant that it is counted for."""
+        if self._most is not None:
+            others = count.waiting.values() if tier != "priority" else (count.waiting.get(tier, 0),)
+            yield sum(others), max(1, int(self._most * PARTS[tier])), None
+        if self._most_of_one is not None:
+            yield count.tenants[tenant], self._most_of_one, tenant
+
+    def _refusal(
+        self, count: _Count, waiting: int, more: int, most: int, tier: str, tenant: str | None, size: float
+    ) -> Problem:
+        """`size`: mean KV tokens of a waiting task."""
         if more > most:  # a retry would not help
-            raise Problem(
+            return Problem(
                 400,
                 f"{more} prompts in one request, where {most} tasks may wait: send {most} at a time",
                 code="array_above_max_length",
@@ -105,7 +122,7 @@ class Admission:
             )
         seconds, now = LONGEST_S, time.monotonic()
         if count.served:
-            need = (waiting + more - most) * self._took_s / max(self._taken, 1e-9)
+            need = (waiting + more - most) * size * self._took_s / max(self._taken, 1e-9)
             count.line = min(max(count.line, now) + need, now + LONGEST_S)
             seconds = max(SHORTEST_S, count.line - now)
         seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - spreads retries of callers refused together
@@ -116,7 +133,7 @@ class Admission:
             if tenant
             else "without a tenant"
         )
-        raise Problem(
+        return Problem(
             429,
             f"The queue is full: of tasks {whose}, {most} may wait ({tier} is refused while more do); "
             f"try again in {seconds:.1f} s",
@@ -131,7 +148,7 @@ class Admission:
     async def _waiting(self, queue: str) -> tuple[dict[str, int], bool]:
         """Tier -> waiting tasks of a version, and whether a worker serves it.
 
-        It also measures how fast tasks are taken from all queues. If the broker does not answer, submit reports that.
+        It also measures how fast tokens are taken from all queues. If the broker does not answer, submit reports that.
         """
         try:
             async with asyncio.timeout(SILENT_S):
@@ -143,8 +160,18 @@ class Admission:
         self._measure(found.taken, any(found.tiers.values()))
         return found.tiers, found.served
 
+    async def _size(self, count: _Count, queue: str, tasks: Sequence[Task], context_length: int) -> float:
+        """Mean KV tokens of the tasks that are next in a queue; of the refused ones where none says its size."""
+        if count.size is None:
+            count.size = sum(task.kv_tokens(context_length) for task in tasks) / len(tasks)
+            with suppress(*FAILURES):  # then the wait is a rougher estimate
+                async with asyncio.timeout(SILENT_S):
+                    messages, tokens = await self._client.broker.sizes(queue, SAMPLE)
+                    count.size = tokens / messages if messages else count.size
+        return count.size
+
     def _measure(self, taken: int, waits: bool) -> None:
-        """Update the rate at which tasks are taken. Time in which nothing waited is skipped."""
+        """Update the rate at which tokens are taken. Time in which nothing waited is skipped."""
         now = time.monotonic()
         before, self._looked = self._looked, (now, taken, waits)
         if before is None or taken < before[1]:  # the broker was emptied

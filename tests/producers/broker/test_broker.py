@@ -56,7 +56,7 @@ async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Con
     assert depths.queues["none"] == Depth()
     assert (depths.workers, depths.dead_letters) == ({INC: QUEUE}, 0)
     waiting = await broker.waiting(QUEUE)
-    assert (waiting.tiers, waiting.taken, waiting.served) == ({**tiers, "default": 3, "batch": 1}, 2, True)
+    assert (waiting.tiers, waiting.taken, waiting.served) == ({**tiers, "default": 3, "batch": 1}, 200, True)
     assert await broker.waiting_of(QUEUE, "t") == 2
     waits, unsorted = await broker.tenants([QUEUE])
     assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 1)
@@ -77,6 +77,18 @@ async def test_the_age_of_the_oldest_is_told_where_messages_say_it(broker: Broke
     await broker.send(Message("e", QUEUE, "default", 1, 100, "", now - 6_000_000))
     consumer.put_down([Back(INC, "1")])
     assert await oldest() == {"default": 9, "flex": 7}
+
+
+async def test_the_size_of_what_comes_next_is_told(broker: Broker, consumer: Consumer) -> None:
+    """Whether it is sorted or not; what does not say its size is not counted."""
+    assert await broker.sizes(QUEUE, 8) == (0, 0)
+    for name, tokens in (("a", 10), ("b", 20), ("c", 40), ("d", 80), ("e", 0)):
+        await broker.send(Message(name, QUEUE, "flex", 1, tokens))
+    assert await broker.sizes(QUEUE, 3) == (3, 70)
+    assert await broker.sizes(QUEUE, 8) == (4, 150)
+    assert take(consumer, "1") == ["a"]
+    await send(broker, "f", tier="flex")
+    assert await broker.sizes(QUEUE, 8) == (4, 240)
 
 
 async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str) -> None:

@@ -158,7 +158,7 @@ for k = 1, nlists do
   sort(KEYS[before + k])
 end
 local heads, blocked = {}, 4
-local read, served = false, {}
+local read, served, taken = false, {}, 0
 for u = 15 + nlists, #ARGV do
   local uuid = ARGV[u]
   local known = redis.call('HGET', inflight, uuid)
@@ -207,8 +207,12 @@ for u = 15 + nlists, #ARGV do
     local entry = { order, h.list, h.id, h.raw, h.tier, h.seqs, h.tokens, h.number, h.tenant, charge, weight }
     redis.call('HSET', inflight, uuid, cmsgpack.pack(entry))
     give(uuid, h.list, h.raw, h.id, h.tier, h.seqs, h.tokens)
+    taken = taken + h.tokens
     heads[best] = head(best)
   end
+end
+if taken > 0 then
+  redis.call('INCRBY', 'penstock:deliveries:tokens', taken)
 end
 for k in pairs(served) do
   forget_rested(KEYS[before + k])

@@ -13,6 +13,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.client.aio import AsyncClient
 from producers.contract import keys
+from producers.contract.message import Message
 from producers.contract.task import Task
 from producers.gateway.admission import limits
 from producers.gateway.admission.limits import Admission
@@ -115,6 +116,18 @@ def test_a_burst_on_an_idle_system_is_told_of_seconds_and_not_of_half_a_minute(
     assert max(waits) < 10_000
 
 
+@pytest.mark.parametrize("tokens", [5_000, 20_000])
+def test_the_wait_is_that_of_the_queued_tokens(
+    post: Callable[..., httpx.Response], model: str, valkey: Redis, tokens: int
+) -> None:
+    """By the size of the tasks that are next, not of the one that is refused; at the speed to begin with."""
+    valkey.hset(broker_keys.INCARNATIONS, "w.1", POOL.queue)
+    valkey.lpush(LIST, Message("a", QUEUE, "priority", 1, tokens).envelope())
+    refused = post({"max_queued": 1}, tier="priority", max_tokens=1)
+    wait = tokens / limits.USUAL_RATE
+    assert wait <= int(refused.headers["retry-after-ms"]) / 1000 <= 1.25 * wait
+
+
 async def test_the_rate_is_that_of_time_in_which_tasks_waited(
     valkey: Redis, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +142,7 @@ async def test_the_rate_is_that_of_time_in_which_tasks_waited(
         async def look(after_s: float, taken: int, waiting: int = 1) -> float | None:
             """When to come again, s; None where the task was let in."""
             clock.now += after_s
-            valkey.incrby(broker_keys.DELIVERIES, taken)
+            valkey.incrby(broker_keys.DELIVERED_TOKENS, taken * task[0].kv_tokens(2048))
             valkey.delete(LIST)
             if waiting:
                 valkey.lpush(LIST, *["{}"] * waiting)
