@@ -60,6 +60,11 @@ class AsyncClient:
         """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`)."""
         return self.get(await self.run(submit(self._directory, task, task_id, self._patience, more)))
 
+    @property
+    def patience(self) -> float:
+        """Time (s) for which a failing connection is retried."""
+        return self._patience
+
     def get(self, task_id: str) -> AsyncHandle:
         """A handle on a task that anyone has submitted. It looks nothing up yet."""
         return AsyncHandle(self, task_id)

@@ -68,6 +68,11 @@ def lease(incarnation: str) -> str:
     return f"penstock:lease:{incarnation}"
 
 
+def idempotency(digest: str) -> str:
+    """Hash with a TTL: what an Idempotency-Key stands for (`producers.store.idempotency`)."""
+    return f"penstock:idempotency:{digest}"
+
+
 def blob(sha256: str) -> str:
     """String: a tokenizer file, by its SHA-256 (hex)."""
     return f"penstock:blob:{sha256}"

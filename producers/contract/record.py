@@ -13,6 +13,7 @@
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
 | `nonce` | id of the submit that made the record |
 | `origin` | who asked: `task` (POST /v1/tasks and clients); absent where the caller waits on its connection |
+| `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
 | `plain` | 1: made at the claim of a plain Celery message |
 | `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |

@@ -3,5 +3,6 @@
 protocol has one function for each script, which returns the `Call` to send; scripts/ has the Lua
 outbox has the events that wait to be delivered to webhooks
 model_files has models' files, in Redis; files has what is known of uploaded files, blobs their bytes
+idempotency lets a repeated request make nothing twice
 servers checks store and broker when a process starts
 """

@@ -14,6 +14,7 @@ from fastapi import Request
 from producers.contract.task import Task, read_json
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.idempotency import note_body
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
     body = await _read(request, limit)
     if unpack is not None:
         body = await asyncio.to_thread(unpack, body, limit)
+    note_body(request, body)
     if len(body) <= INLINE:
         return parse(body)
     return await asyncio.to_thread(parse, body)

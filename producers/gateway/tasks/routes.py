@@ -14,10 +14,12 @@ from producers.contract.events import Event
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.context import gateway_of
+from producers.gateway.http import idempotency
 from producers.gateway.http.body import read_task
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.sse import EVENT, EventStream
 from producers.gateway.tasks import outcome
+from producers.gateway.tasks.submit import encoded, submitted
 from producers.gateway.tasks.views import Cancelled, TaskView, errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
@@ -32,9 +34,10 @@ CANCEL_S: Final = 1.0
     status_code=202,
     response_model=TaskView,
     response_model_exclude_unset=True,
-    responses=errors(404, 413, 415, 429),
+    responses=errors(404, 413, 415, 422, 429),
     openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}}
+        "parameters": [idempotency.PARAMETER],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}},
     },
 )
 async def submit(request: Request, response: Response) -> TaskView:
@@ -42,21 +45,14 @@ async def submit(request: Request, response: Response) -> TaskView:
     gateway = gateway_of(request)
     task = await read_task(request, gateway.settings.max_body)
     request.state.tier = task.tier
-    card = await gateway.client.card(task.model)
-    if task.messages is not None:
-        task.check(card)
-        text = await gateway.templates.render(card, task.messages)
-        ids = await gateway.prompts.encode(card, text, special=False)
-        task = task.model_copy(update={"prompt": ids, "messages": None})
-    elif isinstance(task.prompt, str):
-        task.check(card)
-        task = task.model_copy(update={"prompt": await gateway.prompts.encode(card, task.prompt)})
-    await gateway.admission.enter([task])
-    handle = await gateway.client.submit(task)
-    gateway.metrics.submitted(task.model, task.tier)
-    response.headers["location"] = f"/v1/tasks/{handle.id}"
+    task = await encoded(gateway, task)
+    task_id, original = await submitted(request, gateway, task)
+    response.headers["location"] = f"/v1/tasks/{task_id}"
+    if original is not None:
+        response.headers.update(idempotency.REPLAYED)
+        return TaskView.of(original)
     return TaskView(
-        id=handle.id,
+        id=task_id,
         object="task",
         status="queued",
         model=task.model,

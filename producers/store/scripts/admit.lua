@@ -1,8 +1,10 @@
 #!lua
 -- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused.
+-- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
 -- KEYS: task, submitting, deadlines
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late
+-- include: _made.lua
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local t = redis.call('TIME')
@@ -21,8 +23,11 @@ end
 redis.call('HSET', task, unpack(fields))
 redis.call('UNLINK', 'penstock:stream:' .. id, 'penstock:result:' .. id) -- they outlive the record of an earlier task with this id
 redis.call('ZADD', submitting, now, id)
-local deadline = redis.call('HGET', task, 'deadline')
+local deadline, entry = unpack(redis.call('HMGET', task, 'deadline', 'idempotency'))
 if deadline then
   redis.call('ZADD', KEYS[3], deadline, id)
+end
+if entry then
+  made(entry)
 end
 return 'new'

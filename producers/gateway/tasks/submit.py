@@ -1,0 +1,71 @@
+"""Submits a task for a caller who comes back for it, once for each Idempotency-Key.
+
+Task -> encoded: its text as token ids, checked -> submitted: key, admission, ADMIT -> its id, or an earlier request's
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+
+from fastapi import Request
+
+from producers.client.submission import TASK
+from producers.contract.record import Record
+from producers.contract.task import Task
+from producers.errors import TaskExists, TaskNotFound
+from producers.gateway.context import Gateway
+from producers.gateway.http import idempotency
+from producers.gateway.http.errors import Problem
+from producers.store.idempotency import Entry
+
+
+async def encoded(gateway: Gateway, task: Task) -> Task:
+    """The task with token ids in place of text or messages. Raises InvalidTask, UnknownModel or Problem."""
+    card = await gateway.client.card(task.model)
+    task.check(card)
+    if task.messages is not None:
+        text = await gateway.templates.render(card, task.messages)
+        ids = await gateway.prompts.encode(card, text, special=False)
+    elif isinstance(task.prompt, str):
+        ids = await gateway.prompts.encode(card, task.prompt)
+    else:
+        return task
+    task = task.model_copy(update={"prompt": ids, "messages": None})
+    task.check(card)
+    return task
+
+
+async def submitted(
+    request: Request, gateway: Gateway, task: Task, more: Mapping[str, str | int] = TASK
+) -> tuple[str, Record | None]:
+    """Submit an encoded task. Returns its id; with its record, if an earlier request of this key submitted it.
+
+    `more`: as of `AsyncClient.admit`. Raises Problem, and as `AsyncClient.submit`.
+    """
+    entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
+    if entry is not None and entry.state == "made":
+        return entry.id, await _original(gateway, entry)
+    await gateway.admission.enter([task])
+    if entry is None:
+        task_id = (await gateway.client.admit(task, more=more)).id
+    else:
+        try:
+            task_id = (await gateway.client.admit(task, entry.id, {**more, "idempotency": entry.name})).id
+        except TaskExists:  # an equal request came at the same time
+            return entry.id, await _original(gateway, entry)
+    gateway.metrics.submitted(task.model, task.tier)
+    return task_id, None
+
+
+async def _original(gateway: Gateway, entry: Entry) -> Record:
+    try:
+        return await gateway.client.get(entry.id).status()
+    except TaskNotFound:
+        raise Problem(
+            404,
+            f"This Idempotency-Key made the task {entry.id}, which is past its time to live; use another key to submit "
+            "it again.",
+            code="task_not_found",
+            param="Idempotency-Key",
+        ) from None

@@ -1,0 +1,69 @@
+"""Idempotency keys: a repeated request makes nothing twice, whichever process gets it.
+
+    IDEMPOTENT(key, digest, a new id) -> the id to make -> make it with that id -> MADE, or in ADMIT itself
+
+The first request's id is stored before anything is made. A process that dies in between leaves the id, and the next
+request of the same key and body makes it, with that id. So making with a given id must be repeatable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.connection.script import Call, script, text
+from producers.contract import keys
+
+#: Time (s) for which a key is kept, from its first request on.
+KEPT_S: Final = 24 * 3600
+#: What a key may be: 1 to 255 visible ASCII characters.
+KEY: Final = re.compile("[!-~]{1,255}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a key stands for. `state`: `new` (this request is its first), `known` (begun, maybe not made yet) or `made`.
+
+    `name`: its key in the store, a record's field `idempotency`. `at`: server time (ms) of the first request.
+    """
+
+    name: str
+    state: str
+    id: str
+    at: int
+
+
+def name(tenant: str | None, key: str) -> str:
+    """The entry's key in the store. Tenants have their keys to themselves."""
+    return keys.idempotency(digest(json.dumps([tenant, key]).encode()))
+
+
+def digest(*parts: bytes) -> str:
+    """SHA-256 (hex) of a request's parts: requests with equal digests count as the same."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(b"%d:" % len(part))
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def idempotent(entry: str, digest: str, new_id: str) -> Call:
+    """IDEMPOTENT: let a key stand for a request and an id, unless it stands for one. `read` reads the answer."""
+    return Call(script(__package__, "idempotent"), (entry,), (digest, new_id, KEPT_S))
+
+
+def read(entry: str, answer: Sequence[Any]) -> Entry | None:
+    """What the key stands for; None if that is another request."""
+    if len(answer) == 1:
+        return None
+    state, made_id, at = map(text, answer)
+    return Entry(entry, state, made_id, int(at))
+
+
+def made(entry: str) -> Call:
+    """MADE: what the key names was made; a later request makes it no more, also once it was deleted. Answers 1 | 0."""
+    return Call(script(__package__, "made"), (entry,), ())

@@ -1,0 +1,131 @@
+"""A POST with an Idempotency-Key makes nothing twice."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.broker.redis import keys as broker_keys
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store import idempotency
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import QUEUE, Door
+
+KEY = {"idempotency-key": "order-7"}
+
+
+def queued(valkey: Redis) -> int:
+    return int(valkey.llen(broker_keys.tier_list(QUEUE, "default")))
+
+
+@pytest.fixture
+def post(http: httpx.Client, model: str) -> Callable[..., httpx.Response]:
+    def send(headers: dict[str, str] = KEY, **fields: Any) -> httpx.Response:
+        return http.post("/v1/tasks", json={"model": model, "prompt": "def f", **fields}, headers=headers)
+
+    return send
+
+
+def test_the_same_body_gets_the_same_task_as_it_is_now(
+    post: Callable[..., httpx.Response], valkey: Redis, worker: FakeWorker
+) -> None:
+    first = post()
+    worker.serve(first.json()["id"], ["x"])
+    again = post()
+    assert (first.status_code, again.status_code, queued(valkey)) == (202, 202, 1)
+    assert again.json()["id"] == first.json()["id"]
+    assert (first.json()["status"], again.json()["status"]) == ("queued", "completed")
+    assert again.headers["location"] == first.headers["location"]
+    assert ("idempotent-replayed" in first.headers, again.headers["idempotent-replayed"]) == (False, "true")
+    (entry,) = valkey.keys("penstock:idempotency:*")
+    assert 23 * 3600 < valkey.ttl(entry) <= idempotency.KEPT_S
+
+
+def test_another_body_is_refused_and_another_key_or_tenant_is_not(
+    post: Callable[..., httpx.Response], valkey: Redis
+) -> None:
+    post()
+    other = post(prompt="def g")
+    error = other.json()["error"]
+    assert (other.status_code, error["code"], error["param"]) == (422, "idempotency_key_reused", "Idempotency-Key")
+    assert queued(valkey) == 1
+    assert post(tenant="acme").status_code == post({"idempotency-key": "order-8"}).status_code == 202
+    assert queued(valkey) == 3
+
+
+def test_a_packed_body_is_the_same_body(http: httpx.Client, model: str) -> None:
+    body = json.dumps({"model": model, "prompt": "def f"}).encode()
+    head = KEY | {"content-type": "application/json"}
+    packed = [
+        http.post("/v1/tasks", content=gzip.compress(body, mtime=at), headers=head | {"content-encoding": "gzip"})
+        for at in (1, 2)
+    ]
+    assert len({answer.json()["id"] for answer in (*packed, http.post("/v1/tasks", content=body, headers=head))}) == 1
+
+
+def test_a_key_that_was_refused_is_free_for_a_better_body(post: Callable[..., httpx.Response]) -> None:
+    assert post(prompt=[5] * 2000).status_code == 400
+    assert post(prompt=[5]).status_code == 202
+
+
+def test_what_was_begun_and_not_made_is_made_with_its_first_id(
+    open_door: Callable[..., Door], model: str, valkey: Redis
+) -> None:
+    """As after a gateway that was killed in between: here the first request found the queue full."""
+    door = open_door(max_queued=1)
+    body = {"model": model, "prompt": "def f"}
+    with httpx.Client(base_url=door.url, timeout=60) as http:
+        assert http.post("/v1/tasks", json=body).status_code == 202
+        assert http.post("/v1/tasks", json=body, headers=KEY).status_code == 429
+        (entry,) = valkey.keys("penstock:idempotency:*")
+        chosen = valkey.hget(entry, "id").decode()
+        valkey.delete(broker_keys.tier_list(QUEUE, "default"))
+        while (answer := http.post("/v1/tasks", json=body, headers=KEY)).status_code == 429:
+            pass
+    assert (answer.status_code, answer.json()["id"], queued(valkey)) == (202, chosen, 1)
+    assert valkey.hget(entry, "made") == b"1"
+
+
+def test_a_task_that_is_gone_is_not_made_again(post: Callable[..., httpx.Response], valkey: Redis) -> None:
+    valkey.delete(keys.task(post().json()["id"]))
+    answer = post()
+    assert (answer.status_code, answer.json()["error"]["code"], queued(valkey)) == (404, "task_not_found", 1)
+
+
+def test_equal_requests_to_two_gateways_at_once_make_one_task(
+    open_door: Callable[..., Door], model: str, valkey: Redis
+) -> None:
+    urls = [open_door().url, open_door().url]
+    body = {"model": model, "prompt": "def f"}
+
+    def send(number: int) -> str:
+        answer = httpx.post(f"{urls[number % 2]}/v1/tasks", json=body, headers=KEY, timeout=60)
+        assert answer.status_code == 202, answer.text
+        task_id: str = answer.json()["id"]
+        return task_id
+
+    with ThreadPoolExecutor(16) as threads:
+        assert len(set(threads.map(send, range(32)))) == 1
+    assert queued(valkey) == 1
+
+
+@pytest.mark.parametrize("key", ["", "a b", "x" * 256, "é", "a\tb"])
+def test_a_bad_key_is_refused_and_leaves_nothing(post: Callable[..., httpx.Response], valkey: Redis, key: str) -> None:
+    before = valkey.dbsize()
+    answer = post({"idempotency-key": key.encode()})  # type: ignore[dict-item]  # httpx takes bytes, too
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_value", "Idempotency-Key")
+    assert valkey.dbsize() == before
+
+
+def test_an_entry_that_is_over_is_not_brought_back(valkey: Redis) -> None:
+    assert run(valkey, idempotency.made(idempotency.name(None, "k"))) == 0
+    assert not valkey.keys("*")
