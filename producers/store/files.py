@@ -1,16 +1,20 @@
 """What is known of files: uploads, and what batches write. A file's bytes are the blob of its id.
 
-    make:    blob committed (or joined) ─▶ FILE_MADE       killed between: the sweeper removes a blob without a file
-    remove:  FILE_REMOVED ─▶ blob deleted                  killed between: the same
+    make:    note ─▶ blob committed, or joined ─▶ FILE_MADE
+    remove:  FILE_REMOVED ─▶ blob deleted ─▶ forget
     read:    get ─▶ blobs.read(id, ...)
 
-A file of which nothing is known does not exist, whatever blob there is. Ids sort by the time at which they were made,
-so a list's cursor needs no file to be there. Every call may raise redis.exceptions.RedisError or OSError, and may be
-called again.
+The notes (`penstock:files:notes`) name blobs that no file stands for: one that is about to be written, by the time of
+the note, or one to be deleted, by 0. So whatever dies between two calls, a sweeper finds the blob: it deletes what is
+noted by 0, or was noted NOTED_S ago. FILE_MADE then answers `late`: the maker begins again.
+
+Ids sort by the time at which they were made, so a list's cursor need not be there any more. Every call may raise
+redis.exceptions.RedisError or OSError, and may be called again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from redis.asyncio import Redis
 from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
+from producers.store.blobs import Blobs
 from producers.store.protocol import PACKAGE
 
 PREFIX: Final = "file-"
@@ -29,6 +34,8 @@ BATCH: Final = "batch"
 BATCH_OUTPUT: Final = "batch_output"
 #: Time (s) for which a batch's output is kept, unless the batch says otherwise.
 OUTPUT_KEPT_S: Final = 30 * 24 * 3600
+#: Time (s) after which the writer of a noted blob counts as dead: far more than a commit, or a join, takes.
+NOTED_S: Final = 6 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,15 @@ def new_id(ms: int, seed: str | None = None) -> str:
     return timed_id(PREFIX, ms, seed)
 
 
+async def note(store: Redis, file_id: str) -> None:
+    """Note that the blob is about to be committed, or joined. Not needed while parts are written, or an upload comes
+    in: what dies then is the Blobs' to clean, or the batch's."""
+    await store.zadd(keys.FILE_NOTES, {file_id: int(time.time())}, nx=True)
+
+
 def made(file: File) -> Call:
-    """FILE_MADE: make the file, whose blob is there already. Answers 1, or 0 if it exists (also by this call)."""
+    """FILE_MADE: make the file, whose blob was noted and is there. Answers `made`, `exists` (also by this call) or
+    `late`: the sweeper removes the blob, so note and write it again in a moment."""
     fields: dict[str, str | int | None] = {
         "size": file.size,
         "filename": file.filename,
@@ -84,11 +98,6 @@ def made(file: File) -> Call:
     }
     pairs = [part for name, value in fields.items() if value is not None for part in (name, value)]
     return Call(script(PACKAGE, "file_made"), _keys(file.id, file.purpose), (file.id, file.expires_at or 0, *pairs))
-
-
-def removed(file_id: str, purpose: str) -> Call:
-    """FILE_REMOVED: forget the file; then delete its blob. Answers 1, or 0 if there was none."""
-    return Call(script(PACKAGE, "file_removed"), _keys(file_id, purpose), (file_id,))
 
 
 async def get(store: Redis, file_id: str) -> File | None:
@@ -118,16 +127,28 @@ async def listed(
     return found
 
 
+async def remove(store: Redis, blobs: Blobs, file_id: str) -> bool:
+    """Remove a file, expired or not, or a blob that was noted; with its blob. False if there was no file."""
+    purpose = text(await store.hget(keys.file(file_id), "purpose") or b"")
+    there = await arun(store, Call(script(PACKAGE, "file_removed"), _keys(file_id, purpose), (file_id,)))
+    await asyncio.to_thread(blobs.delete, file_id)
+    await store.zrem(keys.FILE_NOTES, file_id)
+    return bool(there)
+
+
+async def left_behind(store: Redis, limit: int) -> list[str]:
+    """Ids of noted blobs to be removed: of dead writers, or of removed files whose blob may be there still."""
+    return await _until(store, keys.FILE_NOTES, int(time.time()) - NOTED_S, limit)
+
+
 async def expired(store: Redis, limit: int) -> list[str]:
     """Ids of files whose end has come, the oldest first."""
-    ids = await store.zrange(keys.FILES_EXPIRING, "-inf", int(time.time()), byscore=True, offset=0, num=limit)
+    return await _until(store, keys.FILES_EXPIRING, int(time.time()), limit)
+
+
+async def _until(store: Redis, name: str, end: int, limit: int) -> list[str]:
+    ids = await store.zrange(name, "-inf", end, byscore=True, offset=0, num=limit)
     return [text(file_id) for file_id in ids]
-
-
-async def remove(store: Redis, file_id: str) -> bool:
-    """Forget a file, expired or not. False if there was none. Then delete its blob."""
-    purpose = await store.hget(keys.file(file_id), "purpose")
-    return bool(await arun(store, removed(file_id, text(purpose or b""))))
 
 
 async def _page(store: Redis, name: str, after: str | None, count: int, newest_first: bool) -> list[str]:
@@ -140,4 +161,4 @@ async def _page(store: Redis, name: str, after: str | None, count: int, newest_f
 
 
 def _keys(file_id: str, purpose: str) -> tuple[str, ...]:
-    return keys.file(file_id), keys.FILES, keys.files(purpose), keys.FILES_EXPIRING
+    return keys.file(file_id), keys.FILES, keys.files(purpose), keys.FILES_EXPIRING, keys.FILE_NOTES

@@ -3,7 +3,7 @@
 base has the interface; folder keeps blobs in a folder that all gateways and sweepers share; lines reads JSONL
 
     upload:  writer() -> write ... -> commit(name)         whole and durable from then on, or never there
-    batch:   put_part(name, n, data) ... -> join(name, n)  parts outlive the process; the next one goes on
+    batch:   parts by writers of their own -> join(name, parts) -> delete each part
     read:    size(name), read(name, start, size); lines(blobs, name) for JSONL
 
 All calls block: call them on a thread (`asyncio.to_thread`).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -48,19 +48,10 @@ class Blobs(ABC):
         """A new blob. Nothing of it is visible before `commit`, whatever dies."""
 
     @abstractmethod
-    def put_part(self, name: str, number: int, data: bytes) -> None:
-        """Store part `number` (from 0) of a blob that is yet to be: durable when this returns, and not visible.
+    def join(self, name: str, parts: Sequence[str]) -> int:
+        """Make a blob of other blobs, in order, which stay. Returns its size (bytes). May be called again.
 
-        A part of that number is replaced, so a caller who died before it noted the part may put it again. All but the
-        last have at least LEAST_PART bytes.
-        """
-
-    @abstractmethod
-    def join(self, name: str, count: int) -> int:
-        """Make the blob of parts 0 to `count` - 1, in order, and remove the parts. Returns its size (bytes).
-
-        May be called again, also after a death at any place: a blob that is there already is left as it is. Raises
-        BlobNotFound if a part is missing, and no blob of that name is there.
+        All parts but the last have at least LEAST_PART bytes. Raises BlobNotFound if one is missing.
         """
 
     @abstractmethod
@@ -73,15 +64,9 @@ class Blobs(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> bool:
-        """Remove the blob and its parts. False if there was neither."""
+        """Remove the blob. False if there was none."""
 
     @abstractmethod
-    def names(self) -> Iterator[tuple[str, float]]:
-        """Each visible blob: its name, and the unix time (s) since when it is there. In no order."""
-
-    @abstractmethod
-    def clean(self, older_s: float, parts_older_s: float) -> int:
-        """Remove what dead writers left: uncommitted blobs untouched for `older_s`, parts for `parts_older_s`.
-
-        Returns how many.
-        """
+    def clean(self, older_s: float) -> int:
+        """Remove what dead writers left: uncommitted blobs that nobody has written to for `older_s`. Returns how
+        many."""

@@ -1,11 +1,10 @@
 """Blobs in a folder, which all gateways and sweepers share: a local disk, or a network's file system.
 
-    <folder>/<name>                    a blob
-    <folder>/.incoming/<random>        a writer's file, renamed to its name by commit
-    <folder>/.parts/<name>/<number>    a part
+    <folder>/<name>                a blob
+    <folder>/.incoming/<random>    a writer's file, renamed to its name by commit
 
 A rename is atomic, and comes after the file's bytes are on disk. So a blob is there whole or not at all, whatever is
-killed, and after a power cut as well. `clean` removes what a killed writer left in the two hidden folders.
+killed, and after a power cut as well. `clean` removes what a killed writer left.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -26,83 +25,46 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 class FolderBlobs(Blobs):
-    """Raises OSError if the folder cannot be made or written to."""
+    """The folder is made by the first writer: a gateway that nobody sends files to needs none."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).absolute()
-        self._incoming = self.folder / ".incoming"
-        self._parts = self.folder / ".parts"
-        for path in (self.folder, self._incoming, self._parts):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise PermissionError(f"{path} cannot be written to by this user")
+        self._folder = Path(folder).absolute()
+        self._incoming = self._folder / ".incoming"
 
     def writer(self) -> BlobWriter:
-        return _FolderWriter(self._incoming / secrets.token_hex(16), self.folder)
+        self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _FolderWriter(self._incoming / secrets.token_hex(16), self._folder)
 
-    def put_part(self, name: str, number: int, data: bytes) -> None:
-        folder = self._parts / _checked(name)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with _FolderWriter(self._incoming / secrets.token_hex(16), folder) as writer:
-            writer.write(data)
-            writer.commit(str(number))
-        _sync(self._parts)
-
-    def join(self, name: str, count: int) -> int:
-        parts = self._parts / _checked(name)
-        try:
-            with self.writer() as writer:
-                for number in range(count):
-                    _copy(parts / str(number), writer)
-                writer.commit(name)
-        except FileNotFoundError:
-            size = self.size(name)  # another call has joined them, or it raises
-        else:
-            size = writer.size
-        shutil.rmtree(parts, ignore_errors=True)
-        return size
+    def join(self, name: str, parts: Sequence[str]) -> int:
+        with self.writer() as writer:
+            for part in parts:
+                self._copy(part, writer)
+            writer.commit(name)
+        return writer.size
 
     def size(self, name: str) -> int:
-        try:
-            return (self.folder / _checked(name)).stat().st_size
-        except FileNotFoundError:
-            raise _missing(name) from None
+        with _found(name):
+            return self._path(name).stat().st_size
 
     def read(self, name: str, start: int, size: int) -> bytes:
-        try:
-            with open(self.folder / _checked(name), "rb", buffering=0) as file:
-                file.seek(start)
-                return _read(file.fileno(), size)
-        except FileNotFoundError:
-            raise _missing(name) from None
+        with _found(name), open(self._path(name), "rb", buffering=0) as file:
+            file.seek(start)
+            return _read(file.fileno(), size)
 
     def delete(self, name: str) -> bool:
-        parts = self._parts / _checked(name)
-        had_parts = parts.is_dir()
-        shutil.rmtree(parts, ignore_errors=True)
-        try:
-            (self.folder / name).unlink()
-        except FileNotFoundError:
-            return had_parts
-        return True
+        return _removed(self._path(name))
 
-    def names(self) -> Iterator[tuple[str, float]]:
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                if not _NAME.fullmatch(entry.name):
-                    continue
-                try:
-                    yield entry.name, entry.stat().st_mtime
-                except FileNotFoundError:  # deleted meanwhile
-                    continue
+    def clean(self, older_s: float) -> int:
+        before = time.time() - older_s
+        return sum(_removed(path) for path in _untouched(self._incoming, before))
 
-    def clean(self, older_s: float, parts_older_s: float) -> int:
-        now = time.time()
-        left = [path for path in _old(self._incoming, now - older_s) if _removed(path)]
-        unjoined = _old(self._parts, now - parts_older_s)
-        for path in unjoined:
-            shutil.rmtree(path, ignore_errors=True)
-        return len(left) + len(unjoined)
+    def _path(self, name: str) -> Path:
+        return self._folder / _checked(name)
+
+    def _copy(self, name: str, writer: BlobWriter) -> None:
+        with _found(name), open(self._path(name), "rb", buffering=0) as part:
+            while data := part.read(PIECE):
+                writer.write(data)
 
 
 class _FolderWriter(BlobWriter):
@@ -140,8 +102,12 @@ def _checked(name: str) -> str:
     return name
 
 
-def _missing(name: str) -> BlobNotFound:
-    return BlobNotFound(f"there is no blob {name}")
+@contextmanager
+def _found(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise BlobNotFound(f"there is no blob {name}") from None
 
 
 def _read(fd: int, size: int) -> bytes:
@@ -156,22 +122,14 @@ def _read(fd: int, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def _copy(path: Path, writer: BlobWriter) -> None:
-    with open(path, "rb", buffering=0) as part:
-        while data := part.read(PIECE):
-            writer.write(data)
-
-
-def _old(folder: Path, before: float) -> list[Path]:
-    """Entries that nothing has touched since."""
+def _untouched(folder: Path, before: float) -> list[Path]:
+    """Files that nobody has written to since."""
     found = []
-    with os.scandir(folder) as entries:
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            try:
+            with suppress(FileNotFoundError):  # committed or discarded meanwhile
                 if entry.stat().st_mtime < before:
                     found.append(Path(entry.path))
-            except FileNotFoundError:
-                continue
     return found
 
 

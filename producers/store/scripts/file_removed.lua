@@ -1,8 +1,14 @@
 #!lua flags=allow-oom
--- FILE_REMOVED(file) | nothing is known of the file. Its blob is the caller's to delete, after this.
--- KEYS: file, files, files of its purpose, expiring   ARGV: id
--- Answers: 1 | 0 there was none
+-- FILE_REMOVED(file) | the file is gone; a note says that its blob is to be deleted.
+-- Also for a file that was never made: its note said that a blob was being written, and now says the same.
+-- KEYS: file, files, files of its purpose, expiring, notes   ARGV: id
+-- Answers: 1 | 0 there was no file
+local there = redis.call('EXISTS', KEYS[1]) == 1
+if there or redis.call('ZSCORE', KEYS[5], ARGV[1]) then
+  redis.call('ZADD', KEYS[5], 0, ARGV[1])
+end
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('ZREM', KEYS[4], ARGV[1])
-return redis.call('UNLINK', KEYS[1])
+redis.call('UNLINK', KEYS[1])
+return there and 1 or 0

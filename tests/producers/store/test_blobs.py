@@ -27,18 +27,16 @@ def _put(blobs: Blobs, name: str, data: bytes) -> None:
         writer.commit(name)
 
 
-def test_a_blob_is_read_by_ranges_listed_and_deleted(blobs: Blobs) -> None:
+def test_a_blob_is_read_by_ranges_and_deleted(blobs: Blobs) -> None:
     with blobs.writer() as writer:
         writer.write(b"abc")
-        assert list(blobs.names()) == [], "not committed yet"
         writer.write(memoryview(b"def"))
         writer.commit("file-1")
     assert (blobs.size("file-1"), writer.size) == (6, 6)
     assert [blobs.read("file-1", at, 4) for at in (0, 4, 6, 99)] == [b"abcd", b"ef", b"", b""]
-    assert [name for name, _ in blobs.names()] == ["file-1"]
     assert blobs.delete("file-1")
     assert not blobs.delete("file-1")
-    for call in (lambda: blobs.size("file-1"), lambda: blobs.read("file-1", 0, 1)):
+    for call in (lambda: blobs.size("file-1"), lambda: blobs.read("file-1", 0, 1), lambda: blobs.join("f", ["file-1"])):
         with pytest.raises(BlobNotFound, match="file-1"):
             call()
 
@@ -51,23 +49,18 @@ def test_no_name_leads_out_of_the_folder(blobs: Blobs, name: str) -> None:
         writer.commit(name)
 
 
-def test_parts_are_joined_in_order_and_joining_again_changes_nothing(blobs: Blobs) -> None:
-    for number, data in ((1, b"two"), (0, b"lost with its writer's memory"), (0, b"one,"), (2, b"of a dead writer")):
-        blobs.put_part("file-1", number, data)
-    assert list(blobs.names()) == []
-    assert blobs.join("file-1", 2) == 7
-    assert blobs.join("file-1", 2) == 7
-    assert blobs.read("file-1", 0, 99) == b"one,two"
-    with pytest.raises(BlobNotFound):
-        blobs.join("file-2", 1)
+def test_blobs_are_joined_in_order_and_again(blobs: Blobs) -> None:
+    _put(blobs, "a", b"one,")
+    _put(blobs, "b", b"two")
+    for _ in range(2):
+        assert blobs.join("file-1", ["a", "b", "a"]) == 11
+        assert blobs.read("file-1", 0, 99) == b"one,twoone,"
 
 
 def _write_for_ever(folder: str, written: multiprocessing.synchronize.Event) -> None:
-    blobs = FolderBlobs(folder)
-    with blobs.writer() as writer:
+    with FolderBlobs(folder).writer() as writer:
         for _ in range(3):
             writer.write(b"x" * PIECE)
-        blobs.put_part("file-2", 0, b"part")
         written.set()
         time.sleep(600)
 
@@ -81,12 +74,15 @@ def test_a_killed_writer_leaves_nothing_visible_and_what_it_leaves_is_cleaned(tm
     os.kill(writer.pid or 0, signal.SIGKILL)
     writer.join()
     blobs = FolderBlobs(tmp_path)
-    assert list(blobs.names()) == []
-    assert blobs.clean(60, 60) == 0, "it might still be written to"
+    assert _files(tmp_path) == 1
+    assert blobs.clean(60) == 0, "it might still be written to"
     time.sleep(0.01)
-    assert blobs.clean(0, 60) == 1
-    assert blobs.join("file-2", 1) == 4, "parts wait for who goes on"
-    assert sum(len(files) for _, _, files in os.walk(tmp_path)) == 1
+    assert blobs.clean(0) == 1
+    assert _files(tmp_path) == 0
+
+
+def _files(folder: Path) -> int:
+    return sum(len(files) for _, _, files in os.walk(folder))
 
 
 @settings(max_examples=60, deadline=None)

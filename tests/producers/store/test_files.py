@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.connection.script import run
+from producers.connection.script import Call, arun, run, script, text
+from producers.contract import keys
 from producers.store import files
+from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs
 from producers.store.files import File
+from producers.store.protocol import PACKAGE
 
 
 @pytest.fixture
@@ -20,39 +24,73 @@ async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def _made(valkey: Redis, ms: int, purpose: str = "batch", expires_at: int | None = None) -> File:
+@pytest.fixture
+def blobs(tmp_path: Path) -> Blobs:
+    return FolderBlobs(tmp_path)
+
+
+async def _make(client: AsyncClient, blobs: Blobs, file: File) -> str:
+    await files.note(client.store, file.id)
+    with blobs.writer() as writer:
+        writer.commit(file.id)
+    return text(await arun(client.store, files.made(file)))
+
+
+async def _made(
+    client: AsyncClient, blobs: Blobs, ms: int, purpose: str = "batch", expires_at: int | None = None
+) -> File:
     file = File(files.new_id(ms), 5, "in.jsonl", purpose, ms // 1000, expires_at, tenant="a")
-    assert run(valkey, files.made(file)) == 1
+    assert await _make(client, blobs, file) == "made"
     return file
 
 
-async def test_files_are_listed_by_time_from_a_cursor_that_may_be_gone(aclient: AsyncClient, valkey: Redis) -> None:
-    made = [_made(valkey, ms, "batch" if ms % 2 else "batch_output") for ms in range(1, 8)]
+async def test_files_are_listed_by_time_from_a_cursor_that_may_be_gone(aclient: AsyncClient, blobs: Blobs) -> None:
+    made = [await _made(aclient, blobs, ms, "batch" if ms % 2 else "batch_output") for ms in range(1, 8)]
     store = aclient.store
     assert await files.listed(store, limit=99) == made[::-1]
     assert await files.listed(store, limit=2, newest_first=False) == made[:2]
-    assert await files.remove(store, made[1].id)
-    assert not await files.remove(store, made[1].id)
+    assert await files.remove(store, blobs, made[1].id)
+    assert not await files.remove(store, blobs, made[1].id)
+    with pytest.raises(BlobNotFound):
+        blobs.size(made[1].id)
     assert await files.listed(store, after=made[1].id, limit=2, newest_first=False) == made[2:4]
     assert await files.listed(store, after=made[3].id, limit=9, purpose="batch") == [made[2], made[0]]
     assert await files.get(store, made[1].id) is None
     assert await files.get(store, made[0].id) == made[0]
 
 
-async def test_a_file_is_made_once(aclient: AsyncClient, valkey: Redis) -> None:
-    first = File(files.new_id(1, "batch_1:output"), 5, "out.jsonl", "batch_output", 1)
-    assert run(valkey, files.made(first)) == 1
-    again = File(files.new_id(1, "batch_1:output"), 6, "other.jsonl", "batch_output", 1)
+async def test_a_file_is_made_once(aclient: AsyncClient, blobs: Blobs) -> None:
+    first, again = (File(files.new_id(1, "batch_1:output"), n, f"{n}.jsonl", "batch_output", 1) for n in (5, 6))
     assert again.id == first.id
-    assert run(valkey, files.made(again)) == 0
+    assert await _make(aclient, blobs, first) == "made"
+    assert await _make(aclient, blobs, again) == "exists"
     assert await files.get(aclient.store, first.id) == first
 
 
-async def test_an_expired_file_is_not_there_and_is_named_for_its_removal(aclient: AsyncClient, valkey: Redis) -> None:
+async def test_an_expired_file_is_not_there_and_is_named_for_its_removal(aclient: AsyncClient, blobs: Blobs) -> None:
     now = int(time.time())
-    stays, over = _made(valkey, 1, expires_at=now + 600), _made(valkey, 2, expires_at=now)
+    stays, over = [await _made(aclient, blobs, n, expires_at=end) for n, end in ((1, now + 600), (2, now))]
     assert await files.get(aclient.store, over.id) is None
     assert await files.listed(aclient.store, limit=9) == [stays]
     assert await files.expired(aclient.store, 9) == [over.id]
-    assert await files.remove(aclient.store, over.id)
+    assert await files.remove(aclient.store, blobs, over.id)
     assert await files.expired(aclient.store, 9) == []
+
+
+async def test_a_blob_whose_maker_died_is_removed_and_one_who_only_slept_begins_again(
+    aclient: AsyncClient, blobs: Blobs, valkey: Redis
+) -> None:
+    file = File(files.new_id(1, "slept"), 0, "in.jsonl", "batch", 1)
+    await files.note(aclient.store, file.id)
+    with blobs.writer() as writer:
+        writer.commit(file.id)
+    assert await files.left_behind(aclient.store, 9) == []
+    valkey.zadd(keys.FILE_NOTES, {file.id: int(time.time()) - files.NOTED_S})
+    assert await files.left_behind(aclient.store, 9) == [file.id]
+    run(valkey, Call(script(PACKAGE, "file_removed"), files._keys(file.id, ""), (file.id,)))  # and the sweeper dies
+    await files.note(aclient.store, file.id)
+    assert run(valkey, files.made(file)) == b"late"
+    assert await files.left_behind(aclient.store, 9) == [file.id]
+    await files.remove(aclient.store, blobs, file.id)
+    assert await _make(aclient, blobs, file) == "made"
+    assert await files.left_behind(aclient.store, 9) == []
