@@ -20,6 +20,7 @@ from redis.exceptions import ResponseError
 
 from producers.broker.base import NoSuchPlace
 from producers.client.aio import AsyncClient
+from producers.client.submission import TASK
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
@@ -27,6 +28,8 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists
 
+#: Fields of the record that a replayed task has, too, beside the task itself.
+KEPT: Final = ("webhook", "webhook_secret")
 #: Dead letters read at a time.
 PAGE: Final = 200
 _SPACE: Final = uuid.UUID("5b7c2f0e-6c39-4f0c-9d0f-0d6b1f3f6a11")
@@ -130,7 +133,8 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
     again = str(uuid.uuid5(_SPACE, letter.digest))
     if not record.plain:
         with suppress(TaskExists):  # an interrupted replay submitted it before
-            await client.submit(Task.parse(record.json("task") or {}), task_id=again)
+            more = {name: record.fields[name] for name in KEPT if name in record.fields}
+            await client.admit(Task.parse(record.json("task") or {}), again, TASK | more)
         await purge(client, letter)
         return Replayed(again, anew=True)
     if message is None:

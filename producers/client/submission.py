@@ -34,7 +34,7 @@ ADVICE: Final[dict[Trouble | None, str]] = {
     Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. ",
 }
 #: What a record says of a task that its caller reads by its id (`origin` in `producers.contract.record`).
-TASK: Final[Mapping[str, str | int]] = {"origin": "task"}
+TASK: Final[dict[str, str | int]] = {"origin": "task"}
 TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -148,6 +148,8 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
         fields["deadline"] = known.now_ms() + int(task.timeout * 1000)
     if task.ttl is not None:
         fields["ttl"] = task.ttl
+    if task.webhook is not None:
+        fields |= task.webhook.fields()
     return fields
 
 

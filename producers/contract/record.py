@@ -14,6 +14,7 @@
 | `nonce` | id of the submit that made the record |
 | `origin` | who asked: `task` (POST /v1/tasks and clients); absent where the caller waits on its connection |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
+| `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
 | `plain` | 1: made at the claim of a plain Celery message |
 | `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |

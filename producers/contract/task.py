@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     StringConstraints,
     ValidationError,
     WithJsonSchema,
@@ -25,6 +26,7 @@ from pydantic import (
 )
 
 from producers.contract.chat import MESSAGE, read_messages
+from producers.contract.webhook import WEBHOOK, Webhook
 from producers.errors import InvalidTask, shown
 
 MAX_PROMPT_BYTES: Final = 1 << 20
@@ -140,6 +142,7 @@ Messages = Annotated[
 #: A prompt's JSON schema, for OpenAPI; `_prompt` enforces it.
 PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
 PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+OwnWebhook = Annotated[Webhook, PlainValidator(Webhook.read), WithJsonSchema(WEBHOOK)]
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
 
 
@@ -238,6 +241,9 @@ class Task(BaseModel):
         max_length=16,
         description="at most 16 strings by name; a name has 1 to 64 characters, a string at most 512",
     )
+    webhook: OwnWebhook | None = Field(
+        None, exclude=True, description="an object with a url, and optionally a secret and events"
+    )
     ttl: int | None = Field(
         None, ge=60, le=MAX_TTL_S, description=f"seconds that the result is kept, from 60 to {MAX_TTL_S} (30 days)"
     )
@@ -296,7 +302,7 @@ class Task(BaseModel):
         return cls.parse(read_json(body))
 
     def to_json(self) -> str:
-        """The task as JSON for its record, with its prompt or its messages."""
+        """The task as JSON for its record, with its prompt or its messages; its webhook is kept apart."""
         return self.model_dump_json(exclude={"messages" if self.messages is None else "prompt"})
 
     @property

@@ -39,9 +39,16 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         task = Task.parse({"model": served.model, "tier": _tier(headers), **kwargs})
         if task.model != served.model:
             raise InvalidTask(f"this queue serves model {served.model!r}, not {task.model!r}", param="model")
+        if task.webhook is not None:
+            raise InvalidTask(
+                "webhook is not taken from a plain Celery message; link another task to this one, or let a webhook "
+                'endpoint ask for Celery tasks ("celery": true)',
+                param="webhook",
+            )
         task = task.resolved(served.card)
     except InvalidTask as exc:
-        fields["task"] = json.dumps(kwargs, default=str)
+        # A webhook may hold a secret, which is not shown with the record.
+        fields["task"] = json.dumps({name: value for name, value in kwargs.items() if name != "webhook"}, default=str)
         return Plain(fields, error_json(exc.code, str(exc), exc.param))
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n}
     if task.ttl is not None:

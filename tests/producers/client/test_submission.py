@@ -14,6 +14,7 @@ from producers.client.steps import drive
 from producers.client.submission import Directory, submit
 from producers.connection.script import script
 from producers.contract import keys
+from producers.contract.webhook import FINAL_EVENTS, new_secret
 from producers.store import protocol
 from tests.producers.conftest import CARD, QUEUE
 from tests.producers.faces import Face
@@ -59,6 +60,20 @@ def test_the_record_says_what_was_accepted(client: Face, valkey: Redis) -> None:
         repetition_penalty=1.0,
     )
     assert valkey.zcard(keys.SUBMITTING) == 0
+
+
+def test_a_webhook_lies_beside_the_task_and_its_secret_is_not_in_it(client: Face) -> None:
+    secret = new_secret()
+    named = client.submit(model="tiny", prompt=[1], webhook={"url": "https://example.com/hook", "secret": secret})
+    asked = client.submit(
+        model="tiny", prompt=[1], webhook={"url": "https://example.com/", "events": ["response.failed"]}
+    )
+    record, other = named.status(), asked.status()
+    assert record.json("webhook") == {"url": "https://example.com/hook", "events": list(FINAL_EVENTS)}
+    assert record.fields["webhook_secret"] == secret
+    assert "webhook" not in record.task
+    assert other.json("webhook") == {"url": "https://example.com/", "events": ["response.failed"]}
+    assert "webhook_secret" not in other.fields
 
 
 def test_a_text_prompt_has_no_length_yet_and_no_deadline_unless_asked(client: Face) -> None:

@@ -44,6 +44,26 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": True}, "max_tokens", "invalid_type"),
     ({"min_tokens": -1}, "min_tokens", "invalid_value"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
+    ({"webhook": "https://example.com"}, "webhook", "invalid_type"),
+    ({"webhook": {"url": "https://example.com", "method": "GET"}}, "webhook", "unknown_parameter"),
+    ({"webhook": {"secret": "x"}}, "webhook.url", "missing_parameter"),
+    ({"webhook": {"url": 5}}, "webhook.url", "invalid_type"),
+    *(
+        ({"webhook": {"url": url}}, "webhook.url", "invalid_value")
+        for url in (
+            *("example.com/hook", "ftp://example.com", "https://", "https:///hook", "https://[::1", "https://x:0/"),
+            *("https://x:65536/", "https://u:p@example.com/", "https://example.com/#top", "https://ex ample.com/"),
+            *("https://exämple.com/", "https://example.com/" + "x" * 2048, "https://example.com/\nHost: x"),
+        )
+    ),
+    *(
+        ({"webhook": {"url": "https://example.com", "secret": secret}}, "webhook.secret", "invalid_value")
+        for secret in ("c2VjcmV0", "whsec_" + "YWJj" * 7, "whsec_" + "YWJj" * 22, "whsec_é", "whsec_YWJj=YWJj" * 8)
+    ),
+    ({"webhook": {"url": "https://example.com", "secret": 5}}, "webhook.secret", "invalid_type"),
+    ({"webhook": {"url": "https://example.com", "events": []}}, "webhook.events", "invalid_value"),
+    ({"webhook": {"url": "https://example.com", "events": "response.failed"}}, "webhook.events", "invalid_type"),
+    ({"webhook": {"url": "https://example.com", "events": ["batch.failed"]}}, "webhook.events", "invalid_value"),
     ({"temperature": -0.1}, "temperature", "invalid_value"),
     ({"temperature": math.nan}, "temperature", "invalid_value"),
     ({"temperature": math.inf}, "temperature", "invalid_value"),
