@@ -28,6 +28,8 @@ SWEPT: Final = "penstock:swept"  # hash: a sweeper's duty -> how often it was do
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlier releases sent tasks there
+BATCHES: Final = "penstock:batches"  # zset: batch id -> ms; batches that have not ended, or are yet to be tidied up
+BATCH_INDEX: Final = "penstock:batches:index"  # zset: batch id -> 0; all batches; ids sort by time
 POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
 FILES: Final = "penstock:files"  # zset: file id -> 0; ids sort by time
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
@@ -92,6 +94,26 @@ def files(purpose: str) -> str:
 def webhook_row(name: str) -> str:
     """Hash: one delivery of an event (`producers.store.outbox`)."""
     return f"penstock:webhooks:row:{name}"
+
+
+def batch(batch_id: str) -> str:
+    """Hash: a batch (`producers.store.batches`)."""
+    return f"penstock:batch:{batch_id}"
+
+
+def batch_refused(batch_id: str) -> str:
+    """Hash: number of a line with a bad body -> its error (JSON), until it is written."""
+    return f"penstock:batch:{batch_id}:refused"
+
+
+def batch_parts(batch_id: str) -> str:
+    """List: the parts of a batch's files, in order; JSON, see `producers.store.batches.Part`."""
+    return f"penstock:batch:{batch_id}:parts"
+
+
+def batch_begun(batch_id: str) -> str:
+    """Set: names of all blobs that were begun as parts, to be removed at the batch's end."""
+    return f"penstock:batch:{batch_id}:begun"
 
 
 def workers(queue: str) -> str:

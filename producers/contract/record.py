@@ -12,7 +12,8 @@
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
 | `nonce` | id of the submit that made the record |
-| `origin` | who asked: `task` (POST /v1/tasks and clients); absent where the caller waits on its connection |
+| `origin` | who asked: `task` (POST /v1/tasks and clients), `batch` (a line); absent: its caller waits |
+| `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
 | `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
 | `plain` | 1: made at the claim of a plain Celery message |

@@ -1,6 +1,7 @@
 """The store's side of the protocol: records and streams, and what else lasts.
 
 protocol has one function for each script, which returns the `Call` to send; scripts/ has the Lua
+batches has batches: their scripts, and how they are read
 outbox has the events that wait to be delivered to webhooks
 model_files has models' files, in Redis; files has what is known of uploaded files, blobs their bytes
 idempotency lets a repeated request make nothing twice

@@ -63,7 +63,7 @@ STORE = {
     "CLAIM fails what was taken up": ("claim", "late(task, stream, id, r[8])", "late(task, stream, id, false)"),
     "EXPIRE looks at no clock": ("expire", "tonumber(r[3]) > now_ms()", "false"),
     "EXPIRE leaves the dead owner's claim": ("expire", "redis.call('HDEL', task, 'claim', 'owner')", ""),
-    "ADMIT notes no deadline": ("admit", "redis.call('ZADD', KEYS[3], deadline, id)", ""),
+    "ADMIT notes no deadline": ("admit", "redis.call('ZADD', deadlines, deadline, id)", ""),
     "CLAIM notes no deadline of a plain message": ("claim", "redis.call('ZADD', 'penstock:deadlines', r[6], id)", ""),
     "what has ended stays in the index of deadlines": (
         "finish",

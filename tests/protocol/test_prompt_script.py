@@ -157,7 +157,7 @@ MUTANTS = {
     "APPEND counts the prompt again": ("append", "'HSETNX'", "'HSET'"),
     "APPEND takes no prompt for one of none": ("append", "prompt ~= '0'", "true"),
     "FINISH goes on without the prompt": ("finish", "ARGV[8] == '0' or r[4]", "true"),
-    "the end forgets what was discarded": ("finish", "redis.call('HGET', task, 'discarded') or", ""),
+    "the end forgets what was discarded": ("finish", "tonumber(r[2] or '0')", "0"),
 }
 
 

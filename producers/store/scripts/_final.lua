@@ -15,8 +15,8 @@ local function prompt_used(task)
 end
 
 local function finalise(task, stream, id, status, reasons, err, prompt, cached)
-  local n = tonumber(redis.call('HGET', task, 'n') or '1')
-  local out = tonumber(redis.call('HGET', task, 'discarded') or '0')
+  local r = redis.call('HMGET', task, 'n', 'discarded', 'batch')
+  local n, out = tonumber(r[1] or '1'), tonumber(r[2] or '0')
   for c = 0, n - 1 do
     out = out + tonumber(redis.call('HGET', task, 'next:' .. c) or '0')
   end
@@ -30,4 +30,7 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   redis.call('ZREM', 'penstock:deadlines', id)
   redis.call('ZADD', 'penstock:unsettled', now_ms(), id)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
+  if r[3] and redis.call('HEXISTS', 'penstock:batch:' .. r[3], 'status') == 1 then
+    redis.call('HINCRBY', 'penstock:batch:' .. r[3], status == 'completed' and 'completed' or 'failed', 1)
+  end
 end

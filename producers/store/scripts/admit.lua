@@ -4,6 +4,7 @@
 -- KEYS: task, submitting, deadlines
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late
+-- include: _admit.lua
 -- include: _made.lua
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -20,13 +21,8 @@ local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', no
 for i = 5, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
-redis.call('HSET', task, unpack(fields))
-redis.call('UNLINK', 'penstock:stream:' .. id, 'penstock:result:' .. id) -- they outlive the record of an earlier task with this id
-redis.call('ZADD', submitting, now, id)
-local deadline, entry = unpack(redis.call('HMGET', task, 'deadline', 'idempotency'))
-if deadline then
-  redis.call('ZADD', KEYS[3], deadline, id)
-end
+admit(task, submitting, KEYS[3], id, now, fields)
+local entry = redis.call('HGET', task, 'idempotency')
 if entry then
   made(entry)
 end

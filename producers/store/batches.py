@@ -1,0 +1,296 @@
+"""Batches: one function for each script, which returns the `Call` to send; and how a batch is read.
+
+    BATCH_CREATE ─▶ validating ─ BATCH_BEGIN ─▶ in_progress ─ BATCH_FINALIZE ─▶ finalizing ─ BATCH_END ─▶ completed
+                        │                          │  BATCH_EXPAND, BATCH_WRITTEN  │                    expired
+                        └──── BATCH_CANCEL ────────┴──────▶ cancelling ◀───────────┘ ── BATCH_END ─────▶ cancelled
+                        └──── BATCH_FAIL (at any time) ─────────────────────────────────────────────────▶ failed
+
+A batch is the hash `penstock:batch:<id>`:
+
+| field | what it holds |
+| --- | --- |
+| `v` | 1, the format |
+| `status` | OpenAI's statuses, as above |
+| `endpoint`, `input_file`, `completion_window`, `metadata`, `tenant` | as created; the window as written ("24h") |
+| `created`, `deadline`, `window` | server times (ms); seconds. The deadline is that of each line's task |
+| `total` | lines of the input, once it is validated; blank lines do not count |
+| `line`, `offset` | lines that are expanded, and the offset behind them in the input (bytes) |
+| `completed`, `failed` | lines that have ended so far, counted by what made their records final |
+| `written`, `written_offset` | lines whose results are in a part of the files, and the offset behind them |
+| `outputs`, `errors`, `lapsed` | written lines by file; those of the errors that expired |
+| `in_progress_at`, `finalizing_at`, `cancelling_at`, and `<status>_at` of its end | server times (ms) |
+| `output_file`, `error_file` | ids of its files, once it has ended; absent if the file would be empty |
+| `reasons` | why it failed as a whole: JSON, [{code, line, message, param}] |
+
+The head of each `scripts/batch_*.lua` has its precondition, effect and answers. All may be called twice.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, script, text
+from producers.contract import keys
+from producers.contract.ids import timed_id
+from producers.store.protocol import PACKAGE
+
+PREFIX: Final = "batch_"
+ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+#: Time (s) for which a batch that ended is kept.
+KEPT_S: Final = 30 * 24 * 3600
+#: Longest completion window (s).
+MAX_WINDOW_S: Final = 7 * 24 * 3600
+#: Time (s) after the deadline for which a line's result waits to be written: a sweeper may be away for so long.
+MARGIN_S: Final = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as read. Times are server milliseconds."""
+
+    id: str
+    fields: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, batch_id: str, raw: Mapping[Any, Any]) -> Batch:
+        return cls(batch_id, {text(k): text(v) for k, v in raw.items()})
+
+    @property
+    def status(self) -> str:
+        return self.fields["status"]
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    @property
+    def endpoint(self) -> str:
+        return self.fields["endpoint"]
+
+    @property
+    def input_file(self) -> str:
+        return self.fields["input_file"]
+
+    @property
+    def tenant(self) -> str:
+        """Empty without one."""
+        return self.fields.get("tenant", "")
+
+    @property
+    def metadata(self) -> dict[str, str] | None:
+        return self.json("metadata")  # type: ignore[no-any-return]
+
+    @property
+    def deadline(self) -> int:
+        return int(self.fields["deadline"])
+
+    @property
+    def total(self) -> int | None:
+        """The number of its lines; None until it is validated."""
+        total = self.fields.get("total")
+        return None if total is None else int(total)
+
+    def count(self, name: str) -> int:
+        """`line`, `offset`, `completed`, `failed`, `written`, `written_offset`, `outputs`, `errors` or `lapsed`."""
+        return int(self.fields.get(name, 0))
+
+    def time(self, name: str) -> int | None:
+        """`created`, `deadline`, or `<status>_at`."""
+        value = self.fields.get(name)
+        return int(value) if value else None
+
+    def json(self, name: str) -> Any:
+        """`metadata` or `reasons`; None where absent."""
+        value = self.fields.get(name)
+        return json.loads(value) if value else None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A blob that holds the results of successive lines. `kind`: output or error; `size`: its bytes."""
+
+    kind: str
+    name: str
+    size: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def new_id(ms: int, seed: str | None = None) -> str:
+    """An id for a batch made at unix time `ms`, see `producers.contract.ids`."""
+    return timed_id(PREFIX, ms, seed)
+
+
+def task_id(batch_id: str, line: int) -> str:
+    """The id of a line's task: a function of the batch and the line's number (from 0)."""
+    return str(uuid.uuid5(uuid.UUID(batch_id.removeprefix(PREFIX)), str(line)))
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+# They raise redis.exceptions.RedisError or OSError.
+
+
+async def read(store: Redis, batch_id: str) -> Batch | None:
+    """The batch; None if there is none of this id."""
+    raw = await store.hgetall(keys.batch(batch_id))
+    return Batch.parse(batch_id, raw) if raw else None
+
+
+async def open_batches(store: Redis) -> list[str]:
+    """Ids of the batches that have not ended, or are yet to be tidied up; the oldest first."""
+    return [text(name) for name in await store.zrange(keys.BATCHES, 0, -1)]
+
+
+async def page(store: Redis, limit: int, *, after: str | None = None, tenant: str | None = None) -> list[Batch]:
+    """Up to `limit` batches, the newest first, from behind the batch `after` on, which may be gone.
+
+    `tenant`: only batches of this one; empty: without one. None: all.
+    """
+    found: list[Batch] = []
+    while len(found) < limit:
+        first = f"({after}" if after else "+"
+        ids: list[Any] = await store.zrange(keys.BATCH_INDEX, first, "-", desc=True, bylex=True, offset=0, num=limit)
+        if not ids:
+            break
+        async with store.pipeline(transaction=False) as pipe:
+            for name in ids:
+                pipe.hgetall(keys.batch(text(name)))
+            rows = await pipe.execute()
+        after = text(ids[-1])
+        batches = [Batch.parse(text(name), raw) for name, raw in zip(ids, rows, strict=True) if raw]
+        found += [batch for batch in batches if tenant is None or batch.tenant == tenant]
+    return found[:limit]
+
+
+async def trim(store: Redis, now_ms: int) -> int:
+    """Remove from the list of all batches those that are not kept any more. Returns their number."""
+    before = now_ms - (KEPT_S + 2 * MAX_WINDOW_S + MARGIN_S) * 1000
+    return int(await store.zremrangebylex(keys.BATCH_INDEX, "-", f"({PREFIX}{max(before, 0):012x}"))
+
+
+async def parts(store: Redis, batch_id: str) -> list[Part]:
+    """The written parts of a batch's files, in order."""
+    return [Part(**json.loads(part)) for part in await store.lrange(keys.batch_parts(batch_id), 0, -1)]
+
+
+# ---- changing ------------------------------------------------------------------------------------------------------
+
+
+def create(batch_id: str, window_s: int, fields: Mapping[str, str | int]) -> Call:
+    """BATCH_CREATE: make a batch, `validating`. Answers `new` or `exists`.
+
+    `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, and `idempotency`
+    (`producers.store.idempotency.Entry.name`).
+    """
+    pairs = [part for item in fields.items() for part in item]
+    names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX)
+    return Call(script(PACKAGE, "batch_create"), names, (batch_id, window_s, *pairs))
+
+
+def begin(batch_id: str, total: int) -> Call:
+    """BATCH_BEGIN: the input is valid and has `total` lines. Answers the status then, or `gone`."""
+    return Call(script(PACKAGE, "batch_begin"), (keys.batch(batch_id),), (total,))
+
+
+def fail(batch_id: str, reasons: Sequence[Mapping[str, Any]]) -> Call:
+    """BATCH_FAIL: the batch fails as a whole. `reasons`: [{code, line, message, param}]. Answers the status then, or
+    `gone`."""
+    return Call(script(PACKAGE, "batch_fail"), (keys.batch(batch_id),), (batch_id, json.dumps(reasons)))
+
+
+def cancel(batch_id: str) -> Call:
+    """BATCH_CANCEL: the sweeper is to cancel the batch. Answers `[accepted 0|1, status]`."""
+    return Call(script(PACKAGE, "batch_cancel"), (keys.batch(batch_id),), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Successive lines of an input. `tasks`: id and record's fields of each; `refused`: number -> error (JSON)."""
+
+    first: int
+    offset: int
+    """Where the next line begins (bytes)."""
+    tasks: Sequence[tuple[str, Mapping[str, str | int]]]
+    refused: Mapping[int, str]
+
+    @property
+    def lines(self) -> int:
+        return len(self.tasks) + len(self.refused)
+
+
+#: Fields of a line's record that may differ between lines.
+OWN: Final = ("task", "model", "version", "queue", "tier", "n", "tokens", "prompt_tokens", "deadline", "line")
+
+
+def expand(batch_id: str, block: Block, shared: Mapping[str, str | int]) -> Call:
+    """BATCH_EXPAND: make the records of a block's lines. Answers `[the records' time in ms]`, or `[]` if the batch is
+    elsewhere by now. `shared`: fields of all records."""
+    pairs = [part for item in shared.items() for part in item]
+    args: list[str | int] = [batch_id, block.first, block.lines, block.offset, len(block.refused), len(pairs), len(OWN)]
+    args += [*pairs, *OWN]
+    for name, fields in block.tasks:
+        args.append(name)
+        args += [fields.get(field, "") for field in OWN]
+    for line, error in block.refused.items():
+        args += (line, error)
+    names = (keys.batch(batch_id), keys.batch_refused(batch_id), keys.SUBMITTING, keys.DEADLINES)
+    return Call(script(PACKAGE, "batch_expand"), names, args)
+
+
+def finalize(batch_id: str) -> Call:
+    """BATCH_FINALIZE: no line is expanded any more, if all have ended or the deadline has passed. Answers the status
+    then, or `gone`."""
+    return Call(script(PACKAGE, "batch_finalize"), (keys.batch(batch_id),), ())
+
+
+def begin_parts(batch_id: str, names: Sequence[str]) -> Call:
+    """BATCH_PART: these blobs are about to be written. Answers 1, or 0 if the batch has ended."""
+    return Call(script(PACKAGE, "batch_part"), (keys.batch(batch_id), keys.batch_begun(batch_id)), names)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Lines whose results are in `parts`: how many are in the output and in the errors, and expired of the latter."""
+
+    first: int
+    lines: int
+    offset: int
+    outputs: int
+    errors: int
+    lapsed: int
+    parts: Sequence[Part]
+
+
+def written(batch_id: str, done: Written) -> Call:
+    """BATCH_WRITTEN: these lines are written; their records are removed. Answers 1, or 0 if the batch is elsewhere by
+    now."""
+    ids = [task_id(batch_id, line) for line in range(done.first, done.first + done.lines)]
+    counts = (done.first, done.lines, done.offset, done.outputs, done.errors, done.lapsed, len(done.parts))
+    return Call(
+        script(PACKAGE, "batch_written"),
+        (keys.batch(batch_id), keys.batch_parts(batch_id), keys.batch_refused(batch_id)),
+        (batch_id, *counts, *(part.to_json() for part in done.parts), *ids),
+    )
+
+
+def end(batch_id: str, output_file: str | None, error_file: str | None) -> Call:
+    """BATCH_END: the batch ends with these files. Answers the status then, or `gone`."""
+    return Call(script(PACKAGE, "batch_end"), (keys.batch(batch_id),), (batch_id, output_file or "", error_file or ""))
+
+
+def drop(batch_id: str, ids: Sequence[str]) -> Call:
+    """BATCH_DROP: forget these tasks of a batch that has ended. Answers 1, or 0 if it has not."""
+    return Call(script(PACKAGE, "batch_drop"), (keys.batch(batch_id),), (batch_id, *ids))
+
+
+def close(batch_id: str) -> Call:
+    """BATCH_CLOSE: nothing of a batch that has ended is left but itself. Answers 1, or 0 if it has not ended."""
+    names = (keys.batch(batch_id), keys.BATCHES, keys.batch_parts(batch_id), keys.batch_begun(batch_id))
+    return Call(script(PACKAGE, "batch_close"), (*names, keys.batch_refused(batch_id)), (batch_id, KEPT_S))

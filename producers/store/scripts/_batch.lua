@@ -1,0 +1,23 @@
+-- Shared by the scripts of batches.
+local ENDED = { completed = true, failed = true, expired = true, cancelled = true }
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- Forgets a line's task, whose result is written or not wanted. A task that is not settled yet is left to SETTLE or
+-- ORPHAN, and kept for a minute after it.
+local function drop(batch, id)
+  local task = 'penstock:task:' .. id
+  local r = redis.call('HMGET', task, 'batch', 'settled')
+  if r[1] ~= batch then
+    return
+  end
+  if r[2] then
+    redis.call('UNLINK', task, 'penstock:stream:' .. id, 'penstock:result:' .. id)
+    redis.call('ZREM', 'penstock:settled', id)
+  else
+    redis.call('HSET', task, 'ttl', 60)
+  end
+end

@@ -1,0 +1,175 @@
+"""A batch's scripts: each line has one record, counts once, and is written once, however often a call is repeated."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.connection.script import Call, run, text
+from producers.contract import keys
+from producers.store import batches, protocol
+from producers.store.batches import Batch, Block, Part, Written
+from tests.producers.conftest import QUEUE
+from tests.producers.fake_worker import FakeWorker
+
+FIELDS = {"endpoint": "/v1/completions", "input_file": "file-1", "completion_window": "24h"}
+SHARED = {"origin": "batch"}
+
+
+def field(line: int, batch: str) -> dict[str, str | int]:
+    task = {"task": "{}", "model": "tiny", "version": "0123456789ab", "queue": QUEUE, "tier": "batch", "n": 1}
+    return {**task, "tokens": 9, "line": line, "deadline": 1 << 42}
+
+
+class Store:
+    def __init__(self, redis: Redis) -> None:
+        self.redis = redis
+        self.id = batches.new_id(1_790_000_000_000)
+
+    def twice(self, call: Call) -> Any:
+        """The first answer; the second call must change nothing."""
+        first = run(self.redis, call)
+        before = {name: self.redis.dump(name) for name in self.redis.keys("penstock:batch*")}
+        run(self.redis, call)
+        assert {name: self.redis.dump(name) for name in self.redis.keys("penstock:batch*")} == before
+        return first
+
+    def read(self) -> Batch:
+        return Batch.parse(self.id, self.redis.hgetall(keys.batch(self.id)))
+
+    def block(self, first: int, last: int, bad: tuple[int, ...] = ()) -> Call:
+        tasks = [
+            (batches.task_id(self.id, k), field(k, self.id) | {"batch": self.id})
+            for k in range(first, last)
+            if k not in bad
+        ]
+        return batches.expand(
+            self.id, Block(first, last * 100, tasks, dict.fromkeys(bad, "{}")), SHARED | {"batch": self.id}
+        )
+
+    def begun(self, total: int) -> None:
+        assert self.twice(batches.create(self.id, 3600, FIELDS)) == b"new"
+        assert self.twice(batches.begin(self.id, total)) == b"in_progress"
+
+
+@pytest.fixture
+def store(valkey: Redis) -> Store:
+    return Store(valkey)
+
+
+def written(first: int, lines: int, **more: Any) -> Written:
+    counts = {"outputs": lines, "errors": 0, "lapsed": 0, "parts": [Part("output", f"part-{first}", 7)]}
+    return Written(first, lines, lines * 100, **{**counts, **more})
+
+
+def test_a_line_has_one_record_and_counts_once(store: Store, valkey: Redis) -> None:
+    store.begun(4)
+    assert len(store.twice(store.block(0, 3, bad=(1,)))) == 1
+    ids = [batches.task_id(store.id, k) for k in (0, 2)]
+    assert {text(name) for name in valkey.zrange(keys.SUBMITTING, 0, -1)} == set(ids)
+    assert valkey.zcard(keys.DEADLINES) == 2
+    assert valkey.hkeys(keys.batch_refused(store.id)) == [b"1"]
+    assert (store.read().count("line"), store.read().count("offset"), store.read().count("failed")) == (3, 300, 1)
+    for name in ids:  # whatever makes it final counts it
+        run(valkey, protocol.queued(name))
+        run(valkey, protocol.cancel(name))
+        run(valkey, protocol.cancel(name))
+    assert store.read().count("failed") == 3
+
+
+def test_a_completed_line_counts_as_completed(store: Store, valkey: Redis, model: str, worker: FakeWorker) -> None:
+    store.begun(1)
+    run(valkey, store.block(0, 1))
+    name = batches.task_id(store.id, 0)
+    worker.serve(name, ["x"])
+    assert (store.read().count("completed"), store.read().count("failed")) == (1, 0)
+    assert run(valkey, batches.finalize(store.id)) == b"finalizing"
+
+
+def test_written_lines_are_forgotten(store: Store, valkey: Redis, model: str, worker: FakeWorker) -> None:
+    store.begun(2)
+    run(valkey, store.block(0, 2, bad=(1,)))
+    worker.serve(batches.task_id(store.id, 0), ["x"])
+    assert run(valkey, batches.begin_parts(store.id, ["part-0"])) == 1
+    assert store.twice(batches.written(store.id, written(0, 2, outputs=1, errors=1))) == 1
+    assert run(valkey, batches.written(store.id, written(0, 1))) == 0, "another wrote it"
+    assert not valkey.keys("penstock:task:*")
+    assert not valkey.keys("penstock:stream:*")
+    assert not valkey.exists(keys.batch_refused(store.id), keys.SETTLED, keys.UNSETTLED)
+    assert valkey.lrange(keys.batch_parts(store.id), 0, -1) == [Part("output", "part-0", 7).to_json().encode()]
+
+
+def test_a_final_line_that_is_not_settled_is_left_to_its_worker(store: Store, valkey: Redis) -> None:
+    store.begun(1)
+    run(valkey, store.block(0, 1))
+    name = batches.task_id(store.id, 0)
+    run(valkey, protocol.queued(name))
+    run(valkey, protocol.cancel(name))
+    assert run(valkey, batches.written(store.id, written(0, 1))) == 1
+    assert run(valkey, protocol.orphan(name)) == b"settled"
+    assert 0 < valkey.ttl(keys.task(name)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("lapsed", "cancelled", "expected"), [(0, 0, "completed"), (1, 0, "expired"), (1, 1, "cancelled")]
+)
+def test_how_a_batch_ends(store: Store, valkey: Redis, lapsed: int, cancelled: int, expected: str) -> None:
+    store.begun(1)
+    run(valkey, store.block(0, 1, bad=(0,)))
+    assert run(valkey, batches.end(store.id, None, None)) == b"in_progress", "it is not written"
+    if cancelled:
+        assert store.twice(batches.cancel(store.id)) == [1, b"cancelling"]
+    assert store.twice(batches.finalize(store.id)) == (b"cancelling" if cancelled else b"finalizing")
+    run(valkey, batches.written(store.id, written(0, 1, outputs=0, errors=1, lapsed=lapsed)))
+    assert store.twice(batches.end(store.id, None, "file-e")) == expected.encode()
+    read = store.read()
+    assert (read.status, read.count("failed"), read.fields["error_file"]) == (expected, 1, "file-e")
+    assert "output_file" not in read.fields
+    assert read.time(f"{expected}_at")
+    assert run(valkey, batches.cancel(store.id)) == [0, expected.encode()]
+    assert store.twice(batches.close(store.id)) == 1
+    assert not valkey.zcard(keys.BATCHES)
+    assert valkey.ttl(keys.batch(store.id)) > 0
+
+
+def test_nothing_is_expanded_after_the_deadline_or_a_cancel(store: Store, valkey: Redis) -> None:
+    store.begun(2)
+    valkey.hset(keys.batch(store.id), "deadline", 1)
+    assert run(valkey, store.block(0, 1)) == []
+    assert run(valkey, batches.finalize(store.id)) == b"finalizing"
+    assert run(valkey, store.block(0, 1)) == []
+    assert not valkey.keys("penstock:task:*")
+
+
+def test_a_batch_may_fail_or_be_cancelled_before_it_begins(store: Store, valkey: Redis) -> None:
+    run(valkey, batches.create(store.id, 3600, FIELDS))
+    reasons = [{"code": "invalid_json", "line": 3, "message": "no JSON", "param": None}]
+    assert store.twice(batches.fail(store.id, reasons)) == b"failed"
+    assert run(valkey, batches.begin(store.id, 1)) == b"failed"
+    assert store.read().json("reasons") == reasons
+    other = Store(valkey)
+    run(valkey, batches.create(other.id, 3600, FIELDS))
+    run(valkey, batches.cancel(other.id))
+    assert other.twice(batches.end(other.id, None, None)) == b"cancelled"
+
+
+def test_the_list_of_batches(valkey: Redis, valkey_url: str) -> None:
+    made = []
+    for k in range(7):
+        made.append(batches.new_id(1_790_000_000_000 + k))
+        run(valkey, batches.create(made[-1], 60, FIELDS | ({"tenant": "a"} if k % 2 else {})))
+    made.reverse()
+
+    async def listed() -> None:
+        async with AsyncClient(valkey_url) as client:
+            assert [b.id for b in await batches.page(client.store, 3)] == made[:3]
+            assert [b.id for b in await batches.page(client.store, 9, after=made[2])] == made[3:]
+            assert [b.id for b in await batches.page(client.store, 9, tenant="a")] == made[1::2]
+            assert await batches.open_batches(client.store) == made[::-1]
+            assert await batches.trim(client.store, 1_800_000_000_000) == 7
+
+    asyncio.run(listed())
