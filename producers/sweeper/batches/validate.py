@@ -1,0 +1,220 @@
+"""Checks a batch's input as a whole, in bounded memory, before anything runs.
+
+    blob ─▶ lines ─▶ request_of (JSON, custom_id, method, url, body, model) ─▶ hashes of custom_ids ─▶ Checked
+                                                   hashes that repeat ─▶ a second pass names their lines
+
+What is in a line's body, beside its model, is not judged here: a bad body is that line's error, not the batch's.
+Everything blocks: call it on a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.contract.task import likely
+from producers.errors import shown
+from producers.store.blobs import Line
+
+#: Most lines of a batch.
+MAX_LINES: Final = 10_000_000
+#: Longest custom_id, in characters.
+MAX_CUSTOM_ID: Final = 512
+#: Errors after which no more are looked for.
+MAX_ERRORS: Final = 100
+#: Sets that the hashes of custom_ids are split into: each is small, and all are sorted one after the other.
+_BUCKETS: Final = 1024
+_64_BITS: Final = (1 << 64) - 1
+_BOM: Final = b"\xef\xbb\xbf"
+
+
+class BadLine(ValueError):
+    """A line that fails its whole batch. `code`: for programs. `param`: the field at fault."""
+
+    def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A line that has the form of a request. `body`: not judged yet, but for its model."""
+
+    custom_id: str
+    body: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        return str(self.body["model"])
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a batch fails as a whole. `line` is from 1; None where no line is at fault."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check found. Without `errors`, the batch has `lines` requests, to these `models`."""
+
+    lines: int
+    models: frozenset[str]
+    errors: tuple[Reason, ...]
+
+
+def is_blank(line: Line) -> bool:
+    """Whether the line has nothing in it. Such lines are no requests, and do not count."""
+    return line.data is not None and not line.data.strip()
+
+
+def request_of(line: Line, url: str) -> Request:
+    """The request in a line that is not blank. `url`: the batch's endpoint. Raises BadLine."""
+    found = _object(line)
+    custom_id = found.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        raise _wrong(found, "custom_id", f"a text of 1 to {MAX_CUSTOM_ID} characters")
+    if found.get("method") != "POST":
+        raise _wrong(found, "method", '"POST"')
+    if found.get("url") != url:
+        raise _wrong(found, "url", f"{shown(url)}, the batch's endpoint", code="url_mismatch")
+    body = found.get("body")
+    if not isinstance(body, dict):
+        raise _wrong(found, "body", f"an object: the request that {url} takes")
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise _wrong(body, "model", "the name of a model", place="body.model")
+    return Request(custom_id, body)
+
+
+def check(
+    read: Callable[[], Iterable[Line]],
+    url: str,
+    models: Collection[str],
+    *,
+    max_lines: int = MAX_LINES,
+    stop: Callable[[], bool] = lambda: False,
+) -> Checked:
+    """Check an input. `read` gives its lines from the first on, each time it is called. `models`: those that there are.
+
+    `stop`: asked now and then whether to give up; the result is then of no use. Raises what `read` raises.
+    """
+    errors: list[Reason] = []
+    asked: set[str] = set()
+    seen = _Hashes()
+    count = 0
+    for line in _requests(read(), stop):
+        count += 1
+        if count > max_lines:
+            message = f"the file has more than {max_lines} requests, which is the most for a batch; split it"
+            errors.append(Reason("too_many_tasks", message, line.number))
+            break
+        try:
+            request = request_of(line, url)
+            seen.add(request.custom_id)
+            if request.model not in asked:
+                _check_model(request.model, models)
+                asked.add(request.model)
+        except BadLine as error:
+            errors.append(Reason(error.code, str(error), line.number, error.param))
+            if len(errors) == MAX_ERRORS:
+                break
+    if not count:
+        errors.append(Reason("empty_file", "the file has no requests: it is empty"))
+    room = MAX_ERRORS - len(errors)
+    if room and (repeated := seen.repeated(MAX_ERRORS)):
+        errors += _repeats(_requests(read(), stop), url, repeated, room, max_lines)
+    errors.sort(key=lambda error: error.line or 0)
+    return Checked(count, frozenset(asked), tuple(errors))
+
+
+def _requests(lines: Iterable[Line], stop: Callable[[], bool]) -> Iterator[Line]:
+    """The lines that are not blank."""
+    for line in lines:
+        if line.number % 1024 == 0 and stop():
+            return
+        if not is_blank(line):
+            yield line
+
+
+def _object(line: Line) -> dict[str, Any]:
+    if line.data is None:
+        raise BadLine(f"the line has {line.end - line.offset} bytes, which is too long")
+    data = line.data.removeprefix(_BOM) if line.offset == 0 else line.data
+    try:
+        found = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise BadLine(f"the line is not UTF-8: bad byte at {error.start}", code="invalid_json_line") from None
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"the line is not JSON: {error}", code="invalid_json_line") from None
+    if not isinstance(found, dict):
+        raise BadLine(f"the line is {shown(found)}; it must be a JSON object", code="invalid_json_line")
+    return found
+
+
+def _wrong(
+    found: dict[str, Any], name: str, wanted: str, *, place: str | None = None, code: str = "invalid_request"
+) -> BadLine:
+    place = place or name
+    if found.get(name) is None:
+        return BadLine(f"{place} is missing; it must be {wanted}", code=code, param=place)
+    return BadLine(f"{place} is {shown(found[name])}; it must be {wanted}", code=code, param=place)
+
+
+def _check_model(model: str, models: Collection[str]) -> None:
+    if model not in models:
+        near = likely(model, models)
+        hint = f"; did you mean {shown(near)}?" if near else f"; there are {', '.join(sorted(models)[:10]) or 'none'}"
+        raise BadLine(f"there is no model {shown(model)}{hint}", code="model_not_found", param="body.model")
+
+
+class _Hashes:
+    """Hashes of texts, 8 bytes each, to find those that come twice."""
+
+    def __init__(self) -> None:
+        self._buckets = [array("Q") for _ in range(_BUCKETS)]
+
+    def add(self, text: str) -> None:
+        value = hash(text) & _64_BITS  # keyed by the process, so nobody can make texts that collide
+        self._buckets[value % _BUCKETS].append(value)
+
+    def repeated(self, most: int) -> frozenset[int]:
+        """Up to `most` hashes that came more than once."""
+        found: set[int] = set()
+        for bucket in self._buckets:
+            if len(set(bucket)) == len(bucket):
+                continue
+            seen: set[int] = set()
+            for value in bucket:
+                (found if value in seen else seen).add(value)
+                if len(found) >= most:
+                    return frozenset(found)
+        return frozenset(found)
+
+
+def _repeats(lines: Iterable[Line], url: str, hashes: frozenset[int], most: int, max_lines: int) -> Iterator[Reason]:
+    """The lines whose custom_id, with one of these hashes, an earlier line has; up to `most`."""
+    first: dict[str, int] = {}
+    for count, line in enumerate(lines):
+        if not most or count == max_lines:
+            return
+        try:
+            custom_id = request_of(line, url).custom_id
+        except BadLine:
+            continue
+        if hash(custom_id) & _64_BITS not in hashes:
+            continue
+        if custom_id in first:
+            message = f"custom_id {shown(custom_id)} is that of line {first[custom_id]} already; each must be unique"
+            most -= 1
+            yield Reason("duplicate_custom_id", message, line.number, "custom_id")
+        else:
+            first[custom_id] = line.number
