@@ -24,6 +24,7 @@ from producers.contract.message import Message
 from producers.contract.record import Record
 from producers.contract.result import Result, collect
 from producers.contract.task import Task
+from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
 
 
@@ -48,13 +49,22 @@ class AsyncClient:
         self._hub = Hub(self.store)
         self._closed = False
 
-    async def submit(self, task: Task | None = None, /, *, task_id: str | None = None, **fields: Any) -> AsyncHandle:
+    async def submit(
+        self,
+        task: Task | None = None,
+        /,
+        *,
+        task_id: str | None = None,
+        traceparent: str | None = None,
+        **fields: Any,
+    ) -> AsyncHandle:
         """Queue a task, given as a Task or as its fields.
 
+        `traceparent`: the caller's W3C trace, which the worker's log names; a bad one is ignored, as everywhere.
         Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
         (no answer in time: if a record was made, the sweeper sends the task).
         """
-        return await self.admit(operations.task_of(task, fields), task_id)
+        return await self.admit(operations.task_of(task, fields), task_id, {**TASK, **trace_fields(traceparent)})
 
     async def admit(self, task: Task, task_id: str | None = None, more: Mapping[str, str | int] = TASK) -> AsyncHandle:
         """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`)."""

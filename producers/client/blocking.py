@@ -16,7 +16,7 @@ from producers.client.aio import AsyncClient
 from producers.client.hub import CLOSED
 from producers.client.portal import Expired, Portal
 from producers.client.steps import Pause, Send, Step, Steps, T, drive
-from producers.client.submission import Directory, submit
+from producers.client.submission import TASK, Directory, submit
 from producers.connection.connect import connect
 from producers.connection.local import servers
 from producers.connection.script import Call, run
@@ -26,6 +26,7 @@ from producers.contract.message import Message
 from producers.contract.record import Record
 from producers.contract.result import Result, collect
 from producers.contract.task import Task
+from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -57,14 +58,24 @@ class Client:
         #: The last pair is in use. A pair from before a fork is kept untouched: it shares the parent's epoll.
         self._reading: list[tuple[Portal, AsyncClient]] = []
 
-    def submit(self, task: Task | None = None, /, *, task_id: str | None = None, **fields: Any) -> Handle:
+    def submit(
+        self,
+        task: Task | None = None,
+        /,
+        *,
+        task_id: str | None = None,
+        traceparent: str | None = None,
+        **fields: Any,
+    ) -> Handle:
         """Queue a task, given as a Task or as its fields.
 
+        `traceparent`: the caller's W3C trace, which the worker's log names; a bad one is ignored, as everywhere.
         Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
         (no answer in time: if a record was made, the sweeper sends the task).
         """
         asked = operations.task_of(task, fields)
-        return self.get(self.run(submit(self._directory, asked, task_id, self._patience)))
+        more = {**TASK, **trace_fields(traceparent)}
+        return self.get(self.run(submit(self._directory, asked, task_id, self._patience, more)))
 
     def get(self, task_id: str) -> Handle:
         """A handle on a task that anyone has submitted. It looks nothing up yet."""

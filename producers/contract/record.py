@@ -16,6 +16,7 @@
 | `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
 | `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
+| `traceparent` | the trace of its caller that it belongs to (`producers.contract.trace`) |
 | `plain` | 1: made at the claim of a plain Celery message |
 | `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |

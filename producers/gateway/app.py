@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
-from producers.client.aio import AsyncClient
 from producers.gateway import front, health, metrics, models, openai
 from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
@@ -20,6 +19,7 @@ from producers.gateway.http import errors
 from producers.gateway.http.edge import Edge
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.sse import Streams
+from producers.gateway.http.trace import TracedClient
 from producers.gateway.metrics import Metrics
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.tasks import routes as tasks
@@ -40,7 +40,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     Raises ValueError for a broker or store that is no Redis or Valkey.
     """
-    client = AsyncClient(settings.broker, settings.store, patience=settings.patience)
+    client = TracedClient(settings.broker, settings.store, patience=settings.patience)
     streams = Streams()
     figures = Metrics(streams.__len__)
 

@@ -136,7 +136,7 @@ class Claimer(threading.Thread):
                 raise claimed
             self._act(delivery, decode, claimed, alone)
         except Exception as exc:
-            logger.exception("Task %s: its record cannot be used", delivery.task_id)
+            logger.exception("Task %s: its record cannot be used%s", delivery.task_id, delivery.trace)
             self._deliveries.stop(delivery)
             self._finisher.bury(delivery, f"its record cannot be used: {exc}", claimed=True)
 
@@ -165,12 +165,19 @@ class Claimer(threading.Thread):
             if "end" in record.fields:  # no token would be taken, and its message would come back for ever
                 raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
             delivery.begin(record, record.nexts)
+            if delivery.trace:
+                logger.info("Task %s is claimed%s", delivery.task_id, delivery.trace)
             if delivery.revoked:
                 self._publisher.conclude_revoked(delivery)
             elif delivery.plain and delivery.plain.error:
                 self._publisher.conclude(delivery, "failed", delivery.plain.error)
             elif is_last_chance(record, settings.max_deaths) and not alone:
-                logger.warning("Task %s was lost with its worker %d times: it runs alone", record.id, record.deaths)
+                logger.warning(
+                    "Task %s was lost with its worker %d times: it runs alone%s",
+                    record.id,
+                    record.deaths,
+                    delivery.trace,
+                )
                 self._suspects.append(delivery)
                 self._stay_alone(True)
             else:
@@ -225,11 +232,11 @@ class Claimer(threading.Thread):
             self._publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
             return
         except LOST as exc:
-            logger.warning("Cannot start task %s, giving it back: %s", delivery.task_id, exc)
+            logger.warning("Cannot start task %s, giving it back: %s%s", delivery.task_id, exc, delivery.trace)
             self._finisher.let_go(delivery, self._served.settings.retry_after)
             return
         except BaseException as exc:  # a panic in the tokenizer, which is Rust, is no Exception
-            logger.exception("Cannot start task %s", delivery.task_id)
+            logger.exception("Cannot start task %s%s", delivery.task_id, delivery.trace)
             error = error_json("engine_error", f"The task could not be started: {exc!r}")
             self._publisher.conclude(delivery, "failed", error)
             return

@@ -142,7 +142,7 @@ class Finisher(threading.Thread):
         except AWAY as exc:
             warn_throttled(logger, "Celery's side of task %s has to wait: %s", end.delivery.task_id, exc)
         except Exception as exc:
-            logger.exception("Celery's side of task %s failed", end.delivery.task_id)
+            logger.exception("Celery's side of task %s failed%s", end.delivery.task_id, end.delivery.trace)
             end.failures += 1
             if end.failures >= MAX_FAILURES:
                 return self._give_up(end, exc)
@@ -233,7 +233,9 @@ class Finisher(threading.Thread):
                 if end.status == DEAD:
                     self._deliveries.done(end.delivery, end.reason)
                 elif isinstance(answer, Exception):
-                    logger.error("Cannot settle or release task %s: %s", end.delivery.task_id, answer)
+                    logger.error(
+                        "Cannot settle or release task %s: %s%s", end.delivery.task_id, answer, end.delivery.trace
+                    )
                     end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
                     broken.append(end)
                 elif end.status == BACK:
@@ -243,7 +245,9 @@ class Finisher(threading.Thread):
                 elif answer:
                     self._deliveries.done(end.delivery, self._dead_letter(end), settled=True)
                 else:
-                    logger.warning("A failover lost the end of task %s: it goes back", end.delivery.task_id)
+                    logger.warning(
+                        "A failover lost the end of task %s: it goes back%s", end.delivery.task_id, end.delivery.trace
+                    )
                     self.release(end.delivery)
             return self._settle(broken)
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from producers.contract import keys
 from producers.contract.record import error_json
 from producers.contract.task import Task
+from producers.contract.trace import trace_fields
 from producers.errors import InvalidTask
 from workers.state.delivery import Plain
 from workers.state.served import Served
@@ -30,6 +31,7 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         "n": 1,
         "task": "{}",
         "nonce": "",
+        **trace_fields(headers.get("traceparent")),
     }
     if arguments is None:
         return Plain(fields)

@@ -168,7 +168,7 @@ class Publisher(threading.Thread):
                 continue
             for delivery, answer in zip(todo, answers, strict=True):
                 if isinstance(answer, Exception):
-                    logger.error("Cannot publish the prompt of task %s: %s", delivery.task_id, answer)
+                    logger.error("Cannot publish the prompt of task %s: %s%s", delivery.task_id, answer, delivery.trace)
                     self._not_ok(delivery, "error", ends)
                 elif text(answer) != "ok":
                     self._not_ok(delivery, text(answer), ends)
@@ -252,6 +252,8 @@ class Publisher(threading.Thread):
                     self._bury(delivery, answer)
                 elif text(answer[0]) == "won":
                     delivery.ended = True
+                    if delivery.trace:
+                        logger.info("Task %s has ended: %s%s", delivery.task_id, text(answer[1]), delivery.trace)
                     if end.status == "completed":  # the engine has ended it by itself
                         self._deliveries.running.pop(delivery.uuid, None)
                     else:
@@ -267,12 +269,12 @@ class Publisher(threading.Thread):
 
     def _bury(self, delivery: Delivery, why: Exception) -> None:
         """Its record is none, whoever takes it up: its message is kept, and no worker tries for ever."""
-        logger.error("Cannot finish task %s: %s", delivery.task_id, why)
+        logger.error("Cannot finish task %s: %s%s", delivery.task_id, why, delivery.trace)
         delivery.ended = True
         self._deliveries.stop(delivery)
         self._finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
         """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
-        logger.warning("Task %s is not ours any more (%s)", delivery.task_id, answer)
+        logger.warning("Task %s is not ours any more (%s)%s", delivery.task_id, answer, delivery.trace)
         self._finisher.let_go(delivery, self._retry_after)

@@ -10,6 +10,7 @@ from celery.worker.state import task_ready
 
 from engine.request import Event
 from producers.contract.record import Record
+from producers.contract.trace import trace_suffix
 from workers.state.incarnation import Incarnation
 
 
@@ -91,6 +92,11 @@ class Delivery:
         self.entries = [[] for _ in nexts]
         self.scored = record.scored
         self.reasons = [None] * len(nexts)
+
+    @property
+    def trace(self) -> str:
+        """The end of a log line about it: ` trace=...` if its caller named a trace, else nothing."""
+        return trace_suffix(self.record.fields if self.record else self.plain.fields if self.plain else {})
 
     @property
     def complete(self) -> bool:

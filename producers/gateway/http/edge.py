@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from producers.gateway.http import trace
 from producers.gateway.http.errors import problem_of, response_of
 from producers.gateway.metrics import Metrics
 
@@ -34,7 +35,9 @@ class Edge:
             await self._app(scope, receive, send)
             return
         came = time.perf_counter()
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        trace.enter(headers)
+        given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         begun = False
         method = scope["method"] if scope["method"] in METHODS else "other"
@@ -55,7 +58,7 @@ class Edge:
         except ClientDisconnect:
             logger.info("request %s: its client left before it was read", request_id)
         except Exception as error:
-            logger.exception("request %s (%s %s) failed", request_id, method, scope["path"])
+            logger.exception("request %s (%s %s) failed%s", request_id, method, scope["path"], trace.suffix())
             if begun:
                 raise
             await response_of(problem_of(error))(scope, receive, send_on)

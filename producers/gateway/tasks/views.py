@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, Self, cast
 from pydantic import BaseModel, Field
 
 from producers.contract.record import Record
+from producers.contract.trace import trace_id
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
 
@@ -62,6 +63,8 @@ class TaskView(BaseModel):
     first_token_at: float | None = None
     finished_at: float | None = None
     metadata: dict[str, str] = {}
+    trace_id: str | None = None
+    """The trace of the `traceparent` that came with it."""
     usage: dict[str, int] | None = None
     error: dict[str, Any] | None = None
     choices: list[ChoiceView] | None = None
@@ -87,6 +90,7 @@ class TaskView(BaseModel):
             first_token_at=at("first"),
             finished_at=at("finished"),
             metadata=_metadata(record),
+            trace_id=trace_id(record.fields.get("traceparent")),
             usage=record.json("usage"),
             error=record.json("error"),
         )

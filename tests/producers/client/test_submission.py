@@ -17,6 +17,7 @@ from producers.contract import keys
 from producers.contract.webhook import FINAL_EVENTS, new_secret
 from producers.store import protocol
 from tests.producers.conftest import CARD, QUEUE
+from tests.producers.contract.test_trace import GOOD
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
@@ -28,6 +29,12 @@ UNFIT: list[dict[str, Any]] = [
     {"prompt": "x", "max_tokens": 512},
     {"stop_token_ids": [1000]},
 ]
+
+
+def test_the_record_keeps_the_callers_trace_and_no_bad_one(client: Face) -> None:
+    good, bad = (client.submit(model="tiny", prompt=[1], traceparent=given) for given in (GOOD, "00-0-0-00"))
+    assert good.status().fields["traceparent"] == GOOD
+    assert "traceparent" not in bad.status().fields
 
 
 def test_the_record_says_what_was_accepted(client: Face, valkey: Redis) -> None:

@@ -1,0 +1,36 @@
+"""What of a `traceparent` counts, by the specification's own examples and rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from producers.contract.trace import trace_fields, trace_id, trace_suffix
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+GOOD = f"00-{TRACE}-00f067aa0ba902b7-01"
+
+
+@pytest.mark.parametrize(
+    "given", [GOOD, f"00-{TRACE}-00f067aa0ba902b7-ff", f"cc-{TRACE}-00f067aa0ba902b7-01-what.next"]
+)
+def test_a_good_one_is_kept_as_it_is(given: str) -> None:
+    assert trace_id(given) == TRACE
+    assert trace_fields(given) == {"traceparent": given}
+    assert trace_suffix(trace_fields(given)) == f" trace={TRACE}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(None, 7, "", "x", GOOD.upper(), f" {GOOD}", f"{GOOD}\n", GOOD[:-1], f"{GOOD}-more", GOOD.replace("-", "_")),
+        f"ff-{TRACE}-00f067aa0ba902b7-01",
+        f"00-{'0' * 32}-00f067aa0ba902b7-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"cc-{TRACE}-00f067aa0ba902b7-01.what.next",
+        f"cc-{TRACE}-00f067aa0ba902b7-01-a\nb",
+    ],
+)
+def test_a_bad_one_is_ignored(given: Any) -> None:
+    assert (trace_id(given), trace_fields(given), trace_suffix({"traceparent": given})) == (None, {}, "")
