@@ -46,6 +46,9 @@ SMALL = {
     "strays-slots": with_faults(SCENARIOS["strays-slots"], unack=1),
     "pools-lapse": with_faults(SCENARIOS["pools-lapse"], expire=1, drain=1),
     "versions": with_faults(SCENARIOS["versions"], crash=1, drain=1),
+    "outbox": with_faults(SCENARIOS["outbox"], crash=1, cancel=1, dcrash=1),
+    "outbox-rows": with_faults(SCENARIOS["outbox-rows"], stall=1, refuse=2),
+    "outbox-undone": with_faults(SCENARIOS["outbox-undone"], undo=1, unmark=1, dcrash=1),
     **{
         name: SCENARIOS[name]
         for name in (
@@ -63,6 +66,8 @@ SMALL = {
             "undone-alone",
             "pools",
             "versions-sent",
+            "outbox-plain",
+            "outbox-unread",
         )
     },
 }
@@ -86,6 +91,9 @@ FAULTS: dict[str, dict[str, int]] = {
     "prompt_fence": {"expire": 1, "deadline": 1},
     "prompt_once": {"lost": 1},
     "prompt_first": {"tail": 1},
+    "row_lease": {"dcrash": 1},
+    "row_holder": {"lost": 1, "replay": 1},
+    "dead_kept": {"refuse": 2},
 }
 
 

@@ -1,9 +1,9 @@
 """Executable specification of Penstock's task protocol, and an exhaustive checker of it.
 
 `scripts` are the atomic steps on a task's record; `world` holds broker, leases and workers and lists every step that
-may come next (`worker`, `fleet`, `outside`, `reader` are its parts); `checks` says what must never be seen and what the
-good end is; `search` visits every state within a scenario's budget of faults (`scenarios`), with all `rules` or some,
-and takes those for one that differ in names alone (`canon`), as which of two workers is which.
+may come next (`worker`, `fleet`, `outside`, `reader`, `outbox` are its parts); `checks` says what must never be seen
+and what the good end is; `search` visits every state within a scenario's budget of faults (`scenarios`), with all
+`rules` or some, and takes those for one that differ in names alone (`canon`), as which of two workers is which.
 `python -m tests.protocol.model --help` runs it.
 
   S1 a token is appended only on top of what its author saw; indexes are contiguous, each once (fence, no mixing)
@@ -24,6 +24,9 @@ and takes those for one that differ in names alone (`canon`), as which of two wo
   S16 what was begun goes on in its version, and in its pool while that has a live worker; what was sent to a version
       runs
       in that; what waits for a pool waits for one with a live worker
+  S17 a final record has its rows in the outbox, a row its final; a first start has its row, once
+  S18 a row is marked as delivered only if its receiver got it; its deliverer is not overruled while its lease stands.
+      With S5: each row is delivered at last, or dead
 
 Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity. They,
 and the numbers of workers and slots, are given anew in each state: in a trace they hold from one step to the next.

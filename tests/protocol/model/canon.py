@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.protocol.model.outbox import rows_in_order
 from tests.protocol.model.scripts import Rec
 from tests.protocol.model.state import DOWN, IDLE, SQS, Cfg, Message, Slot, State
 
@@ -27,6 +28,7 @@ def _slot(p: Slot, strays: bool) -> Slot:
 def canon(s: State, cfg: Cfg) -> State:
     """Rename identifiers by where they stand, forget what no step reads, and put workers that are alike in order."""
     s = s._replace(slots=tuple([_slot(p, cfg.strays) for p in s.slots]))
+    s = rows_in_order(s) if s.posts else s
     return renamed(in_order(s, cfg) if len(s.slots) > 1 and not cfg.kinds else s, cfg)
 
 

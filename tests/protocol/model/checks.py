@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tests.protocol.model.outbox import wrong_rows
 from tests.protocol.model.scripts import FINAL, Rec
-from tests.protocol.model.state import FAULTS, IDLE, Cfg, Ghost, State
+from tests.protocol.model.state import FAULTS, IDLE, NOBODY, Cfg, Ghost, State
 
 
 def wrong(s: State, cfg: Cfg) -> str:
@@ -24,7 +25,7 @@ def wrong(s: State, cfg: Cfg) -> str:
         seen, stream = s.reader[2], s.recs[0].stream
         if (seen != stream[: len(seen)] and stream != seen[: len(stream)]) or (s.reader[3] and seen != stream):
             return "S6 reader got another text"
-    return ""
+    return wrong_rows(s) if s.posts else ""
 
 
 def _links(r: Rec | None, g: Ghost) -> str:
@@ -80,6 +81,8 @@ def good(s: State, cfg: Cfg) -> bool:
             return False
     if s.lease and s.lease[0] != "none":
         return False
+    if any(p != NOBODY for p in s.posts) or any(row.state == "due" for rows in s.rows for row in rows):
+        return False
     return not (s.reader and s.ghosts[0].accepted and not s.reader[3])
 
 
@@ -90,4 +93,5 @@ def describe(s: State) -> str:
     ]
     inflight = sorted((e[0], f"inc{e[1]}") for e in s.infl)
     lists = f"queue {[m[0] for m in s.queue]}, sorted {[m[0] for m in s.sorted]}, in flight {inflight}"
-    return f"=> {lists}, records {records}, slots {[p.pc for p in s.slots]}"
+    rows = f", rows {[row[:4] for rows in s.rows for row in rows]}" if s.posts else ""
+    return f"=> {lists}, records {records}, slots {[p.pc for p in s.slots]}{rows}"

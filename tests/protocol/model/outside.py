@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.protocol.model import scripts
-from tests.protocol.model.scripts import FINAL, QUEUED, Rules
-from tests.protocol.model.state import Cfg, State, enqueue, message, put, spend, without
+from tests.protocol.model.scripts import FINAL, Rules
+from tests.protocol.model.state import Cfg, State, enqueue, message, put, queued_record, spend, without
 from tests.protocol.model.worker import haunt, store
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
@@ -109,7 +109,8 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if (b := spend(s, "deadline")) and r and not r.expired and r.status not in FINAL:
         yield f"deadline of {t} passes", False, store(s, t, r._replace(expired=True))._replace(budget=b)
     if (b := spend(s, "ttl")) and r and _may_expire(s, t, cfg, rules):
-        yield f"record {t} expires", False, store(s, t, None)._replace(budget=b)
+        rows = s.rows if "row_outlives" in rules or not s.rows else put(s.rows, t, ())
+        yield f"record {t} expires", False, store(s, t, None)._replace(budget=b, rows=rows)
     if (b := spend(s, "dup")) and any(m[0] == t for m in s.queue):
         yield f"message {t} is duplicated", False, s._replace(queue=enqueue(s.queue, message(s, cfg, t)), budget=b)
     if (b := spend(s, "gone")) and r and r.status in FINAL and not r.settled:
@@ -120,7 +121,9 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield f"failover drops the last entry of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)
     if (b := spend(s, "undo")) and r and r.status in FINAL and any(e[2][0] == t for e in s.infl):
         ghost = s.ghosts[t]._replace(final=None, links=0, excused=True, undone=True)
-        back = s._replace(recs=put(s.recs, t, QUEUED), ghosts=put(s.ghosts, t, ghost), budget=b)
+        back = s._replace(recs=put(s.recs, t, queued_record(cfg)), ghosts=put(s.ghosts, t, ghost), budget=b)
+        if s.rows and "row_same_store" in rules:
+            back = back._replace(rows=put(s.rows, t, ()))
         yield f"failover drops all that became of {t}", False, back
 
 

@@ -113,6 +113,15 @@ RULES: dict[str, Rule] = {
         "undone", "a SETTLE that finds the record not final gives the delivery BACK", behind=("ack_settled",)
     ),
     "retry_order": Rule("retry", "retry: publish the copy, then RELEASE, then ACK"),
+    # the outbox
+    "row_in_script": Rule("outbox", "whatever makes a record final writes its events' rows in the same script"),
+    "progress_once": Rule("outbox", "CLAIM tells of in_progress at a task's first start alone"),
+    "row_same_store": Rule("outbox-undone", "rows stand on the record's server: a failover loses both, or neither"),
+    "row_outlives": Rule("outbox-plain", "a row does not go with its record, whose TTL may end first"),
+    "row_lease": Rule("outbox", "TAKE leases a row: it is due again if its deliverer says nothing for a lease"),
+    "row_holder": Rule("outbox-rows", "DELIVERED, RETRY and DEAD compare the holder, which is another in each TAKE"),
+    "deliver_first": Rule("outbox", "a row is marked as delivered after its receiver has answered"),
+    "dead_kept": Rule("outbox-rows", "DEAD keeps the row, to be shown and replayed"),
     # the reader
     "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),
     "reader_reread": Rule("reader", "a reader reads the stream again on a gap or silence"),

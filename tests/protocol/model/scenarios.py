@@ -27,6 +27,7 @@ def _world(
     strays: bool = False,
     broken: bool = False,
     kinds: tuple[tuple[int, int], ...] = (),
+    posts: int = 0,
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -60,6 +61,7 @@ def _world(
         strays,
         broken,
         kinds,
+        posts,
         budget,
     )
 
@@ -116,6 +118,11 @@ _LIST = [
     _world("orphan-plain", orphan=True, plain=True, cancel=1, crash=1, gone=1, lost=1, length=1),
     _world("orphan-poison", orphan=True, crash=2, expire=1, limit=2, gone=1, length=1),
     _world("compact", compact=True, reader=True, drop=1, crash=1, length=1),
+    _world("outbox", posts=1, workers=(0,), crash=1, expire=1, cancel=1, deadline=1, dcrash=1, length=1),
+    _world("outbox-unread", posts=1, workers=(0,), lease=True, leave=1, lapse=1, dcrash=1, length=1),
+    _world("outbox-plain", posts=1, workers=(0,), plain=True, crash=1, ttl=1, dcrash=1, length=1),
+    _world("outbox-rows", posts=2, workers=(0,), dcrash=1, stall=1, refuse=2, lost=1, replay=1, length=0),
+    _world("outbox-undone", posts=1, workers=(0,), undo=1, unmark=1, dcrash=1, refuse=1, length=0),
     _world("two", tasks=2, length=1, crash=1, expire=1, cancel=1),
 ]
 

@@ -17,7 +17,7 @@ class Rec(NamedTuple):
     `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
     prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
     `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent (version,
-    None)."""
+    None); `hook`: the events that somebody wants to hear of; `told`: those whose rows were written, in order."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -41,6 +41,8 @@ class Rec(NamedTuple):
     at: str = "stream"
     dated: bool = False
     kind: Any = None
+    hook: frozenset[str] = frozenset()
+    told: tuple[str, ...] = ()
 
     @property
     def length(self) -> int:
@@ -55,8 +57,13 @@ QUEUED = Rec(status="queued", listed=False)
 
 
 def _final(r: Rec, status: str, rules: Rules, **changes: Any) -> Rec:
-    """The one way to become final: status and terminal entry together."""
-    return _left(r, rules)._replace(status=status, end=r.end or status, **changes)
+    """The one way to become final: status, terminal entry and rows of the outbox together."""
+    return _tell(_left(r, rules)._replace(status=status, end=r.end or status, **changes), status, rules)
+
+
+def _tell(r: Rec, event: str, rules: Rules) -> Rec:
+    """The event's row is written, if somebody wants to hear of it."""
+    return r._replace(told=(*r.told, event)) if event in r.hook and "row_in_script" in rules else r
 
 
 def _left(r: Rec, rules: Rules) -> Rec:
@@ -132,6 +139,8 @@ def claim(
     given_up = r.stuck >= limit or r.deaths >= STRETCH * limit
     if given_up or (condemned and not r.claims and "condemned_fails" in rules):
         return "settle", _final(r, "failed", rules, why="dead")
+    if not r.claims or "progress_once" not in rules:
+        r = _tell(r, "in_progress", rules)
     return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=r.length, kind=kind)
 
 

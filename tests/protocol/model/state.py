@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tests.protocol.model.scripts import Rec
+from tests.protocol.model.scripts import FINAL, QUEUED, Rec
 
 #: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it. `leave`: the gateway of task
 #: 0's reader dies; `lapse`: its lease lapses, and it lives; `gone`: the broker loses the message of a final task.
 #: `undo`: a failover loses all that became of a record since it was queued, before its message was acked; `unack`: one
-#: that loses the ACK, too, so that a live worker has it in flight again, and does not know it.
+#: that loses the ACK, too, so that a live worker has it in flight again, and does not know it. Of the outbox: `dcrash`:
+#: a deliverer is killed; `stall`: a row's lease ends while its deliverer lives; `refuse`: the receiver refuses, or its
+#: answer is lost; `unmark`: a failover loses what became of a row, and keeps its final; `replay`: an operator asks.
 FAULTS = (
     "crash",
     "expire",
@@ -30,6 +32,11 @@ FAULTS = (
     "leave",
     "lapse",
     "gone",
+    "dcrash",
+    "stall",
+    "refuse",
+    "unmark",
+    "replay",
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
@@ -45,7 +52,7 @@ class Cfg(NamedTuple):
     `orphan`, `compact`: the sweeper settles what others left, and compacts streams; `scaled`: FETCH sorts what it does
     not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know;
     `broken`: no worker can make sense of a record that it has claimed, and keeps the message; `kinds[w]`: (version,
-    pool) of worker w, where that matters."""
+    pool) of worker w, where that matters; `posts`: how many deliver events, of which tasks then want all."""
 
     name: str
     tasks: int
@@ -68,12 +75,13 @@ class Cfg(NamedTuple):
     strays: bool
     broken: bool
     kinds: tuple[tuple[int, int], ...]
+    posts: int
     budget: tuple[int, ...]
 
     @property
     def late(self) -> bool:
         """Whether it matters that a task was ever taken up."""
-        return self.counting or self.budget[FAULT["deadline"]] > 0
+        return self.counting or self.posts > 0 or self.budget[FAULT["deadline"]] > 0
 
     @property
     def counting(self) -> bool:
@@ -120,12 +128,36 @@ class Ghost(NamedTuple):
     bad: str = ""
 
 
+class Row(NamedTuple):
+    """A row of the outbox: one event of a task for its one destination. `held`: its holder's lease stands. What only
+    the checker knows: `got`: the receiver has it; `overruled`: its holder was, while its lease stood."""
+
+    event: str
+    state: str = "due"
+    holder: Any = None
+    held: bool = False
+    tries: int = 0
+    got: bool = False
+    overruled: bool = False
+
+
+class Post(NamedTuple):
+    """A deliverer: what it does next (`pc`: idle, send, tell), with which row (task, event), taken as which holder, and
+    whether its receiver said 200."""
+
+    pc: str
+    row: Any = None
+    holder: Any = None
+    ok: bool = False
+
+
 class State(NamedTuple):
     """`lb`, `ls`: incarnations whose lease is alive on broker and store. `prods[p]`: producer p, of task p % tasks.
 
     `sorted`: what FETCH took off the list, by tenant; `listed`: incarnations that REAP knows of. `incs[w]` is DOWN
     while no process w runs. `looks`: per worker, see `fleet`; `unknown`: deliveries with their claims that a failover
-    brought back; `kinds`: (incarnation, its kind) of all with a lease."""
+    brought back; `kinds`: (incarnation, its kind) of all with a lease; `rows`: of the outbox, per task;
+    `posts`: deliverers."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -148,9 +180,13 @@ class State(NamedTuple):
     looks: tuple[Look, ...] = ()
     unknown: frozenset[tuple[int, int]] = frozenset()
     kinds: frozenset[tuple[int, tuple[int, int]]] = frozenset()
+    rows: tuple[tuple[Row, ...], ...] = ()
+    posts: tuple[Post, ...] = ()
 
 
 IDLE = Slot("idle")
+#: A deliverer that has nothing to do.
+NOBODY = Post("idle")
 #: The incarnation of a worker process that does not run.
 DOWN = 0
 
@@ -180,6 +216,11 @@ def message(s: State, cfg: Cfg, t: int) -> Message:
     if not cfg.sqs:
         return (t, 0)
     return (t, fresh({m[1] for m in s.queue} | {e[2][1] for e in s.infl} | {p.msg[1] for p in s.slots if p.msg}))
+
+
+def queued_record(cfg: Cfg) -> Rec:
+    """As it was sent, or is made of a plain Celery message."""
+    return QUEUED._replace(hook=FINAL | {"in_progress"}) if cfg.posts else QUEUED
 
 
 def of_kind(s: State, w: int, inc: int, cfg: Cfg) -> frozenset[tuple[int, tuple[int, int]]]:

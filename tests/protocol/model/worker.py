@@ -12,6 +12,7 @@ from tests.protocol.model.state import (
     IDLE,
     SQS,
     Cfg,
+    Row,
     Slot,
     State,
     enqueue,
@@ -19,6 +20,7 @@ from tests.protocol.model.state import (
     is_suspect,
     message,
     put,
+    queued_record,
     served_by,
     serving,
     toxic,
@@ -46,7 +48,9 @@ def store(s: State, t: int, r: Rec | None) -> State:
             news += (("end", len(r.stream), None),)
         if news:
             reader = (reader[0], reader[1] + news, reader[2], reader[3])
-    return s._replace(recs=put(s.recs, t, r), ghosts=put(s.ghosts, t, g), reader=reader)
+    told = r.told[len(old.told) if old else 0 :] if r and s.rows else ()
+    rows = put(s.rows, t, s.rows[t] + tuple(map(Row, told))) if told else s.rows
+    return s._replace(recs=put(s.recs, t, r), ghosts=put(s.ghosts, t, g), reader=reader, rows=rows)
 
 
 def haunt(s: State, t: int, **changes: Any) -> State:
@@ -149,7 +153,7 @@ def _told(s: State, t: int, cfg: Cfg, rules: Rules) -> str:
 def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     t = p.msg[0]
     r = s.recs[t]
-    made = scripts.QUEUED if cfg.plain else None
+    made = queued_record(cfg) if cfg.plain else None
     kind, lives = dict(s.kinds).get(inc), serving(s, s.ls)
     answer, r2 = scripts.claim(
         r,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.protocol.model.fleet import adopt_steps, down_steps, enlisted, look_steps, recall_steps, unack_steps
+from tests.protocol.model.outbox import outbox_steps
 from tests.protocol.model.outside import (
     client_steps,
     compact_steps,
@@ -15,10 +16,11 @@ from tests.protocol.model.outside import (
     sweeper_steps,
 )
 from tests.protocol.model.reader import lease_steps, reader_steps
-from tests.protocol.model.scripts import QUEUED, Rules
+from tests.protocol.model.scripts import Rules
 from tests.protocol.model.state import (
     DOWN,
     IDLE,
+    NOBODY,
     SQS,
     Cfg,
     Ghost,
@@ -29,6 +31,7 @@ from tests.protocol.model.state import (
     fresh,
     of_kind,
     put,
+    queued_record,
     spend,
     toxic,
 )
@@ -47,7 +50,7 @@ def start(cfg: Cfg) -> State:
         ls=frozenset(incs),
         incs=incs,
         slots=(IDLE,) * len(cfg.workers),
-        recs=(QUEUED._replace(kind=(0, None) if cfg.kinds else None) if sent else None,) * cfg.tasks,
+        recs=(queued_record(cfg)._replace(kind=(0, None) if cfg.kinds else None) if sent else None,) * cfg.tasks,
         ghosts=(Ghost(sent),) * cfg.tasks,
         prods=("done" if sent else "send" if cfg.plain else "admit",) * (cfg.tasks * (1 + cfg.rival)),
         sweep=None,
@@ -60,6 +63,8 @@ def start(cfg: Cfg) -> State:
         listed=frozenset(incs) if cfg.scaled else frozenset(),
         looks=(Look(),) * len(incs) if cfg.strays else (),
         kinds=frozenset(zip(incs, cfg.kinds, strict=True)) if cfg.kinds else frozenset(),
+        rows=((),) * cfg.tasks if cfg.posts else (),
+        posts=(NOBODY,) * cfg.posts,
     )
 
 
@@ -87,6 +92,8 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield from reader_steps(s, rules)
     if s.lease:
         yield from lease_steps(s, rules)
+    if s.posts:
+        yield from outbox_steps(s, cfg, rules)
     if b := spend(s, "turn"):
         yield "from now on task 0 kills whoever decodes it", False, s._replace(budget=b)
 
