@@ -35,6 +35,7 @@ FILES: Final = "penstock:files"  # zset: file id -> 0; ids sort by time
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
 FILE_NOTES: Final = "penstock:files:notes"  # zset: file id -> unix s, or 0; blobs that no file stands for
 WEBHOOK_ENDPOINTS: Final = "penstock:webhooks:endpoints"  # hash: id -> endpoint (JSON), see `producers.store.outbox`
+WEBHOOK_SECRETS: Final = "penstock:webhooks:secrets"  # hash: tenant -> secrets of its tasks' own webhooks (JSON)
 WEBHOOKS_DUE: Final = "penstock:webhooks:due"  # zset: row's name -> ms; a taken row is due again when its lease ends
 WEBHOOKS_DELIVERED: Final = "penstock:webhooks:delivered"  # zset: row's name -> ms
 WEBHOOKS_DEAD: Final = "penstock:webhooks:dead"  # zset: row's name -> ms

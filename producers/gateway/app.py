@@ -12,7 +12,9 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
-from producers.gateway import front, health, metrics, models, openai
+from producers.connection.addresses import networks
+from producers.gateway import front, health, metrics, models, openai, webhooks
+from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
 from producers.gateway.http import errors
@@ -38,9 +40,10 @@ EXPOSED: Final = ("location", "retry-after", "retry-after-ms", "x-request-id")
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application, to be started once. It connects when it is started.
 
-    Raises ValueError for a broker or store that is no Redis or Valkey.
+    Raises ValueError for a broker or store that is no Redis or Valkey, and for a bad network in `webhook_allow`.
     """
     client = TracedClient(settings.broker, settings.store, patience=settings.patience)
+    allowed = networks(settings.webhook_allow)
     streams = Streams()
     figures = Metrics(streams.__len__)
 
@@ -50,10 +53,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             prompts, templates = Prompts(client.store), Templates(client.store)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
             admission = Admission(client, settings.max_queued, settings.max_queued_per_tenant)
+            places = Destinations(allowed)
             large = asyncio.Semaphore(LARGE_RESULTS)
             awaited = set(settings.awaited)
             app.state.gateway = Gateway(
-                settings, client, prompts, templates, readers, admission, figures, streams, large, awaited
+                settings, client, prompts, templates, readers, admission, places, figures, streams, large, awaited
             )
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
             if settings.sweep:
@@ -67,6 +71,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 for task in keeping:
                     task.cancel()
                 await asyncio.wait(keeping)
+                await places.aclose()
 
     app = Documented(
         title="Penstock",
@@ -86,11 +91,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
     errors.install(app)
-    for router in (*(part.router for part in (front, tasks, models, health, metrics)), *openai.ROUTERS):
+    for router in (*(part.router for part in (front, tasks, webhooks, models, health, metrics)), *openai.ROUTERS):
         app.include_router(router)
     return app

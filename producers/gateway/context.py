@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from producers.client.aio import AsyncClient
+from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
@@ -27,6 +28,7 @@ class Gateway:
     templates: Templates
     readers: ReaderLeases
     admission: Admission
+    destinations: Destinations
     metrics: Metrics
     streams: Streams
     large: asyncio.Semaphore

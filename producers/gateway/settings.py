@@ -37,6 +37,8 @@ class GatewaySettings:
     """Most waiting tasks of one tenant in a pool, as far as workers have sorted them by tenant."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may read answers: `https://chat.example.org`, or `*`. Empty: none."""
+    webhook_allow: tuple[str, ...] = ()
+    """Networks (CIDR) whose addresses webhooks may name though they are not public, by any scheme and port."""
     awaited: tuple[str, ...] = ()
     """Models that workers must have served before the gateway reports itself ready."""
     sweep: bool = True

@@ -32,7 +32,7 @@ Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; the scripts read
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, cast
 
@@ -108,6 +108,12 @@ class Row:
     def _with(self, attempt: Attempt) -> str:
         """All attempts that are kept, with this one (JSON)."""
         return json.dumps([asdict(one) for one in (*self.attempts, attempt)[-ATTEMPTS_KEPT:]])
+
+
+def put(name: str, fields: Mapping[str, str]) -> Call:
+    """PUT: a row that no script writes, due now. Answers 1, or 0 if there is such a row."""
+    pairs = [part for item in fields.items() for part in item]
+    return Call(script(PACKAGE, "outbox_put"), (keys.webhook_row(name), keys.WEBHOOKS_DUE), (name, *pairs))
 
 
 def take(holder: str, n: int, lease_ms: int) -> Call:

@@ -21,9 +21,14 @@ from producers.store.idempotency import Entry
 
 
 async def encoded(gateway: Gateway, task: Task) -> Task:
-    """The task with token ids in place of text or messages. Raises InvalidTask, UnknownModel or Problem."""
+    """The task with token ids in place of text or messages; its webhook may be called.
+
+    Raises InvalidTask, UnknownModel or Problem.
+    """
     card = await gateway.client.card(task.model)
     task.check(card)
+    if task.webhook is not None:
+        await gateway.destinations.check(task.webhook.url, "webhook.url")
     if task.messages is not None:
         text = await gateway.templates.render(card, task.messages)
         ids = await gateway.prompts.encode(card, text, special=False)

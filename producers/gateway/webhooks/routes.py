@@ -1,0 +1,222 @@
+"""The routes of `/v1/webhook_endpoints` and `/v1/webhook_event_types`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from producers.contract.webhook import EVENT_TYPES
+from producers.errors import shown
+from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.http import idempotency
+from producers.gateway.http.errors import Problem
+from producers.gateway.tasks.views import errors
+from producers.gateway.webhooks.body import fields_of, host_of
+from producers.gateway.webhooks.views import (
+    CREATE,
+    ROTATE,
+    TEST,
+    UPDATE,
+    EndpointDeleted,
+    EndpointList,
+    EndpointTested,
+    EndpointView,
+    EndpointWithSecret,
+    EventTypes,
+)
+from producers.store import endpoints, outbox
+from producers.store.endpoints import MAX_ENDPOINTS, Endpoint, Secrets, TooManyEndpoints
+
+router = APIRouter(prefix="/v1", tags=["webhooks"])
+
+#: Endpoints on a page, unless asked for otherwise, and the most.
+PAGE, MAX_PAGE = 20, 100
+#: Time (s) for which a test waits for its delivery, which itself ends after 20 s.
+TEST_S: Final = 25.0
+
+
+def _body(schema: Mapping[str, Any], *, required: bool = True) -> dict[str, Any]:
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+@router.get("/webhook_event_types", response_model=EventTypes)
+async def event_types() -> EventTypes:
+    """List the types of events that an endpoint may hear of."""
+    return EventTypes(data=list(EVENT_TYPES))
+
+
+@router.post(
+    "/webhook_endpoints",
+    response_model=EndpointWithSecret,
+    responses=errors(404, 413, 415, 422),
+    openapi_extra=_body(CREATE) | {"parameters": [idempotency.PARAMETER]},
+)
+async def create(request: Request, response: Response) -> EndpointWithSecret:
+    """Make an endpoint. The answer alone shows its secret, with which it verifies what it receives."""
+    gateway, now = gateway_of(request), int(time.time())
+    fields = await fields_of(request, CREATE)
+    await gateway.destinations.check(fields["url"], "url")
+    endpoint_id, name = endpoints.new_id(), fields.pop("name", None) or host_of(fields["url"])
+    entry = await idempotency.first(request, gateway.client, endpoint_id, tenant=fields.get("tenant"))
+    if entry is not None:
+        endpoint_id = entry.id
+        if entry.state == "made":  # its answer may have been lost, and the secret with it
+            made = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
+            response.headers.update(idempotency.REPLAYED)
+            return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
+    made = Endpoint(id=endpoint_id, name=name, secrets=Secrets.new(), created_at=now, updated_at=now, **fields)
+    try:
+        made = await endpoints.create(gateway.client.store, made)
+    except TooManyEndpoints:
+        raise Problem(
+            400, f"There are {MAX_ENDPOINTS} endpoints, the most; delete one first.", code="too_many_endpoints"
+        ) from None
+    if entry is not None:
+        await idempotency.made(gateway.client, entry)
+    return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
+
+
+@router.get(
+    "/webhook_endpoints",
+    response_model=EndpointList,
+    openapi_extra={
+        "parameters": [
+            {
+                "name": "limit",
+                "in": "query",
+                "description": "most endpoints to answer with",
+                "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": PAGE},
+            },
+            {
+                "name": "after",
+                "in": "query",
+                "description": "the last endpoint of the page before",
+                "schema": {"type": "string"},
+            },
+        ]
+    },
+)
+async def listed(request: Request) -> EndpointList:
+    """List the endpoints, the newest first."""
+    limit, after = _limit(request), request.query_params.get("after")
+    found = await endpoints.every(gateway_of(request).client.store)
+    found = [one for one in found if not after or one.id < after]
+    page = [EndpointView.of(one) for one in found[:limit]]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return EndpointList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
+
+
+@router.get("/webhook_endpoints/{endpoint_id}", response_model=EndpointView, responses=errors(404))
+async def look(request: Request, endpoint_id: str) -> EndpointView:
+    """Get an endpoint, without its secret."""
+    return EndpointView.of(_found(await endpoints.get(gateway_of(request).client.store, endpoint_id), endpoint_id))
+
+
+@router.post(
+    "/webhook_endpoints/{endpoint_id}",
+    response_model=EndpointView,
+    responses=errors(404, 413, 415),
+    openapi_extra=_body(UPDATE),
+)
+async def update(request: Request, endpoint_id: str) -> EndpointView:
+    """Change an endpoint's fields that are given. Another URL, or `enabled`, enables one that was disabled."""
+    gateway = gateway_of(request)
+    fields = await fields_of(request, UPDATE)
+    if "url" in fields:
+        await gateway.destinations.check(fields["url"], "url")
+    enabled = fields.get("enabled", True if "url" in fields else None)
+
+    def changed(one: Endpoint) -> Endpoint:
+        new = replace(one, **fields)
+        if enabled is not None:
+            new = replace(new, enabled=enabled, disabled_because=None if enabled else "disabled by an update")
+        return new if new == one else replace(new, updated_at=int(time.time()))
+
+    return EndpointView.of(_found(await endpoints.change(gateway.client.store, endpoint_id, changed), endpoint_id))
+
+
+@router.delete("/webhook_endpoints/{endpoint_id}", response_model=EndpointDeleted, responses=errors(404))
+async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
+    """Delete an endpoint. Its deliveries that wait are given up."""
+    if not await endpoints.remove(gateway_of(request).client.store, endpoint_id):
+        raise _missing(endpoint_id)
+    return EndpointDeleted(id=endpoint_id)
+
+
+@router.post(
+    "/webhook_endpoints/{endpoint_id}/rotate_secret",
+    response_model=EndpointWithSecret,
+    responses=errors(404, 413, 415),
+    openapi_extra=_body(ROTATE, required=False),
+)
+async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecret:
+    """Give an endpoint a new secret, which the answer alone shows. The old one may go on for 24 hours beside it."""
+    fields = await fields_of(request, ROTATE, optional=True)
+    keep = bool(fields.get("keep_old_secret_active_for_24_hours"))
+    now = int(time.time())
+
+    def rotated(one: Endpoint) -> Endpoint:
+        return replace(one, secrets=one.secrets.rotated(now, keep_old=keep), updated_at=now)
+
+    one = _found(await endpoints.change(gateway_of(request).client.store, endpoint_id, rotated), endpoint_id)
+    return EndpointWithSecret.of(one, signing_secret=one.secrets.secret)
+
+
+@router.post(
+    "/webhook_endpoints/{endpoint_id}/test",
+    response_model=EndpointTested,
+    responses=errors(404, 413, 415, 424),
+    openapi_extra=_body(TEST),
+)
+async def test(request: Request, endpoint_id: str) -> EndpointTested:
+    """Deliver a made-up event to an endpoint, as any other event is delivered but once, and wait for the answer."""
+    gateway = gateway_of(request)
+    event_type = (await fields_of(request, TEST))["event_type"]
+    one = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
+    name = await endpoints.send_test(gateway.client.store, one, event_type)
+    status = await _tried(gateway, name, one.url)
+    return EndpointTested(webhook_endpoint_id=endpoint_id, event_type=event_type, status_code=status)
+
+
+async def _tried(gateway: Gateway, name: str, url: str) -> int:
+    """The HTTP status that a row's first try got. Raises Problem if it got none, or nobody tries."""
+    give_up, pause = time.monotonic() + TEST_S, 0.01
+    while time.monotonic() < give_up:
+        row = await outbox.get(gateway.client.store, name)
+        if row is not None and row.attempts:
+            status, error = row.attempts[-1].status, row.attempts[-1].error
+            if status is None:
+                raise Problem(424, f"There was no answer from {url}: {error}", code="webhook_failed", param="url")
+            return status
+        await asyncio.sleep(pause)
+        pause = min(0.25, 1.5 * pause)
+    raise Problem(
+        503,
+        f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`.",
+        code="webhooks_stopped",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def _found(one: Endpoint | None, endpoint_id: str) -> Endpoint:
+    if one is None:
+        raise _missing(endpoint_id)
+    return one
+
+
+def _missing(endpoint_id: str) -> Problem:
+    return Problem(404, f"There is no webhook endpoint {shown(endpoint_id)}.", code="endpoint_not_found")
+
+
+def _limit(request: Request) -> int:
+    given = request.query_params.get("limit", str(PAGE))
+    if not given.isdecimal() or not given.isascii() or not 1 <= int(given[:9]) <= MAX_PAGE:
+        raise Problem(
+            400, f"limit is {shown(given)}; it must be from 1 to {MAX_PAGE}", code="invalid_value", param="limit"
+        )
+    return int(given[:9])

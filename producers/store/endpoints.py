@@ -1,0 +1,188 @@
+"""Webhook endpoints, and the secrets with which their deliveries and those of tasks' own webhooks are signed.
+
+    create, change, remove: one script or command each     every: what an event's rows are made for (`_outbox.lua`)
+
+An endpoint is a field of the hash `penstock:webhooks:endpoints`, by its id: a JSON object with the fields of
+`Endpoint`. Tenants' own secrets are fields of `penstock:webhooks:secrets`, by tenant ('' for tasks without one). Both
+are changed by SWAP, which writes only over what was read. Every call may raise redis.exceptions.RedisError or OSError,
+and may be called again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Self
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, arun, script, text
+from producers.contract import keys
+from producers.contract.ids import timed_id
+from producers.contract.webhook import new_secret
+from producers.store import outbox
+from producers.store.protocol import PACKAGE
+
+PREFIX: Final = "whe_"
+#: Most endpoints: each final end looks at all of them.
+MAX_ENDPOINTS: Final = 100
+#: Time (s) for which an old secret still signs after a rotation that keeps it.
+OVERLAP_S: Final = 24 * 3600
+#: Webhook ids of test events begin so. They are tried once.
+TEST_PREFIX: Final = "evt_test_"
+
+
+class TooManyEndpoints(Exception):
+    """There are MAX_ENDPOINTS already."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Secrets:
+    """A secret, and the one before it while that still signs. `old_until`: unix time (s)."""
+
+    secret: str
+    old: str | None = None
+    old_until: int = 0
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls(new_secret())
+
+    def signing(self, now: float) -> list[str]:
+        """The secrets to sign with, the newest first."""
+        return [self.secret, self.old] if self.old is not None and now < self.old_until else [self.secret]
+
+    def rotated(self, now: float, *, keep_old: bool) -> Self:
+        """A new secret; the present one still signs for OVERLAP_S, if it is to be kept."""
+        if keep_old:
+            return replace(self, secret=new_secret(), old=self.secret, old_until=int(now) + OVERLAP_S)
+        return replace(self, secret=new_secret(), old=None, old_until=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A place that hears of events. Times are unix seconds."""
+
+    id: str
+    url: str
+    name: str
+    event_types: tuple[str, ...]
+    secrets: Secrets
+    created_at: int
+    updated_at: int
+    tenant: str | None = None
+    """Whose tasks it hears of; None: all tasks."""
+    celery: bool = False
+    """Whether it hears of plain Celery tasks, too."""
+    enabled: bool = True
+    disabled_because: str | None = None
+
+    @classmethod
+    def parse(cls, raw: Any) -> Endpoint:
+        fields = json.loads(raw)
+        fields["event_types"] = tuple(fields["event_types"])
+        fields["secrets"] = Secrets(**fields["secrets"])
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def new_id() -> str:
+    """An id for an endpoint; ids sort by time."""
+    return timed_id(PREFIX, time.time_ns() // 1_000_000)
+
+
+async def create(store: Redis, endpoint: Endpoint) -> Endpoint:
+    """Make an endpoint. Returns it, or the one that has this id already. Raises TooManyEndpoints."""
+    while True:
+        done = await arun(store, _swap(keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), MAX_ENDPOINTS))
+        if done < 0:
+            raise TooManyEndpoints
+        made = endpoint if done else await get(store, endpoint.id)
+        if made is not None:
+            return made
+
+
+async def get(store: Redis, endpoint_id: str) -> Endpoint | None:
+    raw = await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)
+    return None if raw is None else Endpoint.parse(raw)
+
+
+async def get_many(store: Redis, ids: Sequence[str]) -> dict[str, Endpoint]:
+    """Those that there are, in one round trip."""
+    if not ids:
+        return {}
+    found = await store.execute_command("HMGET", keys.WEBHOOK_ENDPOINTS, *ids)
+    return {name: Endpoint.parse(raw) for name, raw in zip(ids, found, strict=True) if raw is not None}
+
+
+async def every(store: Redis) -> list[Endpoint]:
+    """All of them, the newest first."""
+    found = await store.execute_command("HVALS", keys.WEBHOOK_ENDPOINTS)
+    return sorted(map(Endpoint.parse, found), key=lambda one: one.id, reverse=True)
+
+
+async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpoint]) -> Endpoint | None:
+    """Change an endpoint by a function, which may be called again if another process changes it meanwhile.
+
+    None where there is none.
+    """
+    while (raw := await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)) is not None:
+        old = Endpoint.parse(raw)
+        new = how(old)
+        if new == old or await arun(store, _swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), new.to_json())):
+            return new
+    return None
+
+
+async def remove(store: Redis, endpoint_id: str) -> bool:
+    """Remove an endpoint. Its rows that are due become dead. False where there was none."""
+    return bool(await store.execute_command("HDEL", keys.WEBHOOK_ENDPOINTS, endpoint_id))
+
+
+async def own_secrets(store: Redis, tenant: str | None) -> Secrets:
+    """The tenant's secrets for its tasks' own webhooks, made at first need."""
+    return await _own(store, tenant, lambda secrets: secrets)
+
+
+async def rotate_own(store: Redis, tenant: str | None, *, keep_old: bool = True) -> Secrets:
+    """Give a tenant a new secret for its tasks' own webhooks."""
+    return await _own(store, tenant, lambda secrets: secrets.rotated(time.time(), keep_old=keep_old))
+
+
+async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secrets]) -> Secrets:
+    fresh = Secrets.new()
+    while True:
+        raw = await store.execute_command("HGET", keys.WEBHOOK_SECRETS, tenant or "")
+        old = None if raw is None else Secrets(**json.loads(raw))
+        new = fresh if old is None else how(old)
+        if new == old:
+            return new
+        said = "" if raw is None else text(raw)
+        if await arun(store, _swap(keys.WEBHOOK_SECRETS, tenant or "", said, json.dumps(asdict(new)))):
+            return new
+
+
+async def send_test(store: Redis, endpoint: Endpoint, event_type: str) -> str:
+    """Put a made-up event into the outbox, for this endpoint alone. Returns the row's name."""
+    webhook_id = TEST_PREFIX + secrets.token_hex(16)
+    kind = "batch" if event_type.startswith("batch.") else "resp"
+    row = {
+        "webhook_id": webhook_id,
+        "type": event_type,
+        "object": f"{kind}_test",
+        "url": endpoint.url,
+        "endpoint": endpoint.id,
+    }
+    name = f"{webhook_id}.{endpoint.id}"
+    await arun(store, outbox.put(name, row))
+    return name
+
+
+def _swap(name: str, field: str, old: str, new: str, most: int = 0) -> Call:
+    """SWAP: answers 1, 0 if the field has another value than `old`, or -1 if there are `most` fields."""
+    return Call(script(PACKAGE, "swap"), (name,), (field, old, new, most))
