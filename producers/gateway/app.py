@@ -34,7 +34,14 @@ from producers.sweeper.reader_leases import ReaderLeases
 #: Most large results (`large.LARGE`) in memory at once; each may have tens of megabytes.
 LARGE_RESULTS: Final = 4
 #: Response headers that a web page may read.
-EXPOSED: Final = ("location", "retry-after", "retry-after-ms", "x-request-id")
+EXPOSED: Final = (
+    "idempotent-replayed",
+    "location",
+    "retry-after",
+    "retry-after-ms",
+    "x-request-id",
+    "x-should-retry",
+)
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:

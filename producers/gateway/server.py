@@ -89,6 +89,9 @@ def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
         log_config=None,  # Python's logging settings hold for the whole process
         access_log=False,
         server_header=False,
+        # Not uvicorn's defaults, which believe every process of this machine, or an environment variable.
+        proxy_headers=bool(settings.proxy_headers),
+        forwarded_allow_ips=list(settings.proxy_headers),
         # Longer than common load balancers' own timeout, so that we never close a connection that one is about to use.
         timeout_keep_alive=75,
         # Streams end before that; this limits any other request that would not end.

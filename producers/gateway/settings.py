@@ -39,6 +39,8 @@ class GatewaySettings:
     """Origins of web pages that may read answers: `https://chat.example.org`, or `*`. Empty: none."""
     webhook_allow: tuple[str, ...] = ()
     """Networks (CIDR) whose addresses webhooks may name though they are not public, by any scheme and port."""
+    proxy_headers: tuple[str, ...] = ()
+    """Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count, or `*`. Empty: none."""
     awaited: tuple[str, ...] = ()
     """Models that workers must have served before the gateway reports itself ready."""
     sweep: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Sequence
@@ -71,6 +72,16 @@ def _origins(origins: list[str] | None) -> list[str] | None:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
             raise typer.BadParameter(f"{origin!r} is not an origin; it must be SCHEME://HOST, SCHEME://HOST:PORT or *")
     return origins
+
+
+def _proxies(proxies: list[str] | None) -> list[str] | None:
+    """Checks addresses of proxies. Raises typer.BadParameter for a name: only addresses can be compared."""
+    for proxy in proxies or ():
+        try:
+            ipaddress.ip_network("0.0.0.0/0" if proxy == "*" else proxy)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}; give an address, a network (10.0.0.0/8), or *") from None
+    return proxies
 
 
 def _provider(notice: str | None) -> str | None:
@@ -193,6 +204,15 @@ CorsOrigin = Annotated[
         callback=_origins,
         help="Let web pages of this origin call the gateway: https://chat.example.org, or * for all. May be repeated. "
         "Unset: none.",
+    ),
+]
+ProxyHeaders = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ADDRESS",
+        callback=_proxies,
+        help="Believe X-Forwarded-For and X-Forwarded-Proto of the proxy at this address or network (10.0.0.0/8), or * "
+        "for any. May be repeated. Unset: no proxy.",
     ),
 ]
 

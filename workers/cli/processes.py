@@ -30,6 +30,7 @@ from workers.cli.options import (
     MaxStepSeconds,
     MaxWorkerDeaths,
     MemoryShare,
+    ProxyHeaders,
     Quantization,
     Speculate,
     SpeculateTokens,
@@ -234,6 +235,7 @@ def gateway(
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
+    proxy_headers: ProxyHeaders = None,
     await_model: Annotated[
         list[str] | None,
         typer.Option(help="Answer /readyz with 503 until a worker serves this model. May be repeated."),
@@ -258,6 +260,7 @@ def gateway(
         max_queued=max_queued,
         max_queued_per_tenant=max_queued_per_tenant,
         cors_origins=tuple(cors_origin or ()),
+        proxy_headers=tuple(proxy_headers or ()),
         awaited=tuple(await_model or ()),
     )
     with _bad_urls():

@@ -22,6 +22,9 @@ METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OP
 #: Callers' request ids that are safe in logs and are kept.
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
+#: Addresses that are safe in logs; a proxy passes on what callers write.
+CLIENT: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,64}")
+
 
 class Edge:
     """ASGI middleware. Starlette's base class would cost each streamed chunk a queue and a task."""
@@ -56,12 +59,19 @@ class Edge:
         try:
             await self._app(scope, receive, send_on)
         except ClientDisconnect:
-            logger.info("request %s: its client left before it was read", request_id)
+            logger.info("request %s: its client (%s) left before it was read", request_id, _client(scope))
         except Exception as error:
-            logger.exception("request %s (%s %s) failed%s", request_id, method, scope["path"], trace.suffix())
+            what = (request_id, method, scope["path"], _client(scope), trace.suffix())
+            logger.exception("request %s (%s %s of %s) failed%s", *what)
             if begun:
                 raise
             await response_of(problem_of(error))(scope, receive, send_on)
+
+
+def _client(scope: Scope) -> str:
+    """The caller's address, for logs: where a trusted proxy stands before us, the one that it names."""
+    host = (scope.get("client") or ("nobody",))[0]
+    return host if CLIENT.fullmatch(host) else "unknown"
 
 
 def _without_body(send: Send) -> Send:

@@ -162,11 +162,47 @@ class TestWebPages:
                 assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
             assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
+    def test_a_page_may_delete_send_a_key_and_read_what_tells_of_retries(self, open_door: Open, model: str) -> None:
+        asked = {"access-control-request-method": "DELETE", "access-control-request-headers": "idempotency-key"}
+        with httpx.Client(base_url=open_door(cors_origins=(PAGE,)).url, timeout=60) as http:
+            before = http.options("/v1/tasks/x", headers=ASKED | asked)
+            assert "DELETE" in before.headers["access-control-allow-methods"]
+            assert "idempotency-key" in before.headers["access-control-allow-headers"]
+            exposed = http.get("/livez", headers={"origin": PAGE}).headers["access-control-expose-headers"]
+            assert {"retry-after-ms", "x-should-retry", "idempotent-replayed", "location"} <= set(exposed.split(", "))
+
     def test_others_may_not(self, open_door: Open, model: str) -> None:
         with httpx.Client(base_url=open_door(cors_origins=(PAGE,)).url, timeout=60) as http:
             other = {"origin": "https://evil.example"}
             assert http.options("/v1/models", headers=ASKED | other).status_code == 400
             assert "access-control-allow-origin" not in http.get("/v1/models", headers=other).headers
+
+
+class TestProxies:
+    @pytest.mark.parametrize(
+        ("trusted", "said", "named"),
+        [
+            ((), "203.0.113.7", "127.0.0.1"),
+            (("10.0.0.0/8",), "203.0.113.7", "127.0.0.1"),
+            (("127.0.0.1",), "203.0.113.7", "203.0.113.7"),
+            (("10.0.0.0/8", "127.0.0.0/8"), "1.1.1.1, 2001:db8::7, 10.1.1.1", "2001:db8::7"),
+            (("*",), "for=x y", "unknown"),
+        ],
+    )
+    def test_a_caller_is_who_a_trusted_proxy_says_it_is(
+        self,
+        open_door: Open,
+        model: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        trusted: tuple[str, ...],
+        said: str,
+        named: str,
+    ) -> None:
+        door = open_door(proxy_headers=trusted)
+        monkeypatch.setattr(door.app.state.gateway.client, "models", lambda: 1 / 0)
+        assert httpx.get(f"{door.url}/v1/models", headers={"x-forwarded-for": said}).status_code == 500
+        assert f"(GET /v1/models of {named}) failed" in caplog.text
 
 
 def test_the_page_at_the_root_leads_on(http: httpx.Client) -> None:

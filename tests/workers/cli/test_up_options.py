@@ -107,6 +107,7 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
     monkeypatch.setattr("workers.cli.processes._look_at", lambda broker, store: None)
     origins = ("https://a.example", "http://localhost:3000")
     said = ("--max-queued", "60", "--max-queued-per-tenant", "6", *(f"--cors-origin={origin}" for origin in origins))
+    said += ("--proxy-headers", "10.0.0.0/8", "--proxy-headers", "::1")
     system = conducted(*said, "--model", "tiny", "--model", "two=tiny")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -115,6 +116,7 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
         result = CliRunner().invoke(app, list(program.argv)[len(PENSTOCK) :], env=dict(program.env))
     assert result.exit_code == 0, (result.output, result.exception)
     assert (given[0].max_queued, given[0].max_queued_per_tenant) == (60, 6)
+    assert given[0].proxy_headers == ("10.0.0.0/8", "::1")
     assert (given[0].cors_origins, given[0].awaited) == (origins, ("tiny", "two"))
 
 
@@ -129,6 +131,7 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
         (("--max-queued", "0"), "should be greater than or equal to 1"),
         (("--cors-origin", "https://a.example/"), "is not an origin"),
         (("--cors-origin", "a.example"), "is not an origin"),
+        (("--proxy-headers", "proxy.example"), "give an address, a network"),
     ],
 )
 def test_what_no_process_would_take_is_refused_before_any_is_started(said: tuple[str, ...], why: str) -> None:

@@ -28,6 +28,7 @@ from workers.cli.options import (
     MaxStepSeconds,
     MaxWorkerDeaths,
     MemoryShare,
+    ProxyHeaders,
     Quantization,
     Speculate,
     SpeculateTokens,
@@ -58,7 +59,7 @@ OF_WORKERS: Final = (
     *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
     *("speculate", "draft_model", "speculate_tokens"),
 )
-OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin")
+OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin", "proxy_headers")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -120,6 +121,7 @@ def up(
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
+    proxy_headers: ProxyHeaders = None,
     drain_timeout: Annotated[
         float,
         typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C."),
