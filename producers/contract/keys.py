@@ -31,7 +31,6 @@ ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlie
 BATCHES: Final = "penstock:batches"  # zset: batch id -> ms; batches that have not ended, or are yet to be tidied up
 BATCH_INDEX: Final = "penstock:batches:index"  # zset: batch id -> 0; all batches; ids sort by time
 POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
-FILES: Final = "penstock:files"  # zset: file id -> 0; ids sort by time
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
 FILE_NOTES: Final = "penstock:files:notes"  # zset: file id -> unix s, or 0; blobs that no file stands for
 WEBHOOK_ENDPOINTS: Final = "penstock:webhooks:endpoints"  # hash: id -> endpoint (JSON), see `producers.store.outbox`
@@ -87,9 +86,9 @@ def file(file_id: str) -> str:
     return f"penstock:file:{file_id}"
 
 
-def files(purpose: str) -> str:
-    """Sorted set: as FILES, for the files of one purpose."""
-    return f"penstock:files:purpose:{purpose}"
+def files(tenant: str, purpose: str = "all") -> str:
+    """Sorted set: ids of a tenant's files of one purpose, or of all; ids sort by time."""
+    return f"penstock:files:{purpose}:{tenant}"
 
 
 def webhook_row(name: str) -> str:

@@ -97,7 +97,9 @@ def made(file: File) -> Call:
         "status": file.status,
     }
     pairs = [part for name, value in fields.items() if value is not None for part in (name, value)]
-    return Call(script(PACKAGE, "file_made"), _keys(file.id, file.purpose), (file.id, file.expires_at or 0, *pairs))
+    return Call(
+        script(PACKAGE, "file_made"), _keys(file.id, file.tenant, file.purpose), (file.id, file.expires_at or 0, *pairs)
+    )
 
 
 async def get(store: Redis, file_id: str) -> File | None:
@@ -108,10 +110,19 @@ async def get(store: Redis, file_id: str) -> File | None:
 
 
 async def listed(
-    store: Redis, *, purpose: str | None = None, after: str | None = None, limit: int, newest_first: bool = True
+    store: Redis,
+    *,
+    tenant: str = "",
+    purpose: str | None = None,
+    after: str | None = None,
+    limit: int,
+    newest_first: bool = True,
 ) -> list[File]:
-    """Up to `limit` files by the time at which they were made, those after the file `after`, which may be gone."""
-    name = keys.files(purpose) if purpose else keys.FILES
+    """Up to `limit` files of the tenant, or of none, by the time at which they were made.
+
+    `after`: those after this file, which may be gone.
+    """
+    name = keys.files(tenant, purpose) if purpose else keys.files(tenant)
     found: list[File] = []
     while len(found) < limit:
         ids = await _page(store, name, after, limit - len(found), newest_first)
@@ -127,10 +138,15 @@ async def listed(
     return found
 
 
+def removed(file_id: str, tenant: bytes | str | None, purpose: bytes | str | None) -> Call:
+    """FILE_REMOVED: forget the file, and note that its blob is to be deleted. Answers 1, or 0 if there was none."""
+    names = _keys(file_id, text(tenant or b""), text(purpose or b""))
+    return Call(script(PACKAGE, "file_removed"), names, (file_id,))
+
+
 async def remove(store: Redis, blobs: Blobs, file_id: str) -> bool:
     """Remove a file, expired or not, or a blob that was noted; with its blob. False if there was no file."""
-    purpose = text(await store.hget(keys.file(file_id), "purpose") or b"")
-    there = await arun(store, Call(script(PACKAGE, "file_removed"), _keys(file_id, purpose), (file_id,)))
+    there = await arun(store, removed(file_id, *await store.hmget(keys.file(file_id), "tenant", "purpose")))
     await asyncio.to_thread(blobs.delete, file_id)
     await store.zrem(keys.FILE_NOTES, file_id)
     return bool(there)
@@ -160,5 +176,6 @@ async def _page(store: Redis, name: str, after: str | None, count: int, newest_f
     return [text(file_id) for file_id in ids]
 
 
-def _keys(file_id: str, purpose: str) -> tuple[str, ...]:
-    return keys.file(file_id), keys.FILES, keys.files(purpose), keys.FILES_EXPIRING, keys.FILE_NOTES
+def _keys(file_id: str, tenant: str, purpose: str) -> tuple[str, ...]:
+    lists = (keys.files(tenant), keys.files(tenant, purpose))
+    return keys.file(file_id), *lists, keys.FILES_EXPIRING, keys.FILE_NOTES

@@ -12,15 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from producers.contract.task import MAX_SEED, MAX_TENANT, Task, likely
+from producers.contract.task import MAX_SEED, Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.tenant import TENANT, tenant_of
 from producers.gateway.tasks.views import errors
 
 #: Time (s) for which a foreground request's task is kept, for inspection.
 KEPT_S: Final = 300
-#: The header that names a request's tenant.
-TENANT: Final = "Penstock-Tenant"
 #: Parameters with the same name and meaning as in a task: OpenAI's, then ours and other servers' (`extra_body`).
 SAME: Final[tuple[str, ...]] = (
     *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "metadata"),
@@ -241,17 +240,8 @@ def refusal(name: str, value: Any, wanted: str, code: str = "invalid_value") -> 
 
 
 def _tenant(headers: Mapping[str, str]) -> dict[str, str]:
-    """The task's tenant from the header, in UTF-8, since no parameter of OpenAI's means a tenant."""
-    value = headers.get(TENANT)
-    if value is None:
-        return {}
-    try:
-        name = value.encode("latin-1").decode()
-    except UnicodeDecodeError:
-        raise refusal(TENANT, value, "valid UTF-8") from None
-    if not 1 <= len(name) <= MAX_TENANT:
-        raise refusal(TENANT, name, f"a name of 1 to {MAX_TENANT} characters")
-    return {"tenant": name}
+    name = tenant_of(headers)
+    return {} if name is None else {"tenant": name}
 
 
 def _seed(given: Mapping[str, Any]) -> dict[str, int]:

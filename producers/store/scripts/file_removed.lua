@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- FILE_REMOVED(file) | the file is gone; a note says that its blob is to be deleted.
 -- Also for a file that was never made: its note said that a blob was being written, and now says the same.
--- KEYS: file, files, files of its purpose, expiring, notes   ARGV: id
+-- KEYS: file, its tenant's files, those of its purpose, expiring, notes   ARGV: id
 -- Answers: 1 | 0 there was no file
 local there = redis.call('EXISTS', KEYS[1]) == 1
 if there or redis.call('ZSCORE', KEYS[5], ARGV[1]) then

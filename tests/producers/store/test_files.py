@@ -10,12 +10,11 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.connection.script import Call, arun, run, script, text
+from producers.connection.script import arun, run, text
 from producers.contract import keys
 from producers.store import files
 from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs
 from producers.store.files import File
-from producers.store.protocol import PACKAGE
 
 
 @pytest.fixture
@@ -37,17 +36,19 @@ async def _make(client: AsyncClient, blobs: Blobs, file: File) -> str:
 
 
 async def _made(
-    client: AsyncClient, blobs: Blobs, ms: int, purpose: str = "batch", expires_at: int | None = None
+    client: AsyncClient, blobs: Blobs, ms: int, purpose: str = "batch", expires_at: int | None = None, tenant: str = ""
 ) -> File:
-    file = File(files.new_id(ms), 5, "in.jsonl", purpose, ms // 1000, expires_at, tenant="a")
+    file = File(files.new_id(ms), 5, "in.jsonl", purpose, ms // 1000, expires_at, tenant=tenant)
     assert await _make(client, blobs, file) == "made"
     return file
 
 
 async def test_files_are_listed_by_time_from_a_cursor_that_may_be_gone(aclient: AsyncClient, blobs: Blobs) -> None:
     made = [await _made(aclient, blobs, ms, "batch" if ms % 2 else "batch_output") for ms in range(1, 8)]
+    theirs = await _made(aclient, blobs, 5, tenant="acme")
     store = aclient.store
     assert await files.listed(store, limit=99) == made[::-1]
+    assert await files.listed(store, limit=99, tenant="acme") == [theirs]
     assert await files.listed(store, limit=2, newest_first=False) == made[:2]
     assert await files.remove(store, blobs, made[1].id)
     assert not await files.remove(store, blobs, made[1].id)
@@ -87,7 +88,7 @@ async def test_a_blob_whose_maker_died_is_removed_and_one_who_only_slept_begins_
     assert await files.left_behind(aclient.store, 9) == []
     valkey.zadd(keys.FILE_NOTES, {file.id: int(time.time()) - files.NOTED_S})
     assert await files.left_behind(aclient.store, 9) == [file.id]
-    run(valkey, Call(script(PACKAGE, "file_removed"), files._keys(file.id, ""), (file.id,)))  # and the sweeper dies
+    run(valkey, files.removed(file.id, None, None))  # and the sweeper dies
     await files.note(aclient.store, file.id)
     assert run(valkey, files.made(file)) == b"late"
     assert await files.left_behind(aclient.store, 9) == [file.id]
