@@ -7,7 +7,7 @@ here, is refused by name. Values that a `Task` has too are checked there; a refu
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -77,6 +77,8 @@ RESPONSES: Final = {
 }
 #: Stream options of OpenAI, and vLLM's `continuous_usage_stats`, which load generators use.
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+#: The stream option that is known, and only taken as false.
+OBFUSCATION: Final = "include_obfuscation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +124,33 @@ class Asked:
     def task(self, prompt: Any, **fields: Any) -> Task:
         """The task of one prompt. Raises InvalidTask."""
         with self.in_its_words():
-            return Task(model=self.model, prompt=prompt, ttl=KEPT_S, **self.fields, **fields)
+            return Task(**({"model": self.model, "prompt": prompt, "ttl": KEPT_S} | self.fields | fields))
 
 
-def request_body(own: Mapping[str, Any], renamed: dict[str, str], *, required: str) -> dict[str, Any]:
+def request_body(
+    own: Mapping[str, Any],
+    renamed: dict[str, str],
+    *,
+    required: str,
+    same: Sequence[str] = SAME,
+    not_offered: Mapping[str, tuple[Any, ...]] = NOT_OFFERED,
+    stream_options: Sequence[str] = STREAM_OPTIONS,
+) -> dict[str, Any]:
     """The JSON schema of an endpoint's body, for OpenAPI: all accepted parameters, with a task's limits."""
     task = Task.model_json_schema()["properties"]
     properties = {
         "model": task["model"],
         **{name: {"type": _KINDS[kind], "description": "taken, and not used"} for name, kind in HINTS.items()},
-        **{name: {"enum": [None, *nothing]} for name, nothing in NOT_OFFERED.items()},
+        **{name: {"enum": [None, *nothing]} for name, nothing in not_offered.items()},
         **own,
-        **{name: task[name] for name in SAME},
+        **{name: task[name] for name in same},
         **{name: task[field] for name, field in (OTHER_NAMES | renamed).items()},
         "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
         "service_tier": {"enum": list(SERVICE_TIERS)},
         "stream": {"type": "boolean"},
         "stream_options": {
             "type": "object",
-            "properties": {name: {"type": "boolean"} for name in ("include_usage", "continuous_usage_stats")},
+            "properties": {name: {"type": "boolean"} for name in stream_options if name != OBFUSCATION},
         },
     }
     schema = {
@@ -163,21 +173,30 @@ def _called(renamed: Mapping[str, str], field: str) -> list[str]:
 
 
 def read(
-    body: Mapping[str, Any], headers: Mapping[str, str], *, own: Collection[str], renamed: dict[str, str], required: str
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    *,
+    own: Collection[str],
+    renamed: dict[str, str],
+    required: str,
+    same: Sequence[str] = SAME,
+    not_offered: Mapping[str, tuple[Any, ...]] = NOT_OFFERED,
+    stream_options: Sequence[str] = STREAM_OPTIONS,
 ) -> Asked:
     """The request in a body. Raises Problem.
 
     `own`: the endpoint's own parameters. `renamed`: the endpoint's parameter -> a task's field. `required`: the
-    parameter that must be given. A null parameter counts as missing.
+    parameter that must be given. `same`, `not_offered`, `stream_options`: its tables, where it has others. A null
+    parameter counts as missing.
     """
     given = {name: value for name, value in body.items() if value is not None}
     renamed = OTHER_NAMES | renamed
-    known = {"model", "stream", "stream_options", "service_tier", "seed", *SAME, *HINTS, *NOT_OFFERED, *own, *renamed}
+    known = {"model", "stream", "stream_options", "service_tier", "seed", *same, *HINTS, *not_offered, *own, *renamed}
     for name, value in given.items():
         if name not in known:
             raise _unknown(name, known)
-        if name in NOT_OFFERED and not any(_same(value, nothing) for nothing in NOT_OFFERED[name]):
-            raise _not_offered(name, value)
+        if name in not_offered and not any(_same(value, nothing) for nothing in not_offered[name]):
+            raise refused(name, value, not_offered[name])
         if name in HINTS and not isinstance(value, HINTS[name]):
             kind = "a string" if HINTS[name] is str else "an object"
             raise refusal(name, value, f"{kind} (it is not used here)", code="invalid_type")
@@ -196,10 +215,10 @@ def read(
         other = theirs.setdefault(renamed[name], name)
         if other != name:
             raise Problem(400, f"{other} and {name} mean the same; give one of them", code="invalid_value", param=name)
-    fields = {name: given[name] for name in SAME if name in given}
+    fields = {name: given[name] for name in same if name in given}
     fields |= {renamed[name]: given[name] for name in renamed if name in given}
     fields |= _seed(given) | _top_k(given) | _tenant(headers)
-    options = _stream_options(given, stream)
+    options = _stream_options(given, stream, stream_options)
     include_usage = options.get("include_usage", False)
     return Asked(
         model=given["model"],
@@ -256,7 +275,7 @@ def _top_k(given: Mapping[str, Any]) -> dict[str, int]:
     return {"top_k": 0} if type(top_k) is int and top_k == -1 else {}
 
 
-def _stream_options(given: Mapping[str, Any], stream: bool) -> dict[str, bool]:
+def _stream_options(given: Mapping[str, Any], stream: bool, known: Sequence[str]) -> dict[str, bool]:
     options = given.get("stream_options")
     if options is None:
         return {}
@@ -271,22 +290,17 @@ def _stream_options(given: Mapping[str, Any], stream: bool) -> dict[str, bool]:
         raise refusal("stream_options", options, "an object", code="invalid_type")
     for name, value in options.items():
         place = f"stream_options.{name}"
-        if name not in STREAM_OPTIONS:
+        if name not in known:
             raise Problem(
                 400,
-                f"unknown parameter {shown(place)}; there are {', '.join(STREAM_OPTIONS)}",
+                f"unknown parameter {shown(place)}; there is {', '.join(known)}",
                 code="unknown_parameter",
                 param=place,
             )
         if not isinstance(value, bool):
             raise refusal(place, value, "true or false", code="invalid_type")
-    if options.get("include_obfuscation"):
-        raise Problem(
-            400,
-            "stream_options.include_obfuscation is true, which is not offered here; leave it out or give false",
-            code="unsupported_parameter",
-            param="stream_options.include_obfuscation",
-        )
+    if options.get(OBFUSCATION):
+        raise refused(f"stream_options.{OBFUSCATION}", True, (False,))
     return options
 
 
@@ -300,8 +314,9 @@ def _unknown(name: str, known: set[str]) -> Problem:
     return Problem(400, f"unknown parameter {shown(name)}{hint}", code="unknown_parameter", param=name)
 
 
-def _not_offered(name: str, value: Any) -> Problem:
-    neutral = " or ".join(shown(nothing) for nothing in NOT_OFFERED[name])
+def refused(name: str, value: Any, nothing: Sequence[Any]) -> Problem:
+    """The error for a parameter that is not offered. `nothing`: its values that are accepted."""
+    neutral = " or ".join(map(shown, nothing))
     hint = f" or give {neutral}" if neutral else ""
     return Problem(
         400,

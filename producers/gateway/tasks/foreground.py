@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -38,11 +38,12 @@ ONCE: Final = {"x-should-retry": "false"}
 
 
 class Foreground:
-    """The tasks of one request. Always call `close`."""
+    """The tasks of one request. Always call `close`. `more`: fields of their records beside the tasks' own."""
 
-    def __init__(self, gateway: Gateway, tasks: Sequence[Task]) -> None:
+    def __init__(self, gateway: Gateway, tasks: Sequence[Task], more: Mapping[str, str | int] | None = None) -> None:
         self._gateway = gateway
         self._tasks = tasks
+        self._more = more or {}
         self.ids: Final = [str(uuid.uuid4()) for _ in tasks]
         self._open = set(self.ids)
 
@@ -51,7 +52,7 @@ class Foreground:
         client, metrics = self._gateway.client, self._gateway.metrics
         await self._gateway.admission.enter(self._tasks)
         await self._gateway.readers.enter(self.ids)
-        submits = [client.admit(task, name, {}) for task, name in zip(self._tasks, self.ids, strict=True)]
+        submits = [client.admit(task, name, self._more) for task, name in zip(self._tasks, self.ids, strict=True)]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
             failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring as quote
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 
@@ -26,11 +26,26 @@ from producers.gateway.tasks.views import TaskView
 
 
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
-    """The response for a final record, with the fields `more` added.
+    """The response for a final record, with the fields `more` added. Raises as `collected`."""
+    return await collected(gateway, handle, Outcome(record, more))
+
+
+class Collecting(Protocol):
+    """A JSON answer that is built from all events of a task. `size`: bytes so far."""
+
+    @property
+    def size(self) -> int: ...
+
+    def take(self, events: Sequence[Event]) -> None: ...
+
+    def pieces(self) -> Iterator[bytes | bytearray]: ...
+
+
+async def collected(gateway: Gateway, handle: AsyncHandle, outcome: Collecting) -> Response:
+    """The response of an answer that is collected from an ended task's stream.
 
     Raises TaskNotFound, Problem, redis.exceptions.RedisError or OSError.
     """
-    outcome = Outcome(record, more)
     release: Callable[[], None] | None = None
     try:
         async with aclosing(handle.batches()) as batches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from typing import Final
@@ -19,14 +18,13 @@ from producers.gateway.http.body import read_task
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.sse import EVENT, EventStream
 from producers.gateway.tasks import outcome
+from producers.gateway.tasks.cancelling import cancelled
 from producers.gateway.tasks.submit import encoded, submitted
 from producers.gateway.tasks.views import Cancelled, TaskView, errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
 _POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
-#: Time (s) for which a cancel waits for the task's worker, which needs a step.
-CANCEL_S: Final = 1.0
 
 
 @router.post(
@@ -130,11 +128,7 @@ async def cancel(request: Request, task_id: str) -> Response:
     """
     gateway = gateway_of(request)
     handle = gateway.client.get(task_id)
-    accepted = await handle.cancel()
-    give_up, pause = time.monotonic() + CANCEL_S, 0.01
-    while not (record := await handle.status()).final and time.monotonic() < give_up:
-        await asyncio.sleep(pause)
-        pause = min(0.1, 1.5 * pause)
+    accepted, record = await cancelled(handle)
     if record.final:
         return await outcome.answer(gateway, handle, record, accepted=accepted)
     said = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
