@@ -47,6 +47,12 @@ def cancel(task_id: str) -> Call:
     return Call(script(PACKAGE, "cancel"), (keys.task(task_id), keys.stream(task_id)), (task_id,))
 
 
+def delete(task_id: str) -> Call:
+    """DELETE: remove a task, cancelled if it has not ended. Answers its status before, or `gone`."""
+    names = (keys.task(task_id), keys.stream(task_id), keys.result(task_id))
+    return Call(script(PACKAGE, "delete"), names, (task_id,))
+
+
 def unread(task_id: str, over_ms: int) -> Call:
     """UNREAD: cancel a task whose reader lease ended at `over_ms`, as LAPSED answered.
 

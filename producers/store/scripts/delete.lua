@@ -1,0 +1,24 @@
+#!lua flags=allow-oom
+-- DELETE | a record: it, its stream and its blocks are gone, and it leaves every index; a task that is not final is
+-- cancelled first, in the same script, so that its readers get an end. No record: nothing.
+-- A live owner is told to cancel. Whatever it, a message or a sweeper still does finds no record: APPEND and FINISH say
+-- `other`, CLAIM says `done`.
+-- KEYS: task, stream, result   ARGV: id
+-- Answers: the status before | gone
+-- include: _final.lua
+local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
+local r = redis.call('HMGET', task, 'status', 'owner')
+if not r[1] then
+  return 'gone'
+end
+if not FINAL[r[1]] then
+  if r[2] then
+    redis.call('PUBLISH', 'penstock:control:' .. r[2], 'cancel ' .. id)
+  end
+  finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)
+end
+redis.call('UNLINK', task, stream, KEYS[3])
+for _, index in ipairs({ 'submitting', 'deadlines', 'unsettled', 'settled', 'readers' }) do
+  redis.call('ZREM', 'penstock:' .. index, id)
+end
+return r[1]
