@@ -12,11 +12,12 @@
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
 | `nonce` | id of the submit that made the record |
-| `origin` | who asked: `task` (POST /v1/tasks and clients), `batch` (a line); absent: its caller waits |
+| `origin` | who asked: `task` (client, /v1/tasks), `response` (background), `batch` (line); absent: its caller waits |
 | `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
 | `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
 | `traceparent` | the trace of its caller that it belongs to (`producers.contract.trace`) |
+| `response` | of a response (`/v1/responses`): constant fields of its JSON, and its conversation |
 | `plain` | 1: made at the claim of a plain Celery message |
 | `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |

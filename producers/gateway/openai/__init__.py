@@ -10,7 +10,8 @@ OpenAI's parameters keep their names. Unsupported ones are refused by name.
 
 from producers.gateway.openai.chat import router as chat
 from producers.gateway.openai.completions import router as completions
+from producers.gateway.openai.responses.routes import router as responses
 
-ROUTERS = (chat, completions)
+ROUTERS = (chat, completions, responses)
 
 __all__ = ["ROUTERS"]

@@ -30,7 +30,9 @@ from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = 15
 #: What the model and the other fields have no say in.
-ALONE = {"temperature", "top_p", "min_p", "n", "stop", "stream", "service_tier", "tier", "echo", "logprobs"}
+ALONE = {"temperature", "top_p", "min_p", "n", "stop", "stream", "service_tier", "tier", "echo", "logprobs"} | {
+    *("background", "store", "truncation", "ttl", "instructions"),
+}
 DOCUMENT = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1")).openapi()
 OPERATIONS = [
     (mode, method, path)
@@ -55,9 +57,12 @@ def test_every_answer_is_described(
     door: Door, model: str, answering: Answering, mode: GenerationMode, method: str, path: str
 ) -> None:
     answering.scripts = [answer]
-    body = {"model": model, **({"messages": MESSAGES} if "chat" in path else {"prompt": "def f"})}
+    asked = {"chat": ("messages", MESSAGES), "responses": ("input", "def f")}
+    name, value = next((asked[part] for part in asked if part in path), ("prompt", "def f"))
+    body = {"model": model, name: value}
     task = httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": "x"}, timeout=60).json()
-    known_path = {"name": model, "task_id": task["id"]}
+    response = httpx.post(f"{door.url}/v1/responses", json={"model": model, "input": "x"}, timeout=60).json()
+    known_path = {"name": model, "task_id": task["id"], "response_id": response["id"]}
     operation = schemathesis.openapi.from_url(f"{door.url}/openapi.json")[path][method]
 
     @seed(1)

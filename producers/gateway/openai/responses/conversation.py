@@ -1,0 +1,130 @@
+"""Finds the conversation that a request goes on with, and makes it a prompt that fits the model.
+
+previous_response_id -> its record: items, and its output as one more -> + the request's items -> rendered, encoded
+                                                                      -> too long, with truncation: the oldest go
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+from producers.client.aio import AsyncHandle
+from producers.contract.events import Token
+from producers.contract.record import Record
+from producers.contract.task import Task
+from producers.errors import InvalidTask, TaskNotFound, shown
+from producers.gateway.context import Gateway
+from producers.gateway.http.errors import Problem
+from producers.gateway.openai.responses.items import Item
+from producers.gateway.openai.responses.request import Wanted
+from producers.gateway.openai.responses.view import PREFIX, About
+
+#: Codes of an error that a shorter prompt cures.
+TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded")
+#: Roles of messages that stay at the beginning of a conversation.
+STAY: Final = ("system", "developer")
+
+
+async def find(gateway: Gateway, response_id: str) -> tuple[AsyncHandle, Record, About] | None:
+    """A stored response; None if there is none, or none any more. Raises redis.exceptions.RedisError or OSError."""
+    if not response_id.startswith(PREFIX):
+        return None
+    handle = gateway.client.get(response_id.removeprefix(PREFIX))
+    try:
+        record = await handle.status()
+    except TaskNotFound:
+        return None
+    kept = record.fields.get("response")
+    if kept is None:
+        return None
+    about = About.of(record.id, kept)
+    return (handle, record, about) if about.fields["store"] else None
+
+
+async def before(gateway: Gateway, response_id: str) -> list[Item]:
+    """The conversation up to and with a response's output. Raises Problem, and as `find`."""
+    found = await find(gateway, response_id)
+    if found is None:
+        raise Problem(
+            400,
+            f"previous_response_id is {shown(response_id)}: there is no such response (any more). Responses are kept "
+            "for 24 hours, or for their ttl, unless they are deleted; send the conversation as input",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    handle, record, about = found
+    if not record.final:
+        raise Problem(
+            400,
+            f"previous_response_id is {shown(response_id)}, which is {record.status}; wait until it has ended",
+            code="previous_response_not_ready",
+            param="previous_response_id",
+        )
+    text = ""
+    async with aclosing(handle.batches()) as batches:
+        async for events in batches:
+            text += "".join(event.text for event in events if isinstance(event, Token))
+    return [*about.items, *([Item(about.item_id, "assistant", (text,))] if text else [])]
+
+
+async def fitted(
+    gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, task: Task, items: Sequence[Item]
+) -> tuple[Task, list[Item]]:
+    """The task with its prompt, and the items that are in it. Raises InvalidTask, and what rendering does.
+
+    Without truncation those are all. With it the oldest go, as few as must: the system's and developer's messages at
+    the beginning stay, and what follows them begins with a user's message.
+    """
+    with wanted.asked.in_its_words():
+        task.check(card)
+        if "chat" not in card["capabilities"]:
+            raise InvalidTask(
+                f"model {shown(task.model)} has no chat template; send its prompts to /v1/completions",
+                param="model",
+                code="unsupported_model",
+            )
+        stay, starts = _starts(items, wanted.truncate)
+
+        def left(at: int) -> list[Item]:
+            return [*items[:stay], *items[starts[at] :]]
+
+        async def filled(at: int) -> Task:
+            full = task.model_copy(update={"prompt": await _prompt(gateway, card, wanted, left(at))})
+            full.check(card)
+            return full
+
+        full, at = await _first_that_fits(filled, len(starts))
+        return full, left(at)
+
+
+async def _first_that_fits(filled: Callable[[int], Awaitable[Task]], count: int) -> tuple[Task, int]:
+    """The first of `count` tasks, ever shorter, that is not too long, and its place. Raises what the last one does."""
+    low, high, at = 0, count - 1, 0
+    fits: tuple[Task, int] | None = None
+    while low <= high:
+        try:
+            fits = await filled(at), at
+            high = at - 1
+        except InvalidTask as error:
+            if at == count - 1 or error.code not in TOO_LONG:
+                raise
+            low = at + 1
+        at = (low + high) // 2
+    assert fits is not None  # the last one fits, or has raised
+    return fits
+
+
+def _starts(items: Sequence[Item], truncate: bool) -> tuple[int, list[int]]:
+    """The number of messages that stay at the beginning, and places where the others may begin, in order."""
+    stay = next((at for at, item in enumerate(items) if item.role not in STAY), len(items))
+    turns = [at for at in range(stay + 1, len(items)) if items[at].role == "user"] if truncate else []
+    return stay, [stay, *turns]
+
+
+async def _prompt(gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, items: Sequence[Item]) -> tuple[int, ...]:
+    text = await gateway.templates.render(
+        card, wanted.messages(items), add_generation_prompt=True, continue_final_message=False
+    )
+    return await gateway.prompts.encode(card, text, special=False)

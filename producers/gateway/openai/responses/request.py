@@ -1,0 +1,193 @@
+"""Reads a request's body: what the task is to be, and what its record has to say of the response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from producers.contract.task import Task
+from producers.errors import shown
+from producers.gateway.http.errors import Problem
+from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, count, flag, read, refusal, refused
+from producers.gateway.openai.responses.items import INPUT, Item, read_input
+from producers.store.protocol import DEFAULT_TTL_S
+
+MAX_TOP_LOGPROBS: Final = 20
+#: What `include` may name. Of all but log probabilities there is nothing here, so they add nothing.
+LOGPROBS: Final = "message.output_text.logprobs"
+INCLUDABLE: Final = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+TRUNCATIONS: Final = ("auto", "disabled")
+#: The endpoint's own parameters, with their JSON schemas.
+OWN: Final[dict[str, dict[str, Any]]] = {
+    "input": INPUT,
+    "instructions": {"type": "string"},
+    "previous_response_id": {"type": "string"},
+    "background": {"type": "boolean"},
+    "store": {"type": "boolean"},
+    "truncation": {"enum": list(TRUNCATIONS)},
+    "include": {"type": "array", "items": {"enum": list(INCLUDABLE)}},
+    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+    "text": {
+        "type": "object",
+        "properties": {"format": {"enum": [None, {"type": "text"}]}, "verbosity": {"enum": [None, "medium"]}},
+        "additionalProperties": False,
+    },
+}
+RENAMED: Final = {"max_output_tokens": "max_tokens", "ttl": "ttl"}
+#: Parameters with the same name and meaning as in a task; a response has one output.
+ALIKE: Final = tuple(name for name in SAME if name != "n")
+#: Unsupported parameter -> its values that request nothing, which are accepted.
+UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "max_tool_calls": (),
+    "reasoning": ({}, {"effort": "none"}),
+    "prompt": (),
+    "conversation": (),
+    "context_management": ([],),
+    "moderation": (),
+    "access_programs": (),
+    "image": (),
+}
+STREAM_OPTIONS: Final = ("include_obfuscation",)
+#: Parameters that the response shows as they came.
+SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "max_output_tokens", "previous_response_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A checked request. `items`: of its `input` alone. `shown`: fields of the response that are known already."""
+
+    asked: Asked
+    items: list[Item]
+    instructions: str | None
+    previous: str | None
+    background: bool
+    store: bool
+    truncate: bool
+    shown: dict[str, Any]
+
+    def task(self, **fields: Any) -> Task:
+        """The task; its prompt is still to be set, unless it is given as `prompt` or `messages`. Raises InvalidTask."""
+        prompt = fields.pop("prompt", None if "messages" in fields else [0])
+        return self.asked.task(prompt, **fields)
+
+    def messages(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """The conversation as a chat template takes it. `items`: those before this request, and its own."""
+        first = [] if self.instructions is None else [Item.new("system", self.instructions)]
+        return [item.message for item in (*first, *items)]
+
+    def more(self, task: Task, items: Sequence[Item], created_ms: int) -> dict[str, str | int]:
+        """The record's fields beside those of the task itself, which is resolved."""
+        fields = {
+            "created_at": created_ms // 1000,
+            "model": task.model,
+            "instructions": self.instructions,
+            "background": self.background,
+            "store": self.store,
+            "service_tier": self.asked.service_tier,
+            "temperature": task.temperature,
+            "top_p": task.top_p,
+            "metadata": task.metadata,
+            **self.shown,
+        }
+        response = json.dumps({"fields": fields, "items": [item.kept for item in items]}, ensure_ascii=False)
+        origin: dict[str, str | int] = {"origin": "response"} if self.background else {}
+        return {"response": response, **origin}
+
+
+def read_response(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wanted:
+    """The request in a body. Raises Problem and InvalidTask."""
+    asked = read(
+        body,
+        headers,
+        own=OWN,
+        renamed=RENAMED,
+        required="input",
+        same=ALIKE,
+        not_offered=UNSUPPORTED,
+        stream_options=STREAM_OPTIONS,
+    )
+    own = asked.own
+    background, store = flag(own, "background"), flag(own, "store", True)
+    if background and not store:
+        raise Problem(
+            400,
+            "background is true and store is false: its caller comes back for a background response, so it is stored",
+            code="invalid_value",
+            param="store",
+        )
+    asked.fields.setdefault("ttl", DEFAULT_TTL_S if store else KEPT_S)
+    truncation = own.get("truncation", "disabled")
+    if truncation not in TRUNCATIONS:
+        raise refusal("truncation", truncation, " or ".join(TRUNCATIONS))
+    top = count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top or LOGPROBS in included(own.get("include", [])):
+        asked.fields["logprobs"] = top or 0
+    return Wanted(
+        asked=replace(asked, names=asked.names | {"logprobs": "top_logprobs"}),
+        items=read_input(own["input"]),
+        instructions=_string(own, "instructions"),
+        previous=_string(own, "previous_response_id"),
+        background=background,
+        store=store,
+        truncate=truncation == "auto",
+        shown={name: body.get(name) for name in SHOWN}
+        | {"truncation": truncation, "top_logprobs": top or 0, "text": _text(own)}
+        | {"tools": [], "tool_choice": body.get("tool_choice") or "auto"}
+        | {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "reasoning": {}},
+    )
+
+
+def included(value: Any) -> list[str]:
+    """The checked value of `include`. Raises Problem."""
+    if not isinstance(value, list):
+        raise refusal("include", value, "a list", code="invalid_type")
+    for name in value:
+        if name not in INCLUDABLE:
+            raise refusal("include", name, f"a list of {', '.join(INCLUDABLE)}")
+    return value
+
+
+def _string(own: Mapping[str, Any], name: str) -> str | None:
+    value = own.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise refusal(name, value, "a string", code="invalid_type")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise refusal(name, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
+    return value
+
+
+def _text(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The response's `text`. Only plain text is offered. Raises Problem."""
+    value = own.get("text", {})
+    if not isinstance(value, dict):
+        raise refusal("text", value, "an object", code="invalid_type")
+    usual: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
+    for name, part in value.items():
+        if name not in usual:
+            raise Problem(
+                400,
+                f"unknown parameter {shown(f'text.{name}')}; there is {', '.join(usual)}",
+                code="unknown_parameter",
+                param=f"text.{name}",
+            )
+        if part is not None and part != usual[name]:
+            raise refused(f"text.{name}", part, (usual[name],))
+    return usual
