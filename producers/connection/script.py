@@ -35,16 +35,19 @@ class Script:
 
 @cache
 def script(package: str, name: str) -> Script:
-    """Load `<package>/scripts/<name>.lua`. A line `-- include: FILE` is replaced by that file's text.
+    """Load `<package>/scripts/<name>.lua`. A line `-- include: FILE` is replaced by that file's text, and so in there.
 
     Raises RuntimeError if the package's files are missing.
     """
-    files = _files(package)
-    lines = []
-    for line in files[f"{name}.lua"].splitlines():
-        lines.append(files[line.removeprefix(INCLUDE).strip()] if line.startswith(INCLUDE) else line)
-    text = "\n".join(lines)
+    text = _whole(_files(package), f"{name}.lua")
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _whole(files: dict[str, str], name: str) -> str:
+    lines = files[name].splitlines()
+    return "\n".join(
+        _whole(files, line[len(INCLUDE) :].strip()) if line.startswith(INCLUDE) else line for line in lines
+    )
 
 
 @cache

@@ -83,6 +83,12 @@ class Server:
         """What stands in the index of deadlines."""
         return {name.decode() for name in self.redis.zrange(keys.DEADLINES, 0, -1)}
 
+    def rows(self) -> list[dict[str, str]]:
+        """The outbox's rows, all of which are due."""
+        names = [name.decode() for name in self.redis.zrange(keys.WEBHOOKS_DUE, 0, -1)]
+        found = [self.redis.hgetall(keys.webhook_row(name)) for name in names]
+        return [{field.decode(): value.decode() for field, value in row.items()} for row in found]
+
     def stored(self, task_ids: Iterable[str]) -> dict[str, Stored]:
         """All that the store holds of these tasks."""
         ids = list(task_ids)

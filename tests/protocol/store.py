@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from redis import Redis
 
 from producers.contract import keys
+from producers.contract.webhook import FINAL_EVENTS, TASK_EVENTS, Webhook
 from tests.protocol.model.scripts import Rec
 from tests.protocol.server import Mutant, Server, Stored
 
@@ -28,6 +30,9 @@ INCS = ("i1", "i2", "i3")
 #: Pools of two versions, and which has each of the incarnations, should it serve.
 POOLS = (keys.Pool("m", "1", "a"), keys.Pool("m", "1", "b"), keys.Pool("m", "2", "a"))
 POOL = POOLS[0]
+#: An endpoint that hears of every task's end, and what hears of `t1` besides.
+ENDPOINT = {"id": "we_1", "url": "https://e.example/", "event_types": FINAL_EVENTS, "tenant": None, "celery": True}
+OWN = Webhook("https://own.example/", TASK_EVENTS, "whsec_c2VjcmV0")
 #: Every field that a record may have (see `producers.contract.record`), but for `next:<choice>`.
 FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain", "n"),
@@ -46,7 +51,7 @@ FIELDS = {
         "usage",
         "error",
     ),
-    *("prompt", "discarded", "version", "queue", "fingerprint"),
+    *("prompt", "discarded", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
 }
 
 
@@ -55,16 +60,23 @@ def prompt_fields(t: str) -> dict[str, str | int]:
 
 
 def sent_to(t: str) -> dict[str, str | int]:
-    """The version that a client sends a task to: of `t2` an earlier release's says its pool."""
+    """The version that a client sends a task to: of `t2` an earlier release's says its pool. And who wants to hear."""
     if t == "t2":
-        return {"queue": POOL.queue}
-    return {"version": POOL.version, "queue": POOL.version_queue}
+        return {"queue": POOL.queue, "origin": "task"}
+    return {"version": POOL.version, "queue": POOL.version_queue, "origin": "task", **OWN.fields()}
+
+
+def rows_of(t: str, told: Iterable[str]) -> Counter[str]:
+    """The rows of a task's events, by name and without what is a task's alone: `t1 completed own`."""
+    rows = Counter(f"{t} {event} we_1" for event in told if event != "in_progress")
+    return rows + Counter(f"{t} {event} own" for event in told if t == "t1")
 
 
 def begun(r: Rec, t: str) -> Rec:
     """A new record, as the model has it."""
     kind = (POOL.version, None) if t != "p" else None
-    return r._replace(next=(0,) * TASKS[t], counted=PROMPT if t in COUNTED else None, kind=kind)
+    hook = frozenset(event.removeprefix("response.") for event in (TASK_EVENTS if t == "t1" else FINAL_EVENTS))
+    return r._replace(next=(0,) * TASKS[t], counted=PROMPT if t in COUNTED else None, kind=kind, hook=hook)
 
 
 def reason_of(r: Rec, choice: int) -> str:
@@ -74,7 +86,8 @@ def reason_of(r: Rec, choice: int) -> str:
 
 
 class Pair(RuleBasedStateMachine):
-    """`model` is what the records should be; `published` what was heard; `controls` what workers should be told."""
+    """`model` is what the records should be; `published` what was heard; `controls` what workers should be told;
+    `rows` what the outbox has, of them `past` of records that are gone."""
 
     redis: Redis
     mutant: Mutant | None = None
@@ -85,6 +98,9 @@ class Pair(RuleBasedStateMachine):
         self.published: dict[str, list[str]] = {t: [] for t in TASKS}
         self.controls: list[tuple[str, str]] = []
         self.live: set[str] = set(INCS)
+        self.rows: Counter[str] = Counter()
+        self.past: Counter[str] = Counter()
+        self.redis.hset(keys.WEBHOOK_ENDPOINTS, "we_1", json.dumps(ENDPOINT))
         for inc, pool in zip(INCS, POOLS, strict=True):
             self.server.lease(inc, True)
             self.redis.sadd(keys.workers(pool.queue), inc)
@@ -111,21 +127,34 @@ class Pair(RuleBasedStateMachine):
         return str(r.claim) if valid and r and r.claim else "nobody's"
 
     def compare(self) -> None:
-        controls = []
+        controls, wakes = [], 0
         for channel, payload in self.server.listen():
+            wakes += channel == keys.WEBHOOKS_WAKE
             if channel.startswith("penstock:tokens:"):
                 position, *entries = json.loads(payload)
                 news = self.published[channel.removeprefix("penstock:tokens:")]
                 assert position == len(news), "published at another position than in the stream"
                 news += map(json.dumps, entries)
-            else:
+            elif channel != keys.WEBHOOKS_WAKE:
                 controls.append((channel, payload))
         assert controls == self.controls
         self.controls = []
+        self._same_rows(wakes)
         waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or r.cancel or t in DEADLINES)}
         assert self.server.deadlines() == waited_for
         for t, stored in self.server.stored(TASKS).items():
             self._same(t, self.model[t], stored)
+
+    def _same_rows(self, wakes: int) -> None:
+        """Rows outlive the records of earlier lives; each is written once, with the end that it tells of."""
+        stored = self.server.rows()
+        now = sum((rows_of(t, r.told) for t, r in self.model.items() if r), Counter(self.past))
+        found = Counter(
+            f"{row['object']} {row['type'].removeprefix('response.')} {row.get('endpoint', 'own')}" for row in stored
+        )
+        assert found == now
+        assert wakes == (now - self.rows).total()
+        self.rows = now
 
     def _same(self, t: str, r: Rec | None, stored: Stored) -> None:
         fields = stored.fields
@@ -159,6 +188,8 @@ class Pair(RuleBasedStateMachine):
             at="result" if stored.compact else "stream",
             dated="queued" in fields,
             kind=self._kind(fields),
+            hook=r.hook,
+            told=r.told,
         )
         times = [int(fields[name]) for name in ("created", "queued", "started") if name in fields]
         assert times == sorted(times)

@@ -238,6 +238,20 @@ def compact_what_was_read_in_part(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def end_in_two_lives(kind: type[StoreMachine]) -> None:
+    """An id that is used again has events of its own."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    for _ in range(2):
+        machine.admit("t1", "mine", False)
+        machine.queued("t1", True)
+        machine.cancel("t1", True, True)
+        machine.settle("t1")
+        machine.ttl_runs_out("t1")
+    assert machine.past["t1 cancelled own"] == 2
+    machine.teardown()
+
+
 #: All of them.
 HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     be_late,
@@ -250,6 +264,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     cancel_what_dies_then,
     come_late,
     compact_what_was_read_in_part,
+    end_in_two_lives,
     meet_another_pool,
     end_in_another_version,
     *(partial(die, lives=lives) for lives in LIVES),

@@ -87,6 +87,12 @@ STORE = {
         "redis.call('UNLINK', stream)\nredis.call('ZREM', KEYS[4], ARGV[1])",
         "redis.call('UNLINK', stream)",
     ),
+    "FINISH calls nobody back": ("finish", "  outbox_task(task, id, status)\n", ""),
+    "CANCEL calls nobody back": ("cancel", "  outbox_task(task, id, status)\n", ""),
+    "CLAIM calls nobody back": ("claim", "  outbox_task(task, id, status)\n", ""),
+    "EXPIRE calls nobody back": ("expire", "  outbox_task(task, id, status)\n", ""),
+    "CLAIM tells of no start": ("claim", "if not r[8] then\n  outbox_task", "if false then\n  outbox_task"),
+    "a row of an earlier life is this one's": ("cancel", "':' .. created .. ':'", "':'"),
     "the end is published elsewhere": ("finish", "'[' .. at .. ',' .. entry", "'[' .. (at + 1) .. ',' .. entry"),
     "what CLAIM ends used no prompt": (
         "claim",

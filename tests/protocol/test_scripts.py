@@ -32,6 +32,7 @@ from tests.protocol.store import (
     Pair,
     begun,
     prompt_fields,
+    rows_of,
     sent_to,
 )
 from tests.protocol.store_histories import HISTORIES
@@ -350,6 +351,7 @@ class StoreMachine(Pair):
         r = self.model[t]
         if r and r.settled:
             self.server.redis.delete(keys.task(t), keys.stream(t), keys.result(t))
+            self.past += rows_of(t, r.told)
             self.model[t] = None
             self.published[t] = []
 

@@ -1,9 +1,16 @@
 -- Shared by the scripts of batches.
 local ENDED = { completed = true, failed = true, expired = true, cancelled = true }
 
+-- include: _outbox.lua
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- A batch's end is an event.
+local function tell(batch, id, status)
+  local r = redis.call('HMGET', batch, 'created', 'tenant')
+  outbox_event('batch.' .. status, id, r[1], { tenant = r[2] })
 end
 
 -- Forgets a line's task, whose result is written or not wanted. A task that is not settled yet is left to SETTLE or

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- BATCH_END | all lines are written and it is `finalizing` or `cancelling`, or it was cancelled before it began: it ends
--- `cancelled`, else `expired` if a line is, else `completed`, with the ids of its files. Else nothing.
+-- `cancelled`, else `expired` if a line is, else `completed`, with the ids of its files. The
+-- event is written into the outbox. Else nothing.
 -- KEYS: batch   ARGV: batch's id, output file's id or empty, error file's id or empty
 -- Answers: the status then | gone
 -- include: _batch.lua
@@ -18,4 +19,5 @@ end
 if ARGV[3] ~= '' then
   redis.call('HSET', batch, 'error_file', ARGV[3])
 end
+tell(batch, ARGV[1], status)
 return status

@@ -8,7 +8,7 @@
 -- 9 cancel, deadline, stuck >= N or deaths >= 4 N, or a message condemned by the broker
 -- since every worker died before its CLAIM: finalise with the terminal entry, take the claim, `settle`. A task that was
 -- started before is `incomplete` past its deadline. 10 take the claim, `in_progress`, `go(next)`, with the
--- worker's version and pool.
+-- worker's version and pool; the first start of a task is an event.
 -- The first 32 owners that died are kept in `lost`. From 8 on, a record that is not marked as queued is marked now.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
@@ -121,4 +121,7 @@ redis.call('HSET', task, 'status', 'in_progress', 'mark', length, 'version', ver
   'fingerprint', fingerprint)
 redis.call('HSETNX', task, 'started', now)
 redis.call('HINCRBY', task, 'claims', 1)
+if not r[8] then
+  outbox_task(task, id, 'in_progress')
+end
 return answer('go')

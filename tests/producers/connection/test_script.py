@@ -27,7 +27,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]
     (tmp_path / name / "__init__.py").touch()
     (folder / "one.lua").write_text("return 1")
     (folder / "two.lua").write_text("-- include: _all.lua\nreturn 2")
-    (folder / "_all.lua").write_text("local all = 1")
+    (folder / "_all.lua").write_text("-- include: _most.lua\nlocal all = 1")
+    (folder / "_most.lua").write_text("local most = 1")
     monkeypatch.syspath_prepend(tmp_path)
     return name, folder
 
@@ -39,7 +40,7 @@ def test_what_is_installed_under_a_process_does_not_change_its_scripts(
     name, folder = package
     assert script(name, "one").text == "return 1"
     change(folder)
-    assert script(name, "two").text == "local all = 1\nreturn 2"
+    assert script(name, "two").text == "local most = 1\nlocal all = 1\nreturn 2"
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda folder: [path.unlink() for path in folder.iterdir()]])

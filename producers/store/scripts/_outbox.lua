@@ -1,0 +1,76 @@
+-- Shared by _final.lua, CLAIM, and the script that ends a batch. It writes an event into the outbox: a row for each
+-- destination that wants it (`producers/store/outbox.py` has the format). Call it in the script that makes the event
+-- true, so that nobody ever sees one without the other. Called again for the same event, it changes nothing.
+--
+--   -- include: _outbox.lua
+--   outbox_event('batch.completed', batch, created, { tenant = ..., model = ..., webhook = ..., secret = ... })
+--
+-- event: its type. object: what `data.id` says. created: the object's time of creation, as its record has it, so that
+-- an id that is used again has events of its own. of: what the object is; each field may be absent (nil or false):
+-- tenant, model; webhook (JSON) and secret of its own; plain (a Celery task that no client sent).
+-- A webhook or an endpoint that cannot be read gets nothing: it must keep no task from its end.
+local function outbox_wants(json, types, event, default)
+  local fine, hook = pcall(cjson.decode, json)
+  if not fine or type(hook) ~= 'table' or type(hook.url) ~= 'string' then
+    return nil
+  end
+  if type(hook[types]) ~= 'table' then
+    return default and hook
+  end
+  for _, one in ipairs(hook[types]) do
+    if one == event then
+      return hook
+    end
+  end
+end
+
+local function outbox_row(name, fields, of)
+  local row = 'penstock:webhooks:row:' .. name
+  if redis.call('EXISTS', row) == 1 then
+    return
+  end
+  for _, field in ipairs({ 'tenant', 'model' }) do
+    if of[field] then
+      fields[#fields + 1] = field
+      fields[#fields + 1] = of[field]
+    end
+  end
+  local t = redis.call('TIME')
+  redis.call('HSET', row, 'at', t[1], 'state', 'due', unpack(fields))
+  redis.call('ZADD', 'penstock:webhooks:due', t[1] * 1000 + math.floor(t[2] / 1000), name)
+  redis.call('PUBLISH', 'penstock:webhooks:wake', '')
+end
+
+local function outbox_event(event, object, created, of)
+  local webhook = 'evt_' .. redis.sha1hex(object .. ':' .. created .. ':' .. event)
+  local own = of.webhook and outbox_wants(of.webhook, 'events', event, event ~= 'response.in_progress')
+  if own then
+    local fields = { 'webhook_id', webhook, 'type', event, 'object', object, 'url', own.url }
+    if of.secret then
+      fields[9], fields[10] = 'secret', of.secret
+    end
+    outbox_row(webhook .. '.own', fields, of)
+  end
+  if redis.call('HLEN', 'penstock:webhooks:endpoints') == 0 then
+    return
+  end
+  local all = redis.call('HGETALL', 'penstock:webhooks:endpoints')
+  for i = 1, #all, 2 do
+    local to = string.find(all[i + 1], event, 1, true) and outbox_wants(all[i + 1], 'event_types', event)
+    local mine = to and (to.tenant == nil or to.tenant == cjson.null or to.tenant == of.tenant)
+    if mine and to.enabled ~= false and (to.celery == true or not of.plain) then
+      local fields = { 'webhook_id', webhook, 'type', event, 'object', object, 'url', to.url, 'endpoint', all[i] }
+      outbox_row(webhook .. '.' .. all[i], fields, of)
+    end
+  end
+end
+
+-- The event that a task's record has this status: of tasks and background responses, and of plain Celery tasks.
+local function outbox_task(task, id, status)
+  local r = redis.call('HMGET', task, 'origin', 'plain', 'created', 'tenant', 'model', 'webhook', 'webhook_secret')
+  if r[1] == 'task' or r[1] == 'response' or r[2] then
+    local object = r[1] == 'response' and 'resp_' .. id or id
+    local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7] }
+    outbox_event('response.' .. status, object, r[3], of)
+  end
+end
