@@ -72,7 +72,7 @@ class _Chat:
 async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
-    chat = _read(await read_object(request, gateway.settings.max_body), request.headers)
+    chat = read_chat(await read_object(request, gateway.settings.max_body), request.headers)
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier
     known = await gateway.client.known(task.model)
@@ -87,13 +87,14 @@ async def create(request: Request) -> Response:
         if asked.stream:
             stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
-        whole = Whole([Choice(scorer, CHAT) for _ in range(chat.n)], chat.n, _shape, scored)
+        whole = Whole([Choice(scorer, CHAT) for _ in range(chat.n)], chat.n, shape, scored)
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(asked, foreground, answer)
 
 
-def _read(body: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
+def read_chat(body: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
+    """The chat request in a body. Raises Problem and InvalidTask."""
     asked = read(body, headers, own=OWN, renamed=RENAMED, required="messages")
     own = asked.own
     wanted, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
@@ -144,7 +145,7 @@ async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: 
         return await gateway.prompts.encode(card, text, special=False)
 
 
-def _shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
+def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
     """A choice's JSON in a complete answer."""
     yield b'{"index":%d,"message":{"role":"assistant","content":"' % index
     yield choice.text

@@ -59,7 +59,7 @@ async def create(request: Request) -> Response:
             stream = _Stream(wanted, Chunks(first, asked, prompts), scorers, echoes)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
-        whole = Whole(choices, wanted.n, partial(_shape, wanted.n, echoes), echoes)
+        whole = Whole(choices, wanted.n, partial(shape, wanted.n, echoes), echoes)
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(asked, foreground, answer)
@@ -86,7 +86,7 @@ def _scorers(
     return [CompletionLogprobs(tokenizer, begins[index // wanted.n]) for index in range(count)]
 
 
-def _shape(n: int, echoes: Sequence[Echo], index: int, choice: Choice) -> Iterator[bytes | bytearray]:
+def shape(n: int, echoes: Sequence[Echo], index: int, choice: Choice) -> Iterator[bytes | bytearray]:
     """A choice's JSON in a complete answer."""
     echo = echoes[index // n] if echoes else None
     yield b'{"index":%d,"text":"' % index

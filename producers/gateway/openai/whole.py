@@ -91,9 +91,9 @@ class Whole:
     async def take(self, batch: Sequence[tuple[int, Event]]) -> None:
         news = News()
         news.take(batch, self.n)
-        await made(news.weight, lambda: self._take(news))
+        await made(news.weight, lambda: self.add(news))
 
-    def _take(self, news: News) -> None:
+    def add(self, news: News) -> None:
         self._ends += news.ends.values()
         for number, parts in news.prompts.items():
             prompt = self._prompts[number]

@@ -1,0 +1,127 @@
+"""The endpoints without HTTP, for the lines of a batch: one line is one task.
+
+url, body, card -> read_line -> Task (the worker renders and tokenises it), fields of its record
+final record, all events -> answer_line -> the body that the endpoint would have answered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from engine.text import Tokenizer
+from producers.contract.events import Event
+from producers.contract.record import Record
+from producers.contract.task import Task
+from producers.errors import shown
+from producers.gateway.http.errors import Problem
+from producers.gateway.openai.chat import read_chat
+from producers.gateway.openai.chat import shape as chat_shape
+from producers.gateway.openai.completions import shape as completion_shape
+from producers.gateway.openai.logprobs import CHAT, COMPLETION, ChatLogprobs, CompletionLogprobs
+from producers.gateway.openai.outputs import News
+from producers.gateway.openai.parameters import Asked, refused
+from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
+from producers.gateway.openai.responses.request import Wanted, read_response
+from producers.gateway.openai.responses.view import body as response_body
+from producers.gateway.openai.whole import Choice, Whole
+
+CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+#: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the
+#: values that ask for nothing.
+URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
+    CHATS: {
+        "stream": (False,),
+        "continue_final_message": (False,),
+        "add_generation_prompt": (True,),
+        "chat_template_kwargs": ({},),
+        "prompt_logprobs": (),
+    },
+    COMPLETIONS: {"stream": (False,), "echo": (False,), "add_special_tokens": (True,)},
+    RESPONSES: {
+        "stream": (False,),
+        "background": (False,),
+        "previous_response_id": (),
+        "truncation": ("disabled",),
+    },
+}
+_Read = tuple[Asked, Task, Wanted | None]
+
+
+def read_line(
+    url: str, body: Mapping[str, Any], card: Mapping[str, Any], now_ms: int, **fields: Any
+) -> tuple[Task, dict[str, str | int]]:
+    """A line's task, resolved, and the fields of its record beside the task's own.
+
+    `url`: one of URLS. `card`: of the body's model. `now_ms`: server time. `fields`: the batch's, which go before the
+    line's own. Raises Problem and InvalidTask, which name the parameter at fault.
+    """
+    for name, nothing in URLS[url].items():
+        if body.get(name) is not None and body[name] not in nothing:
+            raise refused(name, body[name], nothing)
+    asked, task, response = _READ[url](body, fields)
+    with asked.in_its_words():
+        task = task.resolved(card)
+    return task, {} if response is None else response.more(task, response.items, now_ms)
+
+
+def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: Tokenizer | None = None) -> bytes:
+    """The body of a line's answer as JSON. `tokenizer`: given where the task has log probabilities."""
+    if url == RESPONSES:
+        return response_body(record, events, None if tokenizer is None else ChatLogprobs(tokenizer))
+    n = record.n
+    if url == CHATS:
+        scorer = None if tokenizer is None else ChatLogprobs(tokenizer)
+        whole = Whole([Choice(scorer, CHAT) for _ in range(n)], n, chat_shape)
+        first = _head("chat.completion", "chatcmpl", record)
+    else:
+        scorers = [None if tokenizer is None else CompletionLogprobs(tokenizer) for _ in range(n)]
+        whole = Whole([Choice(one, COMPLETION) for one in scorers], n, partial(completion_shape, n, []))
+        first = _head("text_completion", "cmpl", record)
+    news = News()
+    news.take([(0, event) for event in events], n)
+    whole.add(news)
+    return b"".join(whole.pieces(first))
+
+
+def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
+    fingerprint = record.fields.get("fingerprint")
+    return {
+        "id": f"{prefix}-{record.id}",
+        "object": kind,
+        "created": (record.time("created") or 0) // 1000,
+        "model": record.model,
+        "system_fingerprint": fingerprint and f"fp_{fingerprint}",
+        "service_tier": record.tier,
+    }
+
+
+def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
+    read = read_chat(body, {})
+    return read.asked, read.asked.task(None, messages=read.messages, logprobs=read.logprobs, **fields), None
+
+
+def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
+    read = read_completion(body, {})
+    if len(read.prompts) > 1 or read.prompts[0] == "":
+        raise Problem(
+            400,
+            f"prompt is {shown(body['prompt'])}; in a batch, a line has one prompt, which is not empty",
+            code="invalid_value",
+            param="prompt",
+        )
+    given = {} if "max_tokens" in read.asked.fields else {"max_tokens": MAX_TOKENS}
+    return read.asked, read.asked.task(read.prompts[0], **given, **fields), None
+
+
+def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
+    read = read_response(body, {})
+    return read.asked, read.task(messages=read.messages(read.items), **fields), read
+
+
+_READ: Final[dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], _Read]]] = {
+    CHATS: _chat,
+    COMPLETIONS: _completion,
+    RESPONSES: _response,
+}
