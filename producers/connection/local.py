@@ -8,6 +8,8 @@ from typing import Final
 
 #: The default data directory of `penstock up`.
 DATA_DIR: Final = Path(".penstock")
+#: The default folder for files' content, of gateways and sweepers.
+FILES_DIR: Final = DATA_DIR / "files"
 #: The file in a data directory with the port of its server, which listens on HOST.
 PORT: Final = "port"
 HOST: Final = "127.0.0.1"

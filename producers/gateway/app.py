@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers.connection.addresses import networks
-from producers.gateway import front, health, metrics, models, openai, webhooks
+from producers.gateway import files, front, health, metrics, models, openai, webhooks
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
@@ -28,6 +28,7 @@ from producers.gateway.tasks import routes as tasks
 from producers.gateway.tasks import views
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
+from producers.store.blobs import FolderBlobs
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
@@ -58,13 +59,25 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         async with client:
             prompts, templates = Prompts(client.store), Templates(client.store)
+            blobs = FolderBlobs(settings.files_dir)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
             admission = Admission(client, settings.max_queued, settings.max_queued_per_tenant)
             places = Destinations(allowed)
             large = asyncio.Semaphore(LARGE_RESULTS)
             awaited = set(settings.awaited)
             app.state.gateway = Gateway(
-                settings, client, prompts, templates, readers, admission, places, figures, streams, large, awaited
+                settings,
+                client,
+                prompts,
+                templates,
+                blobs,
+                readers,
+                admission,
+                places,
+                figures,
+                streams,
+                large,
+                awaited,
             )
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
             if settings.sweep:
@@ -103,6 +116,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             expose_headers=EXPOSED,
         )
     errors.install(app)
-    for router in (*(part.router for part in (front, tasks, webhooks, models, health, metrics)), *openai.ROUTERS):
+    for router in (
+        *(part.router for part in (front, tasks, files, webhooks, models, health, metrics)),
+        *openai.ROUTERS,
+    ):
         app.include_router(router)
     return app

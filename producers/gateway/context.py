@@ -15,6 +15,7 @@ from producers.gateway.metrics import Metrics
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
+from producers.store.blobs import Blobs
 from producers.sweeper.reader_leases import ReaderLeases
 
 
@@ -26,6 +27,7 @@ class Gateway:
     client: AsyncClient
     prompts: Prompts
     templates: Templates
+    blobs: Blobs
     readers: ReaderLeases
     admission: Admission
     destinations: Destinations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from producers.connection.local import FILES_DIR
 from producers.sweeper.reader_leases import LEASE_S
 
 
@@ -17,6 +18,10 @@ class GatewaySettings:
     port: int = 8000
     max_body: int = 4 << 20
     """Largest request body; a larger one is refused with 413."""
+    max_file: int = 2 << 30
+    """Largest uploaded file; a larger one is refused with 413."""
+    files_dir: str = str(FILES_DIR)
+    """The folder for files' content, which all gateways and sweepers share."""
     patience: float = 4.0
     """Time for which a failing connection to store or broker is retried before the caller gets 503."""
     heartbeat: float = 10.0

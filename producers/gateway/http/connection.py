@@ -1,6 +1,7 @@
 """A uvicorn protocol with limits, so that idle or slow clients cannot hold connections.
 
-- A request has to come in whole within a time, its first byte included.
+- A request has to come in whole within a time, its first byte included. Of a large one, LEAST bytes have to come in
+  each such time.
 - Of more connections than are taken, each new one is told 503 and closed.
 - A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
 - A caller who speaks HTTP/1.0 is sent no chunks.
@@ -24,6 +25,8 @@ from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 
 #: The ASGI extension with which a response finds its connection's `cut`.
 CUT: Final = "penstock.cut"
+#: Bytes of a body that have to come in each `receive` seconds, where it does not come whole.
+LEAST: Final = 1 << 20
 #: The SO_LINGER value that makes close discard unsent data.
 _NOW: Final = struct.pack("ii", 1, 0)
 _NO_HTTP: Final = Problem(400, "This is no request in HTTP/1.1, as far as it can be read.", code="invalid_http")
@@ -47,6 +50,8 @@ class Connection(HttpToolsProtocol):
     most: ClassVar[int]
     refused: ClassVar[Callable[[str], None]]
     _late: asyncio.TimerHandle | None = None
+    _received = 0
+    """Bytes of the body since `_wait`."""
     _open: tuple[RequestResponseCycle, ...] = ()
     """Unanswered requests, the oldest first. uvicorn reports a lost connection only to the last pipelined one."""
 
@@ -86,12 +91,17 @@ class Connection(HttpToolsProtocol):
             _end_by_closing(self.cycle)
         self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
 
+    def on_body(self, body: bytes) -> None:
+        self._received += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._came()
         super().on_message_complete()
 
     def _wait(self) -> None:
         self._came()
+        self._received = 0
         self._late = self.loop.call_later(self.receive, self._is_late)
 
     def _came(self) -> None:
@@ -100,7 +110,8 @@ class Connection(HttpToolsProtocol):
             self._late = None
 
     def _is_late(self) -> None:
-        if self.flow.read_paused:  # an earlier request of this connection is not answered yet
+        coming = self._received >= LEAST and not self.cycle.response_complete
+        if coming or self.flow.read_paused:  # or an earlier request of this connection is not answered yet
             self._wait()
         elif not self.transport.is_closing():
             self._refuse(_slow(self.receive))

@@ -115,7 +115,7 @@ def check(
         count += 1
         if count > max_lines:
             message = f"the file has more than {max_lines} requests, which is the most for a batch; split it"
-            errors.append(Reason("too_many_tasks", message, line.number))
+            errors.append(Reason(code="too_many_tasks", message=message, line=line.number))
             break
         try:
             request = request_of(line, url)
@@ -128,7 +128,7 @@ def check(
             if len(errors) == MAX_ERRORS:
                 break
     if not count:
-        errors.append(Reason("empty_file", "the file has no requests: it is empty"))
+        errors.append(Reason(code="empty_file", message="the file has no requests: it is empty"))
     room = MAX_ERRORS - len(errors)
     if room and (repeated := seen.repeated(MAX_ERRORS)):
         errors += _repeats(_requests(read(), stop), url, repeated, room, max_lines)
@@ -215,6 +215,6 @@ def _repeats(lines: Iterable[Line], url: str, hashes: frozenset[int], most: int,
         if custom_id in first:
             message = f"custom_id {shown(custom_id)} is that of line {first[custom_id]} already; each must be unique"
             most -= 1
-            yield Reason("duplicate_custom_id", message, line.number, "custom_id")
+            yield Reason(code="duplicate_custom_id", message=message, line=line.number, param="custom_id")
         else:
             first[custom_id] = line.number

@@ -108,12 +108,12 @@ def worker(valkey: Redis) -> FakeWorker:
 
 
 @pytest.fixture
-def open_door(valkey_url: str) -> Iterator[Callable[..., Door]]:
+def open_door(valkey_url: str, tmp_path: Path) -> Iterator[Callable[..., Door]]:
     """Starts gateways; settings by name."""
     doors: list[Door] = []
 
     def start(**settings: Any) -> Door:
-        usual = GatewaySettings(valkey_url, valkey_url, sweep=False)
+        usual = GatewaySettings(valkey_url, valkey_url, sweep=False, files_dir=str(tmp_path / "files"))
         doors.append(Door(replace(usual, **settings)))
         return doors[-1]
 

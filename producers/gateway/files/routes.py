@@ -1,0 +1,215 @@
+"""The routes of `/v1/files`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from producers.connection.script import arun, text
+from producers.errors import shown
+from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.files import expiry
+from producers.gateway.files.content import FileContent, content_of
+from producers.gateway.files.upload import Asked, Upload
+from producers.gateway.files.views import FileDeleted, FileList, FileView
+from producers.gateway.http import idempotency, query, tenant
+from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.tasks.views import errors
+from producers.store import files
+from producers.store.files import BATCH, BATCH_OUTPUT, File
+from producers.store.idempotency import Entry
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter(prefix="/v1/files", tags=["files"])
+
+#: Most files in a page, and how many there are unless said otherwise.
+MAX_PAGE: Final = 10_000
+ID: Final = re.compile(f"{files.PREFIX}[0-9a-f]{{32}}")
+_FORM: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": [BATCH]},
+        "expires_after": expiry.SCHEMA,
+    },
+    "additionalProperties": False,
+}
+
+
+@router.post(
+    "",
+    response_model=FileView,
+    responses=errors(413, 415, 422),
+    openapi_extra={
+        "parameters": [idempotency.PARAMETER, tenant.PARAMETER],
+        "requestBody": {
+            "required": True,
+            "content": {
+                "multipart/form-data": {
+                    "schema": _FORM,
+                    "encoding": {"expires_after": {"style": "deepObject", "explode": True}},
+                }
+            },
+        },
+    },
+)
+async def create(request: Request, response: Response) -> FileView:
+    """Upload a file. It is whole and durable once this answers."""
+    gateway = gateway_of(request)
+    owner = tenant.tenant_of(request.headers)
+    with _writable(), Upload(request, gateway.blobs, gateway.settings.max_file) as upload:
+        asked = await upload.receive()
+        new_id = files.new_id(int(time.time() * 1000))
+        entry = await idempotency.first(request, gateway.client, new_id, tenant=owner, digest=upload.digest(asked))
+        if entry is not None and entry.state == "made":
+            response.headers.update(idempotency.REPLAYED)
+            return await _original(gateway, entry)
+        made = await _made(gateway, upload, asked, owner, new_id if entry is None else entry.id)
+    if entry is not None:
+        await idempotency.made(gateway.client, entry)
+    return FileView.of(made)
+
+
+async def _made(gateway: Gateway, upload: Upload, asked: Asked, owner: str | None, file_id: str) -> File:
+    """Make the file; or find it, where an equal request did at the same time. Raises Problem."""
+    now, store = int(time.time()), gateway.client.store
+    end = None if asked.kept_s is None else now + asked.kept_s
+    file = File(file_id, upload.writer.size, asked.filename, asked.purpose, now, end, owner or "")
+    await files.note(store, file_id)
+    await asyncio.to_thread(upload.writer.commit, file_id)
+    answer = text(await arun(store, files.made(file)))
+    if answer == "late":
+        raise Problem(
+            503, "The file was written too slowly; send it again.", code="service_unavailable", headers=RETRY_AFTER
+        )
+    return file
+
+
+async def _original(gateway: Gateway, entry: Entry) -> FileView:
+    file = await files.get(gateway.client.store, entry.id)
+    if file is None:
+        raise Problem(
+            404,
+            f"This Idempotency-Key made the file {entry.id}, which was deleted or has expired; use another key to "
+            "upload it again.",
+            code="file_not_found",
+            param="Idempotency-Key",
+        )
+    return FileView.of(file)
+
+
+@router.get(
+    "",
+    response_model=FileList,
+    openapi_extra={
+        "parameters": [
+            query.parameter("purpose", "only files of this purpose", enum=[BATCH, BATCH_OUTPUT]),
+            query.parameter("limit", "most files in the page", type="integer", minimum=1, maximum=MAX_PAGE),
+            query.parameter("after", "the id of the file before the page", type="string", pattern=f"^{ID.pattern}$"),
+            query.parameter("order", "by the time at which they were made", enum=["desc", "asc"]),
+            tenant.PARAMETER,
+        ]
+    },
+)
+async def listed(request: Request) -> FileList:
+    """List the tenant's files, a page at a time."""
+    limit = query.integer(request, "limit", 1, MAX_PAGE, MAX_PAGE)
+    purpose = query.choice(request, "purpose", ("", BATCH, BATCH_OUTPUT), "")
+    order = query.choice(request, "order", ("desc", "asc"), "desc")
+    found = await files.listed(
+        gateway_of(request).client.store,
+        tenant=tenant.tenant_of(request.headers) or "",
+        purpose=purpose or None,
+        after=query.matching(request, "after", ID, "the id of a file, such as the last one of the page before"),
+        limit=limit + 1,
+        newest_first=order == "desc",
+    )
+    page = [FileView.of(file) for file in found[:limit]]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return FileList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
+
+
+@router.get("/{file_id}", response_model=FileView, responses=errors(404))
+async def look(request: Request, file_id: str) -> FileView:
+    """Get what is known of a file."""
+    return FileView.of(await file_of(gateway_of(request), file_id))
+
+
+@router.get(
+    "/{file_id}/content",
+    response_class=Response,
+    responses={
+        200: {"content": {FileContent.media_type: {"schema": {"type": "string", "format": "binary"}}}},
+        206: {"description": "the range that was asked for", "content": {FileContent.media_type: {}}},
+        **errors(404, 416),
+    },
+    openapi_extra={
+        "parameters": [
+            {
+                "name": "Range",
+                "in": "header",
+                "description": "one range of bytes, to go on with an interrupted download",
+                "schema": {"type": "string"},
+            }
+        ]
+    },
+)
+async def content(request: Request, file_id: str) -> Response:
+    """Get a file's bytes."""
+    gateway = gateway_of(request)
+    file = await file_of(gateway, file_id)
+    return await content_of(request, gateway.blobs, file, gateway.settings.stall)
+
+
+@router.delete("/{file_id}", response_model=FileDeleted, responses=errors(404))
+async def delete(request: Request, file_id: str) -> FileDeleted:
+    """Delete a file. A batch that still needs it fails."""
+    gateway = gateway_of(request)
+    await file_of(gateway, file_id)
+    if not await files.remove(gateway.client.store, gateway.blobs, file_id):
+        raise _none(file_id)
+    return FileDeleted(id=file_id, deleted=True)
+
+
+async def file_of(gateway: Gateway, file_id: str, param: str | None = None) -> File:
+    """The file. Raises Problem; `param`: the parameter that names it."""
+    file = await files.get(gateway.client.store, file_id) if ID.fullmatch(file_id) else None
+    if file is None:
+        raise _none(file_id, param)
+    return file
+
+
+def _none(file_id: str, param: str | None = None) -> Problem:
+    return Problem(
+        404, f"There is no file {shown(file_id)}; it was deleted, or has expired.", code="file_not_found", param=param
+    )
+
+
+@contextmanager
+def _writable() -> Iterator[None]:
+    """Turns errors of the disk into a Problem."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError | TimeoutError):  # of the store
+            raise
+        logger.error("--files-dir cannot be written to: %s", error)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise Problem(
+            503,
+            "The disk for files is full: no file is taken for now."
+            if full
+            else "This gateway cannot write to its folder for files; its log says why.",
+            code="storage_full" if full else "file_unavailable",
+            headers=RETRY_AFTER,
+        ) from error

@@ -1,0 +1,48 @@
+"""Files as OpenAI's clients see them."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field
+
+from producers.store.files import File
+
+
+class FileView(BaseModel):
+    """A file. Times are unix seconds."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str = Field(description="batch: an input; batch_output: what a batch wrote")
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+
+    @classmethod
+    def of(cls, file: File) -> Self:
+        return cls(
+            id=file.id,
+            bytes=file.size,
+            created_at=file.created_at,
+            expires_at=file.expires_at,
+            filename=file.filename,
+            purpose=file.purpose,
+        )
+
+
+class FileList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FileView]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool

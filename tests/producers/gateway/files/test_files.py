@@ -1,0 +1,272 @@
+"""`/v1/files`, by OpenAI's own client and by hand."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from producers.gateway.files.multipart import MAX_PARTS
+from producers.store.blobs import FolderBlobs
+from tests.conformance.conftest import gateway
+from tests.producers.gateway.conftest import Door, until
+
+DATA = b'{"custom_id": "a"}\n' * 50_000
+MINUTE = {"anchor": "created_at", "seconds": 3600}
+
+
+@pytest.fixture
+def client(door: Door) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "files"
+
+
+def there(folder: Path) -> list[str]:
+    """All files in the folder, half ones too."""
+    return [name for _, _, names in os.walk(folder) for name in names]
+
+
+class TestOpenaisClient:
+    def test_a_file_is_uploaded_read_and_deleted(self, client: openai.OpenAI, folder: Path) -> None:
+        made = client.files.create(file=("in.jsonl", DATA), purpose="batch")
+        assert (made.object, made.bytes, made.filename, made.purpose) == ("file", len(DATA), "in.jsonl", "batch")
+        assert (made.status, made.expires_at) == ("processed", None)
+        assert client.files.retrieve(made.id) == made
+        assert client.files.content(made.id).content == DATA
+        assert there(folder) == [made.id]
+        deleted = client.files.delete(made.id)
+        assert (deleted.id, deleted.deleted, deleted.object) == (made.id, True, "file")
+        assert there(folder) == []
+        for call in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError, match=made.id):
+                call(made.id)
+
+    def test_files_are_listed_in_pages(self, client: openai.OpenAI) -> None:
+        made = [client.files.create(file=b"", purpose="batch").id for _ in range(5)]
+        assert [file.id for file in client.files.list(limit=2)] == made[::-1]
+        assert [file.id for file in client.files.list(limit=2, order="asc", purpose="batch")] == made
+        page = client.files.list(limit=2, after=made[3], extra_headers={})
+        assert ([file.id for file in page.data], page.has_more) == ([made[2], made[1]], True)
+        assert list(client.files.list(purpose="batch_output")) == []
+        assert list(client.files.list(extra_headers={"penstock-tenant": "acme"})) == []
+
+    def test_a_file_expires(self, client: openai.OpenAI, valkey: Redis) -> None:
+        made = client.files.create(file=("é.jsonl", io.BytesIO(b"{}")), purpose="batch", expires_after=MINUTE)  # type: ignore[arg-type]
+        assert made.filename == "é.jsonl"
+        assert made.expires_at == made.created_at + 3600
+        valkey.hset(keys.file(made.id), "expires_at", made.created_at)
+        with pytest.raises(openai.NotFoundError, match="has expired"):
+            client.files.retrieve(made.id)
+
+    async def test_the_asyncio_client_does_the_same(self, door: Door) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+            made = await client.files.create(file=("in.jsonl", DATA), purpose="batch")
+            assert (await client.files.content(made.id)).content == DATA
+            async with client.files.with_streaming_response.content(made.id) as answer:
+                assert sum([len(part) async for part in answer.iter_bytes()]) == len(DATA)
+            assert [file.id async for file in client.files.list()] == [made.id]
+
+
+Send = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def send(http: httpx.Client) -> Send:
+    def send(data: dict[str, Any] | None = None, name: str | None = "in.jsonl", **more: Any) -> httpx.Response:
+        fields = {"purpose": "batch"} if data is None else data
+        return http.post("/v1/files", data=fields, files={"file": (name, DATA)} if name else None, **more)
+
+    return send
+
+
+def form(*parts: bytes, end: bytes = b"--b--\r\n") -> dict[str, Any]:
+    body = b"".join(b"--b\r\nContent-Disposition: form-data; " + part + b"\r\n" for part in parts) + end
+    return {"content": body, "headers": {"content-type": "multipart/form-data; boundary=b"}}
+
+
+FILE = b'name="file"; filename="x"\r\n\r\n{}'
+PURPOSE = b'name="purpose"\r\n\r\nbatch'
+
+
+class TestBadUploads:
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({}, "purpose"),
+            ({"purpose": "fine-tune"}, "purpose"),
+            ({"purpose": "batch", "colour": "red"}, "colour"),
+            ({"purpose": "batch", "expires_after[seconds]": "3600"}, "expires_after"),
+            ({"purpose": "batch", "expires_after[anchor]": "created_at"}, "expires_after"),
+            ({"purpose": "batch", "expires_after[anchor]": "now", "expires_after[seconds]": "3600"}, "expires_after"),
+            *(
+                (
+                    {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": n},
+                    "expires_after",
+                )
+                for n in ("3599", "2592001", "1e4", "²")
+            ),
+        ],
+    )
+    def test_a_bad_field_is_named_and_nothing_is_left(
+        self, send: Send, folder: Path, valkey: Redis, fields: dict[str, str], param: str
+    ) -> None:
+        answer = send(fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert there(folder) == valkey.keys("penstock:file*") == []
+
+    @pytest.mark.parametrize(
+        ("request_", "status", "says"),
+        [
+            (form(PURPOSE), 400, "file is missing"),
+            (form(FILE, PURPOSE, FILE), 400, '"file" comes twice'),
+            (form(PURPOSE, PURPOSE, FILE), 400, '"purpose" comes twice'),
+            (form(FILE, PURPOSE, end=b"--b\r\n"), 400, "ends early"),
+            (form(PURPOSE, FILE, end=b""), 400, "ends early"),
+            (form(*[b'name="%d"\r\n\r\n' % n for n in range(MAX_PARTS + 1)]), 400, "parts"),
+            (form(b'name="purpose"\r\n\r\n' + b"x" * 5000, FILE), 400, "more than 4096 bytes"),
+            (form(b'nam="purpose"\r\n\r\n', FILE), 400, "a part has no name"),
+            (form(b'name="purpose"\r\n\r\n\xff', FILE), 400, "not UTF-8"),
+            (form(b'name="file"; filename="' + b"x" * 600 + b'"\r\n\r\n', PURPOSE), 400, "600 characters"),
+            (form() | {"content": b"no form at all"}, 400, "no form"),
+            (form() | {"content": b""}, 400, "ends early"),
+            (form() | {"headers": {"content-type": "multipart/form-data"}}, 415, "with a boundary"),
+            (form() | {"headers": {"content-type": "multipart/form-data; boundary=" + "x" * 999}}, 400, "no form"),
+            (form() | {"headers": {"content-type": "application/json"}}, 415, "multipart/form-data"),
+        ],
+    )
+    def test_what_is_no_form_is_refused(
+        self, http: httpx.Client, folder: Path, request_: dict[str, Any], status: int, says: str
+    ) -> None:
+        answer = http.post("/v1/files", **request_)
+        assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
+        assert there(folder) == []
+
+    def test_a_packed_upload_is_refused(self, send: Send) -> None:
+        assert send(headers={"content-encoding": "gzip"}).status_code == 415
+
+    @pytest.mark.parametrize("declared", [True, False])
+    def test_a_file_that_is_too_large_is_refused(
+        self, open_door: Callable[..., Door], folder: Path, declared: bool
+    ) -> None:
+        door = open_door(max_file=len(DATA) - 1)
+        with httpx.Client(base_url=door.url, timeout=60) as http:
+            asked = http.build_request("POST", "/v1/files", data={"purpose": "batch"}, files={"file": DATA})
+            body = asked.read()
+            answer = http.post(
+                "/v1/files",
+                content=body if declared else iter([body[:1000], body[1000:]]),
+                headers={"content-type": asked.headers["content-type"]},
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "file_too_large")
+            assert there(folder) == []
+
+    @pytest.mark.parametrize(
+        "query", ["limit=0", "limit=10001", "limit=x", "order=up", "purpose=user_data", "after=file-1", "after="]
+    )
+    def test_a_bad_query_is_named(self, http: httpx.Client, query: str) -> None:
+        error = http.get(f"/v1/files?{query}").json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", query.partition("=")[0])
+
+    @pytest.mark.parametrize("file_id", ["file-1", "file-" + "0" * 32, "..", "%2e%2e%2fx", "a" * 3000, "\u202e"])
+    def test_an_unknown_file_is_not_found(self, http: httpx.Client, file_id: str) -> None:
+        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            assert http.request(method, f"/v1/files/{file_id}{path}").status_code in (404, 405)
+
+    def test_a_folder_that_cannot_be_written_to_is_a_503(
+        self, open_door: Callable[..., Door], tmp_path: Path, folder: Path
+    ) -> None:
+        folder.write_text("a file, not a folder")
+        with httpx.Client(base_url=open_door().url, timeout=60) as http:
+            answer = http.post("/v1/files", data={"purpose": "batch"}, files={"file": DATA})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "file_unavailable")
+
+
+def test_ranges_of_a_file_are_given(http: httpx.Client, send: Send) -> None:
+    file_id = send().json()["id"]
+
+    def get(**headers: str) -> tuple[int, bytes, str | None]:
+        answer = http.get(f"/v1/files/{file_id}/content", headers={n.replace("_", "-"): h for n, h in headers.items()})
+        return answer.status_code, answer.content, answer.headers.get("content-range")
+
+    size = len(DATA)
+    assert get(range="bytes=5-9") == (206, DATA[5:10], f"bytes 5-9/{size}")
+    assert get(range=f"bytes={size - 3}-") == (206, DATA[-3:], f"bytes {size - 3}-{size - 1}/{size}")
+    assert get(range="bytes=-4") == (206, DATA[-4:], f"bytes {size - 4}-{size - 1}/{size}")
+    assert get(range="bytes=10-99999999999", if_range=f'"{file_id}"')[:2] == (206, DATA[10:])
+    for whole in ("lines=1-2", "bytes=1-2,5-6", "bytes=-"):
+        assert get(range=whole)[:2] == (200, DATA)
+    assert get(range="bytes=1-2", if_range='"another"')[:2] == (200, DATA)
+    for beyond in (f"bytes={size}-", "bytes=7-6", "bytes=-0"):
+        assert get(range=beyond)[::2] == (416, f"bytes */{size}")
+
+
+def test_a_reader_whose_file_is_deleted_meanwhile_is_cut_off(door: Door, http: httpx.Client) -> None:
+    large = b"x" * (64 << 20)
+    file_id = http.post("/v1/files", data={"purpose": "batch"}, files={"file": large}).json()["id"]
+    with http.stream("GET", f"/v1/files/{file_id}/content") as answer:
+        parts = answer.iter_raw()
+        next(parts)
+        assert http.delete(f"/v1/files/{file_id}").status_code == 200
+        with pytest.raises(httpx.TransportError):
+            for _ in parts:
+                pass
+
+
+def test_a_key_makes_one_file(send: Send, folder: Path, valkey: Redis) -> None:
+    key = {"headers": {"idempotency-key": "k"}}
+    first, again = send(**key), send(**key)
+    assert (first.status_code, again.json()) == (200, first.json())
+    assert again.headers["idempotent-replayed"] == "true"
+    assert there(folder) == [first.json()["id"]]
+    assert send(name="other.jsonl", **key).status_code == 422
+    valkey.delete(keys.file(first.json()["id"]))
+    assert send(**key).json()["error"]["param"] == "Idempotency-Key"
+
+
+def test_an_upload_whose_caller_leaves_leaves_nothing(door: Door, folder: Path, valkey: Redis) -> None:
+    begun = form(PURPOSE, FILE + b"x" * (1 << 20), end=b"")["content"]
+    with socket.create_connection(("127.0.0.1", door.port)) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        connection.sendall(f"{head}content-length: {2 << 20}\r\n\r\n".encode() + begun)
+        until(lambda: there(folder))
+    until(lambda: not there(folder))
+    assert valkey.keys("penstock:file*") == []
+
+
+def test_kill_9_in_the_middle_of_an_upload_leaves_no_half_of_a_file(
+    valkey: Redis, valkey_url: str, folder: Path
+) -> None:
+    begun = form(PURPOSE, FILE + b"x" * (1 << 20), end=b"")["content"]
+
+    def chunks() -> Iterator[bytes]:
+        yield begun
+        until(lambda: there(folder))
+        process.kill()
+        process.join()
+
+    with gateway(valkey_url, sweep=False, files_dir=str(folder)) as (url, process):
+        until(lambda: httpx.get(f"{url}/livez").status_code == 200 if listening(url) else False)
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{url}/v1/files", **form() | {"content": chunks()})
+    assert FolderBlobs(folder).clean(0) == 1
+    assert there(folder) == valkey.keys("penstock:file*") == []
+
+
+def listening(url: str) -> bool:
+    parts = httpx.URL(url)
+    with socket.socket() as probe:
+        return probe.connect_ex((parts.host, parts.port or 0)) == 0
