@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers.connection.addresses import networks
-from producers.gateway import files, front, health, metrics, models, openai, webhooks
+from producers.gateway import docs, files, front, health, metrics, models, openai, webhooks
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
@@ -98,7 +98,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         version=version("penstock"),
         lifespan=lifespan,
         default_response_class=JSONResponse,
-        # FastAPI's own pages load scripts from other servers; /openapi.json is for tools.
+        # FastAPI's own pages load scripts from other servers (`docs` does not).
         docs_url=None,
         redoc_url=None,
         responses=views.errors(*views.ANYWHERE),
@@ -117,8 +117,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     errors.install(app)
     for router in (
-        *(part.router for part in (front, tasks, files, webhooks, models, health, metrics)),
+        *(part.router for part in (front, docs, tasks, files, webhooks, models, health, metrics)),
         *openai.ROUTERS,
     ):
         app.include_router(router)
+    app.mount(docs.ASSETS, docs.assets())
     return app

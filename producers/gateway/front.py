@@ -23,7 +23,7 @@ PAGE: Final = f"""<!doctype html>
 <li><a href="/v1/models">/v1/models</a>: the models that there are
 <li><code>POST /v1/chat/completions</code>, <code>POST /v1/completions</code>: as OpenAI's
 <li><code>POST /v1/tasks</code>: submit, leave, come back
-<li><a href="/openapi.json">/openapi.json</a>: all of it, for tools
+<li><a href="/docs">/docs</a>: all of it, to read and to try; <a href="/openapi.json">/openapi.json</a>: for tools
 <li><a href="/readyz">/readyz</a>, <a href="/livez">/livez</a>, <a href="/metrics">/metrics</a>: for machines
 </ul>
 </html>

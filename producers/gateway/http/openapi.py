@@ -17,8 +17,14 @@ class Documented(FastAPI):
         if self.openapi_schema is None:
             made = super().openapi()
             for operation in (one for methods in made["paths"].values() for one in methods.values()):
+                if "description" in operation:  # FastAPI's own summary is the function's name
+                    operation["summary"] = _first_sentence(operation["description"])
                 if _AUTOMATIC[0] in str(operation["responses"].get("422")):
                     del operation["responses"]["422"]
             for name in _AUTOMATIC:
                 made["components"]["schemas"].pop(name, None)
         return super().openapi()
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).partition(". ")[0].removesuffix(".")

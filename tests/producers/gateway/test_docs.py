@@ -1,0 +1,44 @@
+"""`/docs` shows all that /openapi.json has, and loads nothing from another host."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+
+import httpx
+import pytest
+
+from tests.producers.gateway.conftest import Door
+
+BROWSERS = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "google-chrome")
+#: As root there is no sandbox. Time is virtual: it passes only while nothing is loaded or computed.
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=20000")
+
+
+def test_the_page_and_what_it_loads_are_here(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    loads = re.findall(r"""(?:href|src|url)(?:=|:\s*)["']([^"']+)""", page.text)
+    assert {urlsplit(one).netloc for one in loads} == {""}
+    answers = {one: http.get(urljoin("/docs", one)) for one in loads}
+    assert len(answers) == 4
+    assert {one: answer.status_code for one, answer in answers.items()} == dict.fromkeys(loads, 200)
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    assert http.get("/docs/assets/none.js").json()["error"]["code"] == "not_found"
+
+
+def test_a_browser_shows_every_operation_and_asks_no_other_host(door: Door, http: httpx.Client, tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine (Debian: apt install chromium-headless-shell)")
+    log = tmp_path / "net.json"
+    told = [*FLAGS, f"--user-data-dir={tmp_path}", f"--log-net-log={log}", "--dump-dom", f"{door.url}/docs"]
+    shown = subprocess.run([browser, *told], capture_output=True, text=True, timeout=100, check=True).stdout
+    paths = http.get("/openapi.json").json()["paths"]
+    assert set(re.findall('data-path="(.+?)"', shown)) == paths.keys()
+    assert shown.count('class="opblock opblock-') == sum(map(len, paths.values()))
+    asked = set(re.findall('"url":("http.+?")', log.read_text()))
+    assert {urlsplit(json.loads(url)).netloc for url in asked} == {urlsplit(door.url).netloc}
