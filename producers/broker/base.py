@@ -170,6 +170,10 @@ class Broker(ABC):
     async def send(self, message: Message) -> None:
         """The same as `Sender.send`."""
 
+    @abstractmethod
+    async def send_many(self, messages: Sequence[Message]) -> None:
+        """Send messages in this order, in one round trip. A call that raises may have sent some of them."""
+
     # ---- what there is --------------------------------------------------------------------------------------------
 
     @abstractmethod

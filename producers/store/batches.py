@@ -177,7 +177,9 @@ async def trim(store: Redis, now_ms: int) -> int:
 
 async def parts(store: Redis, batch_id: str) -> list[Part]:
     """The written parts of a batch's files, in order."""
-    return [Part(**json.loads(part)) for part in await store.lrange(keys.batch_parts(batch_id), 0, -1)]
+    found = await store.hgetall(keys.batch_parts(batch_id))
+    each = (json.loads(some) for _, some in sorted((int(first), some) for first, some in found.items()))
+    return [Part(**part) for some in each for part in some]
 
 
 # ---- changing ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
     run   (gateways, and the leading sweeper): interrupted submits, lost readers, deadlines, unsettled final tasks
     lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, store results of
-          plain Celery tasks, return killed workers' messages, handle pools without workers and stale data
+          plain Celery tasks, return killed workers' messages, handle pools without workers and stale data;
+          take batches forward (`producers.sweeper.batches`)
           -> until the lease is lost
 
 Each action is one script that checks the record itself. So any number of processes may act at once, and be stopped or
@@ -19,14 +20,20 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
+from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.store import protocol
+from producers.store.blobs import FolderBlobs
 from producers.sweeper import unsent as submits
+from producers.sweeper.batches.duty import Batches
+from producers.sweeper.batches.endpoint import Endpoints
+from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.compact import AGE_MS, compact
 from producers.sweeper.deadlines import expire_late
@@ -75,6 +82,10 @@ class SweeperSettings:
     letters_kept: float = LETTERS_KEPT_S
     unneeded: float = UNNEEDED_S
     retire_after: float = RETIRE_AFTER_S
+    files_dir: str = str(FILES_DIR)
+    """The folder for files' content, which all gateways and sweepers share."""
+    batch_lines: int = WINDOW
+    """Most lines of one batch that are queued, or wait to be written, at a time."""
     orphaned_after: float = ORPHANED_AFTER_S
     """Time without any worker's lease after which a queue's messages return to its lists."""
 
@@ -114,14 +125,17 @@ async def run(
         group.create_task(_repeat(client, unsettled, every_s))
 
 
-async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
-    """Sweep whenever this process leads, until cancelled; then give the lead up at once."""
+async def lead(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None = None) -> None:
+    """Sweep whenever this process leads, until cancelled; then give the lead up at once.
+
+    `endpoints`: those that batches are for; without them, batches are left to another sweeper.
+    """
     leadership = Leadership(client, settings.name, settings.lease)
     try:
         while True:
             await leadership.acquire()
             log.info("%s leads: it sweeps", settings.name)
-            duties = asyncio.create_task(_duties(client, settings), name="sweep")
+            duties = asyncio.create_task(_duties(client, settings, endpoints), name="sweep")
             kept = asyncio.create_task(leadership.keep(), name="keep leading")
             try:
                 await asyncio.wait((duties, kept), return_when="FIRST_COMPLETED")
@@ -135,7 +149,7 @@ async def lead(client: AsyncClient, settings: SweeperSettings) -> None:
         await leadership.resign()
 
 
-async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
+async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None) -> None:
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
@@ -168,6 +182,11 @@ async def _duties(client: AsyncClient, settings: SweeperSettings) -> None:
             settings.unsettled_after,
         )
         group.create_task(basics)
+        if endpoints is not None:
+            batches = Batches(
+                client, FolderBlobs(settings.files_dir), endpoints, partial(_count, client), window=settings.batch_lines
+            )
+            group.create_task(batches.run())
         group.create_task(_repeat(client, tell, settings.every))
         group.create_task(_repeat(client, pack, settings.every))
         group.create_task(_repeat(client, returned, settings.every))

@@ -46,6 +46,8 @@ from workers.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from producers.client.aio import AsyncClient
+    from producers.gateway.batches.endpoints import LineEndpoints
     from producers.sweeper.sweeper import SweeperSettings
 
 Broker = Annotated[
@@ -325,11 +327,27 @@ async def sweep(settings: SweeperSettings) -> None:
     from producers.sweeper.sweeper import lead
 
     async with AsyncClient(settings.broker, settings.store) as client:
-        task = asyncio.create_task(lead(client, settings))
+        endpoints = _endpoints(client)
+        task = asyncio.create_task(lead(client, settings, endpoints))
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, task.cancel)
         with suppress(asyncio.CancelledError):
             await task
+        if endpoints is not None:
+            endpoints.close()
+
+
+def _endpoints(client: AsyncClient) -> LineEndpoints | None:
+    """The endpoints that batches are for; None where the gateway is not installed."""
+    import logging
+
+    try:
+        from producers.gateway.batches.endpoints import LineEndpoints
+    except ModuleNotFoundError as error:
+        log = logging.getLogger(__name__)
+        log.warning("batches are left to another sweeper: they need %s (pip install 'penstock[gateway]')", error.name)
+        return None
+    return LineEndpoints(client)
 
 
 def open_port(host: str, port: int) -> Any:

@@ -42,6 +42,10 @@ class MemoryBroker(Broker):
     async def send(self, message: Message) -> None:
         MemorySender(self._server).send(message)
 
+    async def send_many(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            await self.send(message)
+
     # ---- what there is --------------------------------------------------------------------------------------------
 
     async def waiting(self, queue: str) -> Waiting:

@@ -52,6 +52,9 @@ class RedisBroker(Broker):
     async def send(self, message: Message) -> None:
         await self._redis.execute_command(*_push(message))
 
+    async def send_many(self, messages: Sequence[Message]) -> None:
+        await self._ask(*(_push(message) for message in messages))
+
     # ---- what there is --------------------------------------------------------------------------------------------
 
     async def waiting(self, queue: str) -> Waiting:

@@ -77,7 +77,7 @@ class Foreground:
                 for number, event in batch:
                     if isinstance(event, End):
                         self._open.discard(self.ids[number])
-                        problem = problem or _problem_of(event)
+                        problem = problem or problem_of_end(event)
                 yield batch
                 if problem is not None:
                     raise problem
@@ -157,7 +157,7 @@ async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerat
             await stream.aclose()
 
 
-def _problem_of(end: End) -> Problem | None:
+def problem_of_end(end: End) -> Problem | None:
     """The error for a task that failed, was cancelled, or timed out before its first token; else None."""
     if end.status == "cancelled":
         return Problem(409, "The task of this request was cancelled.", code="cancelled", headers=ONCE)

@@ -17,8 +17,8 @@ redis.call('HINCRBY', batch, 'outputs', ARGV[5])
 redis.call('HINCRBY', batch, 'errors', ARGV[6])
 redis.call('HINCRBY', batch, 'lapsed', ARGV[7])
 local parts = tonumber(ARGV[8])
-for k = 1, parts do
-  redis.call('RPUSH', KEYS[2], ARGV[8 + k])
+if parts > 0 then
+  redis.call('HSET', KEYS[2], from, '[' .. table.concat(ARGV, ',', 9, 8 + parts) .. ']')
 end
 for k = 1, lines do
   drop(ARGV[1], ARGV[8 + parts + k])

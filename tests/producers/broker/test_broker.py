@@ -33,8 +33,7 @@ def consumer(url: str) -> Iterator[Consumer]:
 
 
 async def send(broker: Broker, *names: str, tier: str = "default", tenant: str = "") -> None:
-    for name in names:
-        await broker.send(Message(name, QUEUE, tier, 1, 100, tenant))
+    await broker.send_many([Message(name, QUEUE, tier, 1, 100, tenant) for name in names])
 
 
 def take(consumer: Consumer, *uuids: str) -> list[str]:

@@ -100,7 +100,7 @@ def test_written_lines_are_forgotten(store: Store, valkey: Redis, model: str, wo
     assert not valkey.keys("penstock:task:*")
     assert not valkey.keys("penstock:stream:*")
     assert not valkey.exists(keys.batch_refused(store.id), keys.SETTLED, keys.UNSETTLED)
-    assert valkey.lrange(keys.batch_parts(store.id), 0, -1) == [Part("output", "part-0", 7).to_json().encode()]
+    assert valkey.hgetall(keys.batch_parts(store.id)) == {b"0": f"[{Part('output', 'part-0', 7).to_json()}]".encode()}
 
 
 def test_a_final_line_that_is_not_settled_is_left_to_its_worker(store: Store, valkey: Redis) -> None:

@@ -1,0 +1,96 @@
+"""The endpoints that batches are for, as the sweeper asks them (`producers.sweeper.batches.endpoint`).
+
+body ─▶ read_line ─▶ task; the final record and its events ─▶ answer_line ─▶ body, or the error that a caller gets
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from engine.text import Tokenizer
+from producers.client.aio import AsyncClient
+from producers.client.submission import Known
+from producers.contract.events import End
+from producers.errors import InvalidTask, PenstockError, UnknownModel
+from producers.gateway.http.errors import Problem, body_of, problem_of
+from producers.gateway.openai.lines import answer_line, read_line
+from producers.gateway.tasks.foreground import problem_of_end
+from producers.gateway.text.prompts import Prompts
+from producers.sweeper.batches.endpoint import Answer, Finished, Planned
+
+#: A request's tier, unless it names another.
+TIER: Final = "batch"
+
+
+class LineEndpoints:
+    """Answers as the endpoints do, without HTTP. `close` it."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._prompts = Prompts(client.store)
+
+    def close(self) -> None:
+        self._prompts.close()
+
+    async def tasks(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Planned | Answer]:
+        known: dict[str, Known | UnknownModel] = {}
+        for model in {str(body["model"]) for body in bodies}:
+            try:
+                known[model] = await self._client.known(model)
+            except UnknownModel as error:
+                known[model] = error
+        return await asyncio.to_thread(lambda: [_planned(path, body, known[str(body["model"])]) for body in bodies])
+
+    async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
+        tokenizers: dict[str, Tokenizer | Answer] = {}
+        for one in finished:
+            if _scored(one) and one.record.model not in tokenizers:
+                tokenizers[one.record.model] = await self._tokenizer(one.record.model)
+        return await asyncio.to_thread(
+            lambda: [_answer(path, one, tokenizers.get(one.record.model) if _scored(one) else None) for one in finished]
+        )
+
+    async def _tokenizer(self, model: str) -> Tokenizer | Answer:
+        """The model's tokenizer, or the error of all answers that need it."""
+        try:
+            return await self._prompts.tokenizer((await self._client.known(model)).card)
+        except (PenstockError, Problem) as error:
+            return _refused(error)
+
+
+def _planned(path: str, body: Mapping[str, Any], known: Known | UnknownModel) -> Planned | Answer:
+    if isinstance(known, UnknownModel):
+        return _refused(known)
+    tier = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
+    try:
+        task, more = read_line(path, body, known.card, known.now_ms(), **tier)
+    except (Problem, InvalidTask) as error:
+        return _refused(error)
+    return Planned(task, known, more)
+
+
+def _answer(path: str, one: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:
+    """`tokenizer`: where the task has log probabilities."""
+    end = one.events[-1]
+    if isinstance(end, End) and (problem := problem_of_end(end)) is not None:
+        return _refused(problem)
+    if isinstance(tokenizer, Answer):
+        return tokenizer
+    return Answer(200, _ascii(answer_line(path, one.record, one.events, tokenizer)))
+
+
+def _scored(one: Finished) -> bool:
+    return one.record.task.get("logprobs") is not None
+
+
+def _refused(error: Exception) -> Answer:
+    problem = problem_of(error)
+    return Answer(problem.status, json.dumps(body_of(problem)).encode())
+
+
+def _ascii(body: bytes) -> bytes:
+    """The same JSON in ASCII: many readers also end a line at U+2028 and the like."""
+    return body if body.isascii() else json.dumps(json.loads(body)).encode()

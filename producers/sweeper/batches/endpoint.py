@@ -1,0 +1,63 @@
+"""What batches ask of an endpoint: to make a task of a request's body, and an answer of what became of it.
+
+The gateway's endpoints answer it (`producers.gateway.batches`), as they answer a caller who waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from producers.client.submission import Known
+from producers.contract.events import Event
+from producers.contract.record import Record
+from producers.contract.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP answer. `body`: JSON in ASCII, without line breaks."""
+
+    status: int
+    body: bytes
+
+    def to_json(self) -> str:
+        return f'{{"status": {self.status}, "body": {self.body.decode("ascii")}}}'
+
+    @classmethod
+    def of_json(cls, kept: str) -> Self:
+        found = json.loads(kept)
+        return cls(found["status"], json.dumps(found["body"]).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A task, resolved for its model. `more`: fields of its record beside the task's own."""
+
+    task: Task
+    known: Known
+    more: Mapping[str, str | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request whose task is final: its body, record, and all events of its stream."""
+
+    body: Mapping[str, Any]
+    record: Record
+    events: Sequence[Event]
+
+
+class Endpoints(Protocol):
+    """Knows the endpoints that a batch may be for, by their paths.
+
+    Its methods may raise redis.exceptions.RedisError or OSError; then nothing is lost, and they are called again.
+    """
+
+    async def tasks(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Planned | Answer]:
+        """What is to be run for each request, or its refusal. The tier is `batch`, unless a request names another."""
+
+    async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
+        """The answer to each request. Its status is 200 if the request got what it asked for."""
