@@ -107,7 +107,7 @@ def batch_refused(batch_id: str) -> str:
 
 
 def batch_parts(batch_id: str) -> str:
-    """Hash: number of a line -> parts of the batch's files that begin with it (JSON, `producers.store.batches.Part`)."""
+    """Hash: number of a line -> parts of files that begin with it (JSON, `producers.store.batches.Part`)."""
     return f"penstock:batch:{batch_id}:parts"
 
 
