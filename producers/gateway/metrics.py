@@ -138,6 +138,15 @@ def _describe(fleet: Fleet) -> Iterator[Metric]:
         swept.add_metric((what,), count)
     yield swept
     yield GaugeMetricFamily("penstock_dead_letters", "Messages that no worker could use.", fleet.dead_letters)
+    rows = GaugeMetricFamily("penstock_webhook_rows", "Deliveries of events to webhooks.", labels=("state",))
+    for state, count in fleet.webhooks.rows.items():
+        rows.add_metric((state,), count)
+    yield rows
+    yield GaugeMetricFamily(
+        "penstock_webhook_oldest_due_seconds",
+        "For how long the oldest delivery has been due that nobody took.",
+        fleet.webhooks.oldest_due_s,
+    )
     queued = GaugeMetricFamily("penstock_queued", "Tasks waiting for a worker.", labels=("model", "pool", "tier"))
     tenants = GaugeMetricFamily(
         "penstock_queued_tenants", "Tenants whose tasks wait for their turn.", labels=("model", "pool", "tier")

@@ -16,6 +16,7 @@ from producers.broker.base import Broker
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.queues import version_queue_of
+from producers.store.outbox import Backlog, backlog
 
 QUEUE_PREFIX: Final = keys.model_queue("")
 
@@ -52,7 +53,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """All pools, dead letters and the sweepers' work. `swept`: a sweeper's duty -> how often it was done."""
+    """All pools, dead letters, the sweepers' work, the outbox. `swept`: a sweeper's duty -> how often it was done."""
 
     pools: list[Pool]
     dead_letters: int = 0
@@ -61,10 +62,11 @@ class Fleet:
     to_compact: Left = Left()
     sweeper_leads: bool = False
     swept: dict[str, int] = field(default_factory=dict)
+    webhooks: Backlog = field(default_factory=lambda: Backlog({}, 0.0))
 
 
 async def read_fleet(store: Redis, broker: Broker) -> Fleet:
-    """Read all pools in four round trips. Raises redis.exceptions.RedisError or OSError."""
+    """Read all pools in five round trips. Raises redis.exceptions.RedisError or OSError."""
     models, about, leads, swept, now, *left = await _ask(
         store,
         ("HGETALL", keys.MODELS),
@@ -99,7 +101,16 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
             pool.workers.append(json.loads(lease))
     submitting, unsettled, to_compact = (_left(*one, now) for one in zip(left[::2], left[1::2], strict=True))
     done = {text(what): int(count) for what, count in swept.items()}
-    return Fleet(list(pools.values()), depths.dead_letters, submitting, unsettled, to_compact, bool(leads), done)
+    return Fleet(
+        list(pools.values()),
+        depths.dead_letters,
+        submitting,
+        unsettled,
+        to_compact,
+        bool(leads),
+        done,
+        await backlog(store),
+    )
 
 
 def _served(models: Mapping[Any, Any], pools: Mapping[Any, Any]) -> dict[str, str]:

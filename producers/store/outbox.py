@@ -169,10 +169,10 @@ def replay(name: str) -> Call:
     return Call(script(PACKAGE, "outbox_replay"), (keys.webhook_row(name), *STATES.values()), (name,))
 
 
-def trim(state: State, age_s: int, most: int, limit: int = 500) -> Call:
+def trim(state: State, age_s: float, most: int, limit: int = 500) -> Call:
     """TRIM: remove rows that were delivered, or dead, for `age_s`, and the oldest beyond `most`. Answers how many; it
     may be called again while that is `limit`."""
-    return Call(script(PACKAGE, "outbox_trim"), (STATES[state],), (age_s * 1000, most, limit))
+    return Call(script(PACKAGE, "outbox_trim"), (STATES[state],), (int(age_s * 1000), most, limit))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
 from producers.sweeper.leader import Leadership
 from producers.sweeper.orphaned_queues import PATIENCE_S as ORPHANED_AFTER_S
 from producers.sweeper.orphaned_queues import OrphanedQueues
+from producers.sweeper.outbox import DEAD_KEPT_S, DELIVERED_KEPT_S
+from producers.sweeper.outbox import sweep as trim_outbox
 from producers.sweeper.reader_leases import LEASE_S, LapsedReaders
 from producers.sweeper.retired_pools import RETIRE_AFTER_S, RetiredPools
 from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
@@ -81,6 +83,9 @@ class SweeperSettings:
     """Time between a task's settlement and its stream's compaction."""
     letters_kept: float = LETTERS_KEPT_S
     unneeded: float = UNNEEDED_S
+    delivered_kept: float = DELIVERED_KEPT_S
+    dead_kept: float = DEAD_KEPT_S
+    """Times for which webhooks that were delivered, or given up, are kept."""
     retire_after: float = RETIRE_AFTER_S
     files_dir: str = str(FILES_DIR)
     """The folder for files' content, which all gateways and sweepers share."""
@@ -172,6 +177,10 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     async def tidy() -> Counts:
         return {f"removed_{name}": count for name, count in asdict(await stale.sweep()).items()}
 
+    async def trim() -> Counts:
+        done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept)
+        return {"removed_webhooks": done.delivered + done.dead}
+
     async with asyncio.TaskGroup() as group:
         basics = run(
             client,
@@ -192,6 +201,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         group.create_task(_repeat(client, returned, settings.every))
         group.create_task(_repeat(client, prune, settings.seldom))
         group.create_task(_repeat(client, tidy, settings.seldom))
+        group.create_task(_repeat(client, trim, settings.seldom))
 
 
 async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], every_s: float) -> None:

@@ -15,7 +15,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.store import protocol
+from producers.store import outbox, protocol
 from producers.sweeper.reader_leases import hold
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.producers.conftest import POOL, QUEUE
@@ -66,10 +66,20 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     for queue in (OLD.queue, OLD.version_queue, POOL.queue):
         valkey.lpush(queue, Message("long expired", queue, "default", 1, 9).envelope())
     valkey.rpush(broker_keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
+    await _called_back(client, valkey)
     valkey.set(keys.blob("00ff"), b"a tokenizer that no card names any more")
     worker.die()
     # Everything waits for long enough already, but for what is yet to become so.
     _age(valkey)
+
+
+async def _called_back(client: AsyncClient, valkey: Redis) -> None:
+    """A webhook that was delivered, and one that was given up."""
+    for end in (outbox.delivered, outbox.dead):
+        handle = await client.submit(model="tiny", prompt=[1], ttl=300, webhook={"url": "https://example.com/"})
+        await handle.cancel()
+        (row,) = outbox.read_take(run(valkey, outbox.take("d", 9, 60_000))).rows
+        run(valkey, end(row, "d", outbox.Attempt(1, 1, 200)))
 
 
 def _age(valkey: Redis) -> None:
@@ -102,6 +112,8 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         seldom=0.05,
         reader_lease=0.01,
         letters_kept=60.0,
+        delivered_kept=0.1,
+        dead_kept=0.1,
         unneeded=0.2,
         retire_after=0.1,
     )
@@ -109,7 +121,7 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         await _load(client, valkey, worker)
         found = {name.decode().split(":")[1] for name in valkey.keys("penstock:*")}
         assert found >= {"task", "stream", "submitting", "deadlines", "readers", "unsettled", "settled", "incarnations"}
-        assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved"}
+        assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved", "webhooks"}
         sweeping = asyncio.create_task(lead(client, settings))
         try:
             for _ in range(800):
@@ -127,7 +139,7 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
 
 
 #: Of the broker's scripts: a number each, however much there is of what they count.
-COUNTERS = {"penstock:deliveries", "penstock:arrivals"}
+COUNTERS = {"penstock:deliveries", "penstock:deliveries:tokens", "penstock:arrivals"}
 
 
 def _left(valkey: Redis) -> set[str]:

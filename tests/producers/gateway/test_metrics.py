@@ -123,7 +123,11 @@ def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, m
 def test_what_is_stuck_is_counted(http: httpx.Client, model: str, valkey: Redis) -> None:
     valkey.rpush(broker_keys.DEAD, "a", "b")
     valkey.zadd(keys.SUBMITTING, {"x": 1})
+    valkey.zadd(keys.WEBHOOKS_DUE, {"w": 1000, "taken": 9e12})
+    valkey.zadd(keys.WEBHOOKS_DEAD, {"v": 1000})
     got = figures(http)
+    assert [got["penstock_webhook_rows", state] for state in ("due", "delivered", "dead")] == [2, 0, 1]
+    assert got["penstock_webhook_oldest_due_seconds",] > 1e9
     assert (got["penstock_dead_letters",], got["penstock_tasks_submitting",]) == (2, 1)
 
 

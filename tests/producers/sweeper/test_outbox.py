@@ -1,0 +1,55 @@
+"""The outbox is trimmed, and rows that nobody takes are told of. That nothing stays: `tests/producers`."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.connection import log_throttle
+from producers.contract import keys
+from producers.sweeper import outbox
+from producers.sweeper.outbox import Trimmed, sweep
+
+
+def rows(valkey: Redis, index: str, count: int, at_ms: int) -> None:
+    names = [f"{index}{n}" for n in range(count)]
+    valkey.zadd(index, dict.fromkeys(names, at_ms))
+    for name in names:
+        valkey.hset(keys.webhook_row(name), "state", "x")
+
+
+async def test_what_is_old_goes_and_what_is_due_never(
+    valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "LIMIT", 2)
+    for index in (keys.WEBHOOKS_DUE, keys.WEBHOOKS_DELIVERED, keys.WEBHOOKS_DEAD):
+        rows(valkey, index, 5, 1000)
+    async with AsyncClient(valkey_url) as client:
+        assert await sweep(client.store, 60.0, 1e11) == Trimmed(delivered=5)
+        monkeypatch.setattr(outbox, "DEAD_MOST", 3)
+        assert await sweep(client.store, 60.0, 1e11) == Trimmed(dead=2)
+        assert await sweep(client.store) == Trimmed(dead=3)
+    left = {name.decode().removeprefix("penstock:webhooks:row:") for name in valkey.keys("penstock:webhooks:row:*")}
+    assert left == {name.decode() for name in valkey.zrange(keys.WEBHOOKS_DUE, 0, -1)}
+    assert len(left) == 5
+
+
+async def test_rows_that_nobody_takes_are_told_of_now_and_then(
+    valkey: Redis, valkey_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_throttle, "_said", {})
+    monkeypatch.setattr(log_throttle, "EVERY_S", 1e6)
+    async with AsyncClient(valkey_url) as client:
+        rows(valkey, keys.WEBHOOKS_DUE, 3, 9_000_000_000_000)
+        with caplog.at_level(logging.WARNING):
+            await sweep(client.store)
+            assert not caplog.records
+            rows(valkey, keys.WEBHOOKS_DUE, 1, 1000)
+            await sweep(client.store)
+            await sweep(client.store)
+    (said,) = caplog.messages
+    assert "3 webhooks are to be delivered" in said
+    assert "penstock webhooks" in said
