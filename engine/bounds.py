@@ -65,7 +65,7 @@ def biases(name: str, value: object, limit: int, highest: int, reach: float) -> 
 
     Returns (token id, bias) pairs in the order of token ids.
     """
-    pairs = _sequence(name, tuple(value.items()) if isinstance(value, Mapping) else value, limit)
+    pairs = _sequence(name, tuple(value.items()) if isinstance(value, (dict, Mapping)) else value, limit)
     found: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
@@ -81,6 +81,8 @@ def biases(name: str, value: object, limit: int, highest: int, reach: float) -> 
 
 
 def _sequence(name: str, value: object, limit: int) -> tuple[Any, ...]:
+    if value == ():  # nearly always; asking whether something is a Sequence is slow
+        return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise RequestError(f"{name}={shown(value)} must be a list", param=name, code="invalid_type")
     if len(value) > limit:

@@ -16,9 +16,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from redis import Redis
+from hiredis import pack_command
+from redis import ConnectionPool, Redis
 from redis.asyncio import Redis as AsyncRedis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 from producers.connection.trouble import trouble
 
@@ -120,10 +121,24 @@ def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
 
 
 def _pipeline(redis: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    with redis.pipeline(transaction=False) as pipe:
-        for command in commands:
-            pipe.execute_command(*command)
-        return list(pipe.execute(raise_on_error=False))
+    """redis-py's own pipeline looks at each command and answer again and again, which takes as long as all the rest."""
+    pool: ConnectionPool = redis.connection_pool
+    connection = pool.get_connection()
+    try:
+        connection.send_packed_command([b"".join(map(pack_command, commands))])
+        return [_answer(connection) for _ in commands]
+    except BaseException:  # also where the caller is interrupted: answers that were not read must not be another's
+        connection.disconnect()
+        raise
+    finally:
+        pool.release(connection)
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error
 
 
 def text(value: Any) -> str:

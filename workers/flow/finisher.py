@@ -199,7 +199,7 @@ class Finisher(threading.Thread):
         delivery = end.delivery
         assert delivery.record is not None
         if delivery.job is not None and delivery.job.headers.get("ignore_result") and delivery.plain is None:
-            return {"id": delivery.task_id, "status": end.status}
+            return end.status
         record = Record.parse(delivery.task_id, self.redis.hgetall(delivery.record.key))
         result = collect(record, read_stream(self.redis, delivery.task_id))
         return summary(result)

@@ -12,8 +12,8 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import threading
-import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -256,4 +256,4 @@ def _id_of(raw: bytes) -> str | None:
 
 
 def _fresh(count: int) -> list[str]:
-    return [uuid.uuid4().hex for _ in range(count)]
+    return [secrets.token_hex(16) for _ in range(count)]
