@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from producers.client.blocking import Client, Handle
     from producers.contract.events import End, Event, Prompt, Token
     from producers.contract.record import Record
-    from producers.contract.result import Choice, Result
+    from producers.contract.result import Choice, Result, TaskInfo, TaskPage
     from producers.contract.task import Task
     from producers.errors import (
+        IdempotencyKeyReused,
+        InvalidQuery,
         InvalidTask,
         PenstockError,
         SubmitFailed,
         TaskExists,
         TaskFailed,
+        TaskNotFinal,
         TaskNotFound,
         UnknownModel,
     )
@@ -38,6 +41,8 @@ __all__ = [
     "End",
     "Event",
     "Handle",
+    "IdempotencyKeyReused",
+    "InvalidQuery",
     "InvalidTask",
     "PenstockError",
     "Prompt",
@@ -47,7 +52,10 @@ __all__ = [
     "Task",
     "TaskExists",
     "TaskFailed",
+    "TaskInfo",
+    "TaskNotFinal",
     "TaskNotFound",
+    "TaskPage",
     "Token",
     "UnknownModel",
 ]
@@ -56,17 +64,20 @@ _HOME = {
     "client.aio": ("AsyncClient", "AsyncHandle"),
     "client.blocking": ("Client", "Handle"),
     "errors": (
+        "IdempotencyKeyReused",
+        "InvalidQuery",
         "InvalidTask",
         "PenstockError",
         "SubmitFailed",
         "TaskExists",
         "TaskFailed",
+        "TaskNotFinal",
         "TaskNotFound",
         "UnknownModel",
     ),
     "contract.events": ("End", "Event", "Prompt", "Token"),
     "contract.record": ("Record",),
-    "contract.result": ("Choice", "Result"),
+    "contract.result": ("Choice", "Result", "TaskInfo", "TaskPage"),
     "contract.task": ("Task",),
 }
 

@@ -27,6 +27,22 @@ class TaskExists(PenstockError):
     """Another task has this id."""
 
 
+class IdempotencyKeyReused(PenstockError):
+    """The idempotency key was used for another task."""
+
+
+class InvalidQuery(PenstockError, ValueError):
+    """A list of tasks was asked for with a bad parameter, `param`."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class TaskNotFinal(PenstockError):
+    """The task has not ended, so that it cannot be retried."""
+
+
 class TaskNotFound(PenstockError, KeyError):
     """No record: never submitted, or past its time to live."""
 

@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 
 from producers.broker.base import NoSuchPlace
 from producers.client.aio import AsyncClient
-from producers.client.submission import TASK
+from producers.client.submission import KEPT, TASK
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
@@ -28,8 +28,6 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists
 
-#: Fields of the record that a replayed task has, too, beside the task itself.
-KEPT: Final = ("webhook", "webhook_secret")
 #: Dead letters read at a time.
 PAGE: Final = 200
 _SPACE: Final = uuid.UUID("5b7c2f0e-6c39-4f0c-9d0f-0d6b1f3f6a11")

@@ -13,9 +13,11 @@ from redis.asyncio import Redis
 from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.hub import CLOSED, Hub
+from producers.client.once import submit_once
 from producers.client.reader import Reader
 from producers.client.steps import Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, Known, submit
+from producers.client.tasks import AsyncTasks
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.local import servers
 from producers.connection.script import Call, arun
@@ -39,13 +41,13 @@ class AsyncClient:
     def __init__(
         self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
     ) -> None:
-        self._patience = operations.checked_patience(patience)
+        self.patience = operations.checked_patience(patience)
         broker, store = servers(broker, store)
         #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
         self.store: Redis = connect_async(store)
         self.broker = connect_broker(broker, self.store if store == broker else None)
         self._one_server = store == broker
-        self._directory = Directory()
+        self.directory = Directory()
         self._hub = Hub(self.store)
         self._closed = False
 
@@ -55,25 +57,30 @@ class AsyncClient:
         /,
         *,
         task_id: str | None = None,
+        idempotency_key: str | None = None,
         traceparent: str | None = None,
         **fields: Any,
     ) -> AsyncHandle:
         """Queue a task, given as a Task or as its fields.
 
+        `idempotency_key`: for 24 hours, a submit with the same key and task gives the first one, and queues nothing.
         `traceparent`: the caller's W3C trace, which the worker's log names; a bad one is ignored, as everywhere.
-        Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
-        (no answer in time: if a record was made, the sweeper sends the task).
+        Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id),
+        IdempotencyKeyReused (another task has this key), SubmitFailed (no answer in time: if a record was made, the
+        sweeper sends the task).
         """
-        return await self.admit(operations.task_of(task, fields), task_id, {**TASK, **trace_fields(traceparent)})
+        asked, more = operations.task_of(task, fields), {**TASK, **trace_fields(traceparent)}
+        steps = submit_once(self.directory, asked, idempotency_key, task_id, self.patience, more)
+        return self.get(await self.run(steps))
 
     async def admit(self, task: Task, task_id: str | None = None, more: Mapping[str, str | int] = TASK) -> AsyncHandle:
         """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`)."""
-        return self.get(await self.run(submit(self._directory, task, task_id, self._patience, more)))
+        return self.get(await self.run(submit(self.directory, task, task_id, self.patience, more)))
 
     @property
-    def patience(self) -> float:
-        """Time (s) for which a failing connection is retried."""
-        return self._patience
+    def tasks(self) -> AsyncTasks:
+        """Lists tasks, and retries them."""
+        return AsyncTasks(self)
 
     def get(self, task_id: str) -> AsyncHandle:
         """A handle on a task that anyone has submitted. It looks nothing up yet."""
@@ -81,7 +88,7 @@ class AsyncClient:
 
     async def models(self) -> list[dict[str, Any]]:
         """The cards of all models (`engine.text.card`), by name."""
-        return await self.run(operations.models(self._patience))
+        return await self.run(operations.models(self.patience))
 
     async def card(self, model: str) -> dict[str, Any]:
         """A model's card, at most 2 s old. Raises UnknownModel, which names the models that there are."""
@@ -89,7 +96,7 @@ class AsyncClient:
 
     async def known(self, model: str) -> Known:
         """A model's card and the queue that its tasks go to, at most 2 s old. Raises UnknownModel."""
-        return await self.run(self._directory.find(model, self._patience))
+        return await self.run(self.directory.find(model, self.patience))
 
     async def ping(self) -> None:
         """Raise redis.exceptions.RedisError or OSError unless store and broker each answer the first request."""
@@ -157,7 +164,7 @@ class AsyncHandle:
 
         Raises TaskNotFound.
         """
-        return await self._client.run(operations.status(self.id, self._client._patience))
+        return await self._client.run(operations.status(self.id, self._client.patience))
 
     async def stream(self, start: int = 0) -> AsyncGenerator[Event]:
         """Token events from position `start` on, in order, each once, as they are made; then the End.
@@ -218,4 +225,4 @@ class AsyncHandle:
 
         `result(raise_for_status=False)` then returns the output so far. Raises TaskNotFound.
         """
-        return await self._client.run(operations.cancel(self.id, self._client._patience))
+        return await self._client.run(operations.cancel(self.id, self._client.patience))

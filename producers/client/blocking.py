@@ -14,9 +14,11 @@ from producers.broker.connect import connect_sender, is_known
 from producers.client import operations
 from producers.client.aio import AsyncClient
 from producers.client.hub import CLOSED
+from producers.client.once import submit_once
 from producers.client.portal import Expired, Portal
 from producers.client.steps import Pause, Send, Step, Steps, T, drive
-from producers.client.submission import TASK, Directory, submit
+from producers.client.submission import TASK, Directory
+from producers.client.tasks import Tasks
 from producers.connection.connect import connect
 from producers.connection.local import servers
 from producers.connection.script import Call, run
@@ -44,7 +46,7 @@ class Client:
     def __init__(
         self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
     ) -> None:
-        self._patience = operations.checked_patience(patience)
+        self.patience = operations.checked_patience(patience)
         broker, self._store_url = servers(broker, store)
         self._broker_url = broker
         self._store = connect(self._store_url)
@@ -52,7 +54,7 @@ class Client:
         self._broker: Sender | None = None
         if is_known(broker):
             self._broker = connect_sender(broker, self._store if broker == self._store_url else None)
-        self._directory = Directory()
+        self.directory = Directory()
         self._lock = threading.Lock()
         self._closed = False
         #: The last pair is in use. A pair from before a fork is kept untouched: it shares the parent's epoll.
@@ -64,18 +66,26 @@ class Client:
         /,
         *,
         task_id: str | None = None,
+        idempotency_key: str | None = None,
         traceparent: str | None = None,
         **fields: Any,
     ) -> Handle:
         """Queue a task, given as a Task or as its fields.
 
+        `idempotency_key`: for 24 hours, a submit with the same key and task gives the first one, and queues nothing.
         `traceparent`: the caller's W3C trace, which the worker's log names; a bad one is ignored, as everywhere.
-        Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id), SubmitFailed
-        (no answer in time: if a record was made, the sweeper sends the task).
+        Raises InvalidTask or UnknownModel (nothing was written), TaskExists (another task has this id),
+        IdempotencyKeyReused (another task has this key), SubmitFailed (no answer in time: if a record was made, the
+        sweeper sends the task).
         """
         asked = operations.task_of(task, fields)
         more = {**TASK, **trace_fields(traceparent)}
-        return self.get(self.run(submit(self._directory, asked, task_id, self._patience, more)))
+        return self.get(self.run(submit_once(self.directory, asked, idempotency_key, task_id, self.patience, more)))
+
+    @property
+    def tasks(self) -> Tasks:
+        """Lists tasks, and retries them."""
+        return Tasks(self)
 
     def get(self, task_id: str) -> Handle:
         """A handle on a task that anyone has submitted. It looks nothing up yet."""
@@ -83,7 +93,7 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """The cards of all models (`engine.text.card`), by name."""
-        return self.run(operations.models(self._patience))
+        return self.run(operations.models(self.patience))
 
     def run(self, steps: Steps[T]) -> T:
         """Perform steps (`producers.client.steps`) on this client's connections. Raises PenstockError once closed."""
@@ -95,7 +105,7 @@ class Client:
         with self._lock:
             self._check_open()
             if not self._reading or not self._reading[-1][0].usable:
-                self._reading.append((Portal(), AsyncClient(self._store_url, patience=self._patience)))
+                self._reading.append((Portal(), AsyncClient(self._store_url, patience=self.patience)))
             return self._reading[-1]
 
     def close(self) -> None:
@@ -181,7 +191,7 @@ class Handle:
 
         Raises TaskNotFound.
         """
-        return self._client.run(operations.status(self.id, self._client._patience))
+        return self._client.run(operations.status(self.id, self._client.patience))
 
     def stream(self, start: int = 0) -> Generator[Event]:
         """Token events from position `start` on, in order, each once, as they are made; then the End.
@@ -216,7 +226,7 @@ class Handle:
 
         `result(raise_for_status=False)` then returns the output so far. Raises TaskNotFound.
         """
-        return self._client.run(operations.cancel(self.id, self._client._patience))
+        return self._client.run(operations.cancel(self.id, self._client.patience))
 
     def _batches(self, start: int, until: float | None) -> Generator[list[Event]]:
         portal, client = self._client.reading()

@@ -35,6 +35,8 @@ ADVICE: Final[dict[Trouble | None, str]] = {
 }
 #: What a record says of a task that its caller reads by its id (`origin` in `producers.contract.record`).
 TASK: Final[dict[str, str | int]] = {"origin": "task"}
+#: Fields of a record, beside the task itself, that another run of the task has, too.
+KEPT: Final = ("webhook", "webhook_secret")
 TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -106,7 +108,7 @@ def submit(
         known = yield from directory.find(task.model, patience_s)
     except FAILURES as error:
         what = "did not answer" if lost(error) else "refused"
-        raise _failed(f"The store {what}, nothing was queued", error) from error
+        raise failed(f"The store {what}, nothing was queued", error) from error
     task = task.resolved(known.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
     fields = record_fields(task, known) | dict(more)
@@ -117,8 +119,8 @@ def submit(
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:
         if trouble(error) is Trouble.FULL and not named and (yield from _withdrawn(task_id, patience_s)):
-            raise _failed("The broker refused the task, which was withdrawn", error) from error
-        raise _failed(
+            raise failed("The broker refused the task, which was withdrawn", error) from error
+        raise failed(
             f"Task {task_id} is recorded, and the sweeper will send it: the broker did not take its message", error
         ) from error
     try:
@@ -148,6 +150,8 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
         fields["deadline"] = known.now_ms() + int(task.timeout * 1000)
     if task.ttl is not None:
         fields["ttl"] = task.ttl
+    if task.metadata:
+        fields["metadata"] = json.dumps(task.metadata)
     if task.webhook is not None:
         fields |= task.webhook.fields()
     return fields
@@ -161,8 +165,8 @@ def _admit(
         answer = text((yield from persistently(call, patience_s)))
     except FAILURES as error:
         if not lost(error):
-            raise _failed(f"The store refused task {task_id}, nothing was queued", error) from error
-        raise _failed(
+            raise failed(f"The store refused task {task_id}, nothing was queued", error) from error
+        raise failed(
             f"The store did not confirm task {task_id}; if it was recorded, the sweeper will send it", error
         ) from error
     if answer == "exists":
@@ -188,7 +192,8 @@ def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
     return bool(accepted)
 
 
-def _failed(what: str, error: Exception) -> SubmitFailed:
+def failed(what: str, error: Exception) -> SubmitFailed:
+    """The error for a submit that a server's error ended."""
     found = trouble(error)
     return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{said(error)}", CODES.get(found, "submit_failed"))
 

@@ -19,6 +19,7 @@ TIERS: Final[dict[str, tuple[int, int]]] = {
 
 TASK_NAME: Final = "penstock.generate"
 
+TASKS: Final = "penstock:tasks"  # zset: task id -> ms of ADMIT; tasks of clients, for lists of them
 SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; tasks whose message may not be sent yet
 DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks with a deadline or a cancel
 UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final tasks that are not settled

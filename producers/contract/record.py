@@ -15,6 +15,8 @@
 | `origin` | who asked: `task` (client, /v1/tasks), `response` (background), `batch` (line); absent: its caller waits |
 | `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
+| `metadata` | the task's metadata (JSON), if it has some |
+| `retried_from` | id of the task that this one repeats |
 | `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
 | `traceparent` | the trace of its caller that it belongs to (`producers.contract.trace`) |
 | `response` | of a response (`/v1/responses`): constant fields of its JSON, and its conversation |
@@ -117,13 +119,24 @@ class Record:
     def cancel_accepted(self) -> bool:
         return "cancel" in self.fields
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The task's metadata. A refused plain Celery task's record may hold any JSON, so its shape is checked."""
+        metadata: Any = self.json("metadata")
+        if metadata is None and "task" in self.fields:  # of a plain Celery task, or submitted by an earlier release
+            task: Any = self.task
+            metadata = task.get("metadata") if isinstance(task, dict) else None
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            return {}
+        return metadata
+
     def time(self, name: str) -> int | None:
         """`created`, `queued`, `started`, `first`, `finished`, `settled` or `deadline`, in ms."""
         value = self.fields.get(name)
         return int(value) if value else None
 
     def json(self, name: str) -> Any:
-        """`reasons`, `usage`, `error` or `lost`; None where absent."""
+        """`reasons`, `usage`, `error`, `lost`, `metadata` or `webhook`; None where absent."""
         value = self.fields.get(name)
         return json.loads(value) if value else None
 

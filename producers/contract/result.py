@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -60,6 +60,61 @@ class Result:
             raise TaskFailed(message, status=self.status, code=error.get("code", self.status), param=error.get("param"))
 
 
+@dataclass(frozen=True, slots=True)
+class TaskInfo:
+    """A task as lists show it: its state without its outputs. `times`: as of a Result."""
+
+    id: str
+    model: str
+    tier: str
+    status: str
+    n: int
+    tenant: str | None
+    metadata: dict[str, str]
+    webhook: dict[str, Any] | None
+    """URL and events of its own webhook."""
+    retried_from: str | None
+    usage: dict[str, int] | None
+    error: dict[str, Any] | None
+    times: dict[str, int]
+
+    @classmethod
+    def of(cls, record: Record) -> TaskInfo:
+        return cls(
+            id=record.id,
+            model=record.model,
+            tier=record.tier,
+            status=record.status,
+            n=record.n,
+            tenant=record.fields.get("tenant"),
+            metadata=record.metadata,
+            webhook=record.json("webhook"),
+            retried_from=record.fields.get("retried_from"),
+            usage=record.json("usage"),
+            error=record.json("error"),
+            times=_times(record),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPage:
+    """A part of a list of tasks. `next`: the `after` of the next part, which may have more where this one is empty;
+    None at the end."""
+
+    tasks: tuple[TaskInfo, ...]
+    next: str | None
+
+    def __iter__(self) -> Iterator[TaskInfo]:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+def _times(record: Record) -> dict[str, int]:
+    return {name: at for name in TIMES if (at := record.time(name)) is not None}
+
+
 def collect(record: Record, events: Iterable[Event]) -> Result:
     """The result of a final record and all events of its stream."""
     tokens: list[list[Token]] = [[] for _ in range(record.n)]
@@ -87,7 +142,7 @@ def collect(record: Record, events: Iterable[Event]) -> Result:
         ),
         usage=record.json("usage") or {},
         error=record.json("error"),
-        times={name: at for name in TIMES if (at := record.time(name)) is not None},
+        times=_times(record),
         prompt_token_ids=tuple(chain.from_iterable(part.token_ids for part in prompts)) if prompts else None,
         prompt_logprobs=tuple(chain.from_iterable(part.logprobs for part in prompts)) if prompts else None,
     )

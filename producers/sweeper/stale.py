@@ -14,7 +14,7 @@ from producers.admin.dead_letters import letters, purge
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
-from producers.store import model_files
+from producers.store import model_files, task_index
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ class Removed:
     incarnations: int = 0
     deliveries: int = 0
     files: int = 0
+    listed: int = 0
+    """Entries of the index of tasks whose records are gone."""
 
 
 class Stale:
@@ -48,6 +50,7 @@ class Stale:
         self._letters_kept_s = letters_kept_s
         self._unneeded_s = unneeded_s
         self._since: dict[str, float] = {}
+        self._listed_to = 0
 
     async def sweep(self) -> Removed:
         """Remove stale data once. Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew."""
@@ -56,6 +59,7 @@ class Stale:
         await self._incarnations(removed, since, kept)
         await self._files(removed, since, kept)
         await self._letters(removed)
+        self._listed_to, removed.listed = await task_index.trim(self._store, self._listed_to)
         await self._broker.tidy()
         self._since = kept
         return removed

@@ -36,6 +36,9 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     for ttl in (None, 300):
         task_id = await submit(ttl=ttl, tenant="a")
         worker.serve(task_id, ["x"] * 1500)
+    keyed = await submit(idempotency_key="k")
+    assert keyed == await submit(idempotency_key="k")
+    worker.serve(keyed)
     await client.get(await submit(ttl=300)).cancel()
     late = await submit(timeout=600, tier="batch")
     valkey.hset(keys.task(late), "deadline", 5)
@@ -122,6 +125,7 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         found = {name.decode().split(":")[1] for name in valkey.keys("penstock:*")}
         assert found >= {"task", "stream", "submitting", "deadlines", "readers", "unsettled", "settled", "incarnations"}
         assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved", "webhooks"}
+        assert found >= {"tasks", "idempotency"}
         sweeping = asyncio.create_task(lead(client, settings))
         try:
             for _ in range(800):

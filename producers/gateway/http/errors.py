@@ -14,7 +14,16 @@ from starlette.exceptions import HTTPException
 
 from producers.connection.trouble import CODES, Trouble, trouble
 from producers.contract.task import label
-from producers.errors import InvalidTask, PenstockError, SubmitFailed, TaskNotFound, UnknownModel, shown
+from producers.errors import (
+    InvalidQuery,
+    InvalidTask,
+    PenstockError,
+    SubmitFailed,
+    TaskNotFinal,
+    TaskNotFound,
+    UnknownModel,
+    shown,
+)
 from producers.gateway.metrics import UNKNOWN
 
 logger = logging.getLogger(__name__)
@@ -72,6 +81,10 @@ def problem_of(error: Exception) -> Problem:
             return Problem(400, str(error), code=error.code, param=error.param)
         case RequestValidationError():
             return _invalid(error)
+        case InvalidQuery():
+            return Problem(400, str(error), code="invalid_value", param=error.param)
+        case TaskNotFinal():
+            return Problem(409, str(error), code="task_not_final", headers={"x-should-retry": "false"})
         case TaskNotFound():
             return Problem(404, str(error), code="task_not_found")
         case SubmitFailed():

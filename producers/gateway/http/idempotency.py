@@ -14,7 +14,8 @@ from typing import Any, Final
 from fastapi import Request
 
 from producers.client.aio import AsyncClient
-from producers.client.steps import Steps, persistently
+from producers.client.once import stored
+from producers.client.steps import persistently
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
 from producers.store import idempotency
@@ -53,7 +54,7 @@ async def first(
         )
     entry = idempotency.name(tenant, key)
     same = idempotency.digest(request.url.path.encode(), (digest or request.state.digest).encode())
-    found = await client.run(_stored(entry, same, new_id, client.patience))
+    found = await client.run(stored(entry, same, new_id, client.patience))
     if found is None:
         raise Problem(
             422,
@@ -63,11 +64,6 @@ async def first(
             param="Idempotency-Key",
         )
     return found
-
-
-def _stored(entry: str, digest: str, new_id: str, patience_s: float) -> Steps[Entry | None]:
-    answer = yield from persistently(idempotency.idempotent(entry, digest, new_id), patience_s)
-    return idempotency.read(entry, answer)
 
 
 async def made(client: AsyncClient, entry: Entry) -> None:

@@ -1,29 +1,37 @@
-"""The routes of `/v1/tasks`: submit, get, stream, cancel."""
+"""The routes of `/v1/tasks`: submit, list, get, stream, cancel, retry."""
 
 from __future__ import annotations
 
 import re
-import time
-from typing import Final
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 
+from producers.client.listing import list_tasks
+from producers.client.once import repeated
 from producers.client.reader import MAX_POSITION
+from producers.client.steps import FAILURES
+from producers.client.submission import TASK
 from producers.contract.events import Event
 from producers.contract.task import Task
-from producers.errors import shown
+from producers.errors import PenstockError, shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.body import read_task
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.sse import EVENT, EventStream
-from producers.gateway.tasks import outcome
+from producers.gateway.tasks import listing, outcome, wait
 from producers.gateway.tasks.cancelling import cancelled
-from producers.gateway.tasks.submit import encoded, submitted
-from producers.gateway.tasks.views import Cancelled, TaskView, errors
+from producers.gateway.tasks.submit import encoded, made, submitted
+from producers.gateway.tasks.views import Cancelled, TaskList, TaskView, errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
+#: The answer to a submit that waited for the task's end (`Prefer: wait`), for OpenAPI.
+ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ended while its caller waited."}
 _POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
 
 
@@ -31,46 +39,62 @@ _POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
     "",
     status_code=202,
     response_model=TaskView,
-    response_model_exclude_unset=True,
-    responses=errors(404, 413, 415, 422, 429),
+    responses={200: ENDED, **errors(404, 413, 415, 422, 429)},
     openapi_extra={
-        "parameters": [idempotency.PARAMETER],
+        "parameters": [idempotency.PARAMETER, wait.PARAMETER],
         "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}},
     },
 )
-async def submit(request: Request, response: Response) -> TaskView:
+async def submit(request: Request) -> Response:
     """Submit a task. It is durable once this answers."""
     gateway = gateway_of(request)
     task = await read_task(request, gateway.settings.max_body)
     request.state.tier = task.tier
-    task = await encoded(gateway, task)
-    task_id, original = await submitted(request, gateway, task)
-    response.headers["location"] = f"/v1/tasks/{task_id}"
-    if original is not None:
-        response.headers.update(idempotency.REPLAYED)
-        return TaskView.of(original)
-    return TaskView(
-        id=task_id,
-        object="task",
-        status="queued",
-        model=task.model,
-        tier=task.tier,
-        n=task.n,
-        # By this machine's clock: asking the store for its time could fail after the task is queued.
-        created_at=round(time.time(), 3),
-        metadata=task.metadata,
-    )
+    return await _accepted(request, await encoded(gateway, task), TASK)
 
 
-@router.get("/{task_id}", response_model=TaskView, responses=errors(404))
+@router.get("", response_model=TaskList, responses=errors(404), openapi_extra={"parameters": listing.PARAMETERS})
+async def list_all(request: Request) -> Response:
+    """List tasks that were submitted here or by the Python client, without their outputs; the latest first."""
+    gateway = gateway_of(request)
+    found = await gateway.client.run(list_tasks(listing.read_query(request), gateway.settings.patience))
+    return _json(listing.view(found))
+
+
+@router.get(
+    "/{task_id}",
+    response_model=TaskView,
+    responses=errors(404),
+    openapi_extra={"parameters": [wait.PARAMETER]},
+)
 async def look(request: Request, task_id: str) -> Response:
     """Get a task's state, and its outputs once it is final."""
     gateway = gateway_of(request)
     handle = gateway.client.get(task_id)
     record = await handle.status()
-    if record.final:
-        return await outcome.answer(gateway, handle, record)
-    return Response(TaskView.of(record).model_dump_json(), media_type="application/json")
+    seconds = wait.wished(request.headers)
+    if seconds is not None and not record.final:
+        await wait.wait(request, gateway, handle, seconds)
+        record = await handle.status()
+    answer = await outcome.answer(gateway, handle, record) if record.final else _json(TaskView.of(record))
+    answer.headers.update(wait.applied(seconds))
+    return answer
+
+
+@router.post(
+    "/{task_id}/retry",
+    status_code=202,
+    response_model=TaskView,
+    responses={200: ENDED, **errors(404, 409, 422, 429)},
+    openapi_extra={"parameters": [idempotency.PARAMETER, wait.PARAMETER]},
+)
+async def retry(request: Request, task_id: str) -> Response:
+    """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
+    gateway = gateway_of(request)
+    task, more = repeated(await gateway.client.get(task_id).status())
+    request.state.tier = task.tier
+    idempotency.note_body(request, b"")
+    return await _accepted(request, task, more)
 
 
 @router.get(
@@ -133,6 +157,30 @@ async def cancel(request: Request, task_id: str) -> Response:
         return await outcome.answer(gateway, handle, record, accepted=accepted)
     said = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
     return Response(said.model_dump_json(), media_type="application/json")
+
+
+async def _accepted(request: Request, task: Task, more: Mapping[str, str | int]) -> Response:
+    """Submit an encoded task and answer with it: 202, or 200 if it ended while the caller waited."""
+    gateway = gateway_of(request)
+    task_id, record = await submitted(request, gateway, task, more)
+    headers = {"location": f"/v1/tasks/{task_id}"} | (idempotency.REPLAYED if record is not None else {})
+    seconds = wait.wished(request.headers)
+    if seconds is not None:
+        handle = gateway.client.get(task_id)
+        await wait.wait(request, gateway, handle, seconds)
+        headers |= wait.applied(seconds)
+        with suppress(Problem, PenstockError, *FAILURES):  # it is submitted, whatever the store answers now
+            record = await handle.status()
+            if record.final:
+                answer = await outcome.answer(gateway, handle, record)
+                answer.headers.update(headers)
+                return answer
+    view = made(task_id, task, more) if record is None else TaskView.of(record)
+    return Response(view.model_dump_json(exclude_unset=record is None), 202, headers, "application/json")
+
+
+def _json(view: BaseModel) -> Response:
+    return Response(view.model_dump_json(), media_type="application/json")
 
 
 def _start(request: Request) -> int:

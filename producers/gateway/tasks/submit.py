@@ -5,8 +5,10 @@ Task -> encoded: its text as token ids, checked -> submitted: key, admission, AD
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Request
 
@@ -17,6 +19,7 @@ from producers.errors import TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import Problem
+from producers.gateway.tasks.views import TaskView, WebhookView
 from producers.store.idempotency import Entry
 
 
@@ -61,6 +64,25 @@ async def submitted(
             return entry.id, await _original(gateway, entry)
     gateway.metrics.submitted(task.model, task.tier)
     return task_id, None
+
+
+def made(task_id: str, task: Task, more: Mapping[str, str | int]) -> TaskView:
+    """The view of a task that was just submitted."""
+    fields: dict[str, Any] = {"tenant": task.tenant, "retried_from": more.get("retried_from")}
+    if task.webhook is not None:
+        fields["webhook"] = WebhookView(url=task.webhook.url, events=list(task.webhook.events))
+    return TaskView(
+        id=task_id,
+        object="task",
+        status="queued",
+        model=task.model,
+        tier=task.tier,
+        n=task.n,
+        # By this machine's clock: asking the store for its time could fail after the task is queued.
+        created_at=round(time.time(), 3),
+        metadata=task.metadata,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
 
 
 async def _original(gateway: Gateway, entry: Entry) -> Record:

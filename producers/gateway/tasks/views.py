@@ -45,6 +45,13 @@ class ChoiceView(BaseModel):
     logprobs: list[TokenLogprobs | None] | None = Field(None, description="one entry a token, where asked for")
 
 
+class WebhookView(BaseModel):
+    """A task's own webhook, without its secret."""
+
+    url: str
+    events: list[str]
+
+
 class TaskView(BaseModel):
     """A task. `choices`, `usage` and `error` are set once it is final.
 
@@ -56,6 +63,7 @@ class TaskView(BaseModel):
     status: Status
     model: str
     tier: str
+    tenant: str | None = None
     n: int
     created_at: float
     queued_at: float | None = None
@@ -63,6 +71,9 @@ class TaskView(BaseModel):
     first_token_at: float | None = None
     finished_at: float | None = None
     metadata: dict[str, str] = {}
+    webhook: WebhookView | None = None
+    retried_from: str | None = None
+    """Id of the task that this one repeats."""
     trace_id: str | None = None
     """The trace of the `traceparent` that came with it."""
     usage: dict[str, int] | None = None
@@ -83,32 +94,36 @@ class TaskView(BaseModel):
             status=cast(Status, record.status),
             model=record.model,
             tier=record.tier,
+            tenant=record.fields.get("tenant"),
             n=record.n,
             created_at=at("created") or 0.0,
             queued_at=at("queued"),
             started_at=at("started"),
             first_token_at=at("first"),
             finished_at=at("finished"),
-            metadata=_metadata(record),
+            metadata=record.metadata,
+            webhook=record.json("webhook"),
+            retried_from=record.fields.get("retried_from"),
             trace_id=trace_id(record.fields.get("traceparent")),
             usage=record.json("usage"),
             error=record.json("error"),
         )
 
 
-def _metadata(record: Record) -> dict[str, str]:
-    """The record's metadata. A refused plain Celery task's record may hold any JSON, so its shape is checked."""
-    task: Any = record.task if "task" in record.fields else None
-    metadata = task.get("metadata") if isinstance(task, dict) else None
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        return {}
-    return metadata
-
-
 class Cancelled(TaskView):
     """The answer to a cancel: the task, with its outputs if it is final. Not accepted: it had ended otherwise."""
 
     accepted: bool
+
+
+class TaskList(BaseModel):
+    """A part of the tasks, as OpenAI's lists: `last_id` is the `after` of the next part."""
+
+    object: Literal["list"] = "list"
+    data: list[TaskView] = Field(description="without their outputs")
+    first_id: str | None
+    last_id: str | None = Field(description="the `after` with which the list goes on; not always the last task's id")
+    has_more: bool = Field(description="whether there may be more")
 
 
 class ModelView(BaseModel):

@@ -170,7 +170,7 @@ async def test_what_cannot_be_asked_again_stays(aclient: AsyncClient, valkey: Re
     task_id = await given_up(aclient, valkey)
     letter = await only(aclient)
     valkey.hdel(keys.MODELS, "tiny")
-    aclient._directory.forget("tiny")
+    aclient.directory.forget("tiny")
     with pytest.raises(UnknownModel):
         await dead_letters.replay(aclient, letter)
     valkey.hset(keys.task(task_id), mapping={"status": "completed", "error": "null"})

@@ -39,7 +39,7 @@ async def aclient(valkey_url: str, model: str, valkey: Redis) -> AsyncIterator[A
 
 def publish(client: AsyncClient, valkey: Redis, version: str) -> None:
     valkey.hset(keys.MODELS, "tiny", json.dumps(CARD | {"version": version}))
-    client._directory.forget("tiny")
+    client.directory.forget("tiny")
 
 
 async def task(client: AsyncClient, valkey: Redis, end: str = "") -> str:

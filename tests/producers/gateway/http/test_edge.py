@@ -17,7 +17,7 @@ class TestEveryAnswer:
         [
             ("POST", "/", 405, "method_not_allowed"),
             ("GET", "/v1/nothing", 404, "not_found"),
-            ("GET", "/v1/tasks", 405, "method_not_allowed"),
+            ("PUT", "/v1/tasks", 405, "method_not_allowed"),
             ("DELETE", "/v1/tasks/x", 405, "method_not_allowed"),
             ("PUT", "/v1/tasks/x/events", 405, "method_not_allowed"),
         ],
@@ -51,6 +51,7 @@ class TestEveryAnswer:
             "/v1/tasks/{task_id}",
             "/v1/tasks/{task_id}/events",
             "/v1/tasks/{task_id}/cancel",
+            "/v1/tasks/{task_id}/retry",
         }
 
     def test_a_fault_of_ours_shows_nothing_of_our_insides(

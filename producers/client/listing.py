@@ -1,0 +1,199 @@
+"""Lists tasks, as steps: the index by time, their records a page at a time, those that match.
+
+A list with filters that few tasks match would read all of them. So one call looks at LOOKED tasks at most; then it
+gives what it has found, and where to go on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypedDict, get_args
+
+from producers.client.steps import Read, Steps, persistently
+from producers.client.submission import TASK_ID
+from producers.connection.script import text
+from producers.contract import keys
+from producers.contract.record import Record
+from producers.contract.task import MAX_TENANT
+from producers.errors import InvalidQuery, TaskNotFound, shown
+from producers.store import task_index
+
+Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
+Order = Literal["asc", "desc"]
+
+#: Most tasks in one answer; and how many without a wish.
+MOST, USUAL = 100, 20
+#: Tasks that one call looks at, at most, but for those of one millisecond.
+LOOKED: Final = 2000
+#: Records read in one round trip, where a filter may refuse many.
+PAGE: Final = 200
+#: Fields of the record that a list shows: all but the task itself, which may have a megabyte.
+SHOWN: Final = (
+    *("status", "model", "tier", "tenant", "n", "created", "queued", "started", "first", "finished"),
+    *("metadata", "webhook", "retried_from", "traceparent", "usage", "error"),
+)
+#: A place between two milliseconds, for a call that found nothing to name; no task has such an id.
+_TIME: Final = re.compile("~([0-9]{1,15})")
+_LAST_MS: Final = 10**15
+
+
+class Wanted(TypedDict, total=False):
+    """The fields of a `Query`, as keywords of `client.tasks.list`."""
+
+    status: Status | None
+    model: str | None
+    tier: str | None
+    tenant: str | None
+    metadata: Mapping[str, str]
+    created_after: float | None
+    created_before: float | None
+    limit: int
+    order: Order
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which tasks to list. Times are unix seconds, both exclusive. `metadata`: pairs that a task must have.
+
+    `order`: `desc` is the latest first. `after`: a task's id, or a `Listed.next`. Raises InvalidQuery.
+    """
+
+    status: Status | None = None
+    model: str | None = None
+    tier: str | None = None
+    tenant: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    created_after: float | None = None
+    created_before: float | None = None
+    limit: int = USUAL
+    order: Order = "desc"
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("status", get_args(Status)), ("tier", tuple(keys.TIERS)), ("order", get_args(Order))):
+            value = getattr(self, name)
+            if value not in known and (value is not None or name == "order"):
+                raise _invalid(name, value, f"one of {', '.join(known)}")
+        for name in ("model", "tenant"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and 1 <= len(value) <= MAX_TENANT):
+                raise _invalid(name, value, f"a name of 1 to {MAX_TENANT} characters")
+        for name in ("created_after", "created_before"):
+            value = getattr(self, name)
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= _LAST_MS / 1000):
+                raise _invalid(name, value, "a time in unix seconds")
+        if type(self.limit) is not int or not 1 <= self.limit <= MOST:
+            raise _invalid("limit", self.limit, f"an integer from 1 to {MOST}")
+        if self.after is not None and not (_TIME.fullmatch(self.after) or TASK_ID.fullmatch(self.after)):
+            raise _invalid("after", self.after, "the id of a task, or what an earlier answer said to go on with")
+        if len(self.metadata) > 16:
+            raise _invalid("metadata", f"{len(self.metadata)} pairs", "at most 16")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tasks may not match."""
+        return bool(self.status or self.model or self.tier or self.tenant or self.metadata)
+
+    def matches(self, record: Record) -> bool:
+        return (
+            self.status in (None, record.status)
+            and self.model in (None, record.model)
+            and self.tier in (None, record.tier)
+            and self.tenant in (None, record.fields.get("tenant"))
+            and (not self.metadata or self.metadata.items() <= record.metadata.items())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Records with the fields SHOWN. `next`: the `after` of the next call; None without `more`."""
+
+    records: list[Record]
+    next: str | None
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where to go on: behind a task of a millisecond, or, without an id, behind all of them."""
+
+    at: int
+    id: str | None = None
+
+
+def list_tasks(query: Query, patience_s: float) -> Steps[Listed]:
+    """The tasks that match, in order. Raises TaskNotFound if that of `after` is not listed (any more)."""
+    place = yield from _start(query, patience_s)
+    found: list[Record] = []
+    looked, size = 0, PAGE if query.filtered else query.limit + 1
+    while True:
+        entries, whole = yield from _page(query, place, size, patience_s)
+        if not entries and not whole:  # more tasks of one millisecond than a page has
+            size *= 2
+            continue
+        commands = tuple(("HMGET", keys.task(name), *SHOWN) for _, name in entries)
+        records = (yield from persistently(Read(commands), patience_s)) if entries else ()
+        for (at, name), values in zip(entries, records, strict=True):
+            if len(found) == query.limit:
+                return Listed(found, found[-1].id, True)
+            if looked >= LOOKED and place is not None and at != place.at:
+                return Listed(found, f"~{place.at}", True)
+            looked, place = looked + 1, _Place(at, name)
+            record = _record(name, values)
+            if record is not None and query.matches(record):
+                found.append(record)
+        if whole:
+            return Listed(found, None, False)
+
+
+def _start(query: Query, patience_s: float) -> Steps[_Place | None]:
+    if query.after is None:
+        return None
+    time = _TIME.fullmatch(query.after)
+    if time is not None:
+        return _Place(int(time[1]))
+    (at,) = yield from persistently(Read((("ZSCORE", keys.TASKS, query.after),)), patience_s)
+    if at is None:
+        raise TaskNotFound(
+            f"There is no task {query.after} to go on after: never submitted here, or past its time to live"
+        )
+    return _Place(int(float(at)), query.after)
+
+
+def _page(
+    query: Query, place: _Place | None, size: int, patience_s: float
+) -> Steps[tuple[list[tuple[int, str]], bool]]:
+    """The next entries of the index, and whether they are the last ones."""
+    newest_first = query.order == "desc"
+    low = 0 if query.created_after is None else round(query.created_after * 1000) + 1
+    high = _LAST_MS if query.created_before is None else round(query.created_before * 1000) - 1
+    if place is not None and newest_first:
+        high = min(high, place.at if place.id else place.at - 1)
+    elif place is not None:
+        low = max(low, place.at if place.id else place.at + 1)
+    (answer,) = yield from persistently(
+        Read((task_index.entries(str(low), str(high), size, newest_first=newest_first),)), patience_s
+    )
+    entries = task_index.read_entries(answer)
+    whole = len(entries) < size
+    if place is not None and place.id:
+        here = (place.at, place.id)
+        entries = [entry for entry in entries if (entry < here if newest_first else entry > here)]
+    return entries, whole
+
+
+def _record(name: str, values: list[Any]) -> Record | None:
+    """The record's fields SHOWN; None if it is gone."""
+    if values[0] is None:
+        return None
+    pairs = zip(SHOWN, values, strict=True)
+    return Record(name, {field: text(value) for field, value in pairs if value is not None})
+
+
+def _invalid(name: str, value: Any, wanted: str) -> InvalidQuery:
+    value = None if isinstance(value, float) and math.isnan(value) else value
+    return InvalidQuery(f"{name} is {shown(value)}; it must be {wanted}", param=name)

@@ -1,0 +1,88 @@
+"""Submits a task once for each idempotency key, and a final task again, as steps."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+
+from producers.client import operations
+from producers.client.steps import FAILURES, Read, Steps, lost, persistently
+from producers.client.submission import KEPT, TASK, Directory, failed, submit
+from producers.connection.script import text
+from producers.contract import keys
+from producers.contract.record import Record
+from producers.contract.task import Task
+from producers.errors import IdempotencyKeyReused, InvalidTask, TaskExists, TaskNotFinal, shown
+from producers.store import idempotency
+from producers.store.idempotency import Entry
+
+
+def stored(entry: str, digest: str, new_id: str, patience_s: float) -> Steps[Entry | None]:
+    """IDEMPOTENT: what the key of an entry stands for, `new_id` if it is new; None if for another request."""
+    answer = yield from persistently(idempotency.idempotent(entry, digest, new_id), patience_s)
+    return idempotency.read(entry, answer)
+
+
+def submit_once(
+    directory: Directory,
+    task: Task,
+    key: str | None,
+    task_id: str | None,
+    patience_s: float,
+    more: Mapping[str, str | int] = TASK,
+) -> Steps[str]:
+    """As `submit`; with a key, a call with the key of an earlier one returns that one's id and submits nothing.
+
+    Raises IdempotencyKeyReused if that one submitted another task.
+    """
+    if key is None:
+        return (yield from submit(directory, task, task_id, patience_s, more))
+    if not idempotency.KEY.fullmatch(key):
+        raise InvalidTask(
+            f"idempotency_key is {shown(key)}; it must be 1 to 255 visible ASCII characters", param="idempotency_key"
+        )
+    own = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
+    parts = ("client", task.to_json(), own, task_id or "", str(more.get("retried_from", "")))
+    same = idempotency.digest(*(part.encode() for part in parts))
+    try:
+        task.check((yield from directory.find(task.model, patience_s)).card)  # a task to be refused takes no key
+        name = idempotency.name(task.tenant, key)
+        entry = yield from stored(name, same, task_id or str(uuid.uuid4()), patience_s)
+    except FAILURES as error:
+        what = "did not answer" if lost(error) else "refused"
+        raise failed(f"The store {what}, nothing was queued", error) from error
+    if entry is None:
+        raise IdempotencyKeyReused(
+            f"idempotency_key {shown(key)} was used for another task within the last 24 hours; give each task its own"
+        )
+    if entry.state == "made":
+        return entry.id
+    try:
+        yield from submit(directory, task, entry.id, patience_s, {**more, "idempotency": entry.name})
+    except TaskExists:  # an equal call came at the same time; or it is a stranger with the id that the caller chose
+        (ours,) = yield from persistently(Read((("HGET", keys.task(entry.id), "idempotency"),)), patience_s)
+        if ours is None or text(ours) != entry.name:
+            raise
+    return entry.id
+
+
+def repeated(record: Record) -> tuple[Task, dict[str, str | int]]:
+    """The task of a final record, to be submitted again, and the further fields of its record.
+
+    Raises TaskNotFinal, and InvalidTask for a plain Celery task that was refused.
+    """
+    if not record.final:
+        raise TaskNotFinal(f"Task {record.id} is {record.status}; only a task that has ended can be retried")
+    kept = {name: record.fields[name] for name in KEPT if name in record.fields}
+    return Task.parse(record.json("task")), {**TASK, **kept, "retried_from": record.id}
+
+
+def retry(directory: Directory, task_id: str, key: str | None, patience_s: float) -> Steps[str]:
+    """Submit a final task again, as a new one. Returns its id.
+
+    Raises TaskNotFound, and as `repeated` and `submit_once`.
+    """
+    record = yield from operations.status(task_id, patience_s)
+    task, more = repeated(record)
+    return (yield from submit_once(directory, task, key, None, patience_s, more))

@@ -1,0 +1,102 @@
+"""Reads the parameters of `GET /v1/tasks`, and shows what it lists."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Final, get_args
+
+from fastapi import Request
+
+from producers.client.listing import LOOKED, MOST, USUAL, Listed, Order, Query, Status
+from producers.contract import keys
+from producers.contract.task import MAX_TENANT
+from producers.errors import shown
+from producers.gateway.http.errors import Problem
+from producers.gateway.tasks.views import TaskList, TaskView
+
+_METADATA: Final = re.compile(r"metadata\[(.+)\]", re.DOTALL)
+_NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_TENANT}
+_TIME: Final = {"type": "number", "minimum": 0, "maximum": 10**12}
+#: Parameter -> its JSON schema and what it says.
+_ABOUT: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "status": ({"enum": list(get_args(Status))}, ""),
+    "model": (_NAME, ""),
+    "tier": ({"enum": list(keys.TIERS)}, ""),
+    "tenant": (_NAME, ""),
+    "created_after": (_TIME, "unix seconds; later tasks alone"),
+    "created_before": (_TIME, "unix seconds; earlier tasks alone"),
+    "limit": ({"type": "integer", "minimum": 1, "maximum": MOST, "default": USUAL}, "most tasks in the answer"),
+    "order": ({"enum": list(get_args(Order)), "default": "desc"}, "by time of submission; desc: the latest first"),
+    "after": (
+        {"type": "string", "minLength": 1, "maxLength": 128},
+        "the `last_id` of an earlier answer, or a task's id",
+    ),
+}
+_PAIRS: Final = {
+    "type": "object",
+    "maxProperties": 16,
+    "propertyNames": {"minLength": 1, "maxLength": 64},
+    "additionalProperties": {"type": "string", "maxLength": 512},
+}
+#: The parameters for OpenAPI.
+PARAMETERS: Final[list[dict[str, Any]]] = [
+    *(
+        {"name": name, "in": "query", "schema": schema, "description": about}
+        for name, (schema, about) in _ABOUT.items()
+    ),
+    {
+        "name": "metadata",
+        "in": "query",
+        "style": "deepObject",
+        "explode": True,
+        "schema": _PAIRS,
+        "description": f"metadata[name]=value: tasks with this pair. One call looks at some {LOOKED} tasks at most.",
+    },
+]
+
+
+def read_query(request: Request) -> Query:
+    """Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice."""
+    given: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        pair = _METADATA.fullmatch(name)
+        where, key = (metadata, pair[1]) if pair else (given, name)
+        if not pair and name not in _ABOUT:
+            raise Problem(
+                400,
+                f"There is no parameter {shown(name)}; there are {', '.join(_ABOUT)} and metadata[name].",
+                code="unknown_parameter",
+                param=name,
+            )
+        if key in where:
+            raise Problem(400, f"{shown(name)} is given twice.", code="invalid_value", param=name)
+        where[key] = value
+    for name in ("created_after", "created_before", "limit"):
+        if name in given:
+            given[name] = _number(name, given[name])
+    return Query(**given, metadata=metadata)
+
+
+def _number(name: str, value: str) -> int | float:
+    try:
+        if name == "limit" and value.isascii() and value.isdecimal() and len(value) < 10:
+            return int(value)
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if name == "limit" or not math.isfinite(number):
+        wanted = f"an integer from 1 to {MOST}" if name == "limit" else "a time in unix seconds"
+        raise Problem(400, f"{name} is {shown(value)}; it must be {wanted}.", code="invalid_value", param=name)
+    return number
+
+
+def view(listed: Listed) -> TaskList:
+    ids = [record.id for record in listed.records]
+    return TaskList(
+        data=[TaskView.of(record) for record in listed.records],
+        first_id=ids[0] if ids else None,
+        last_id=listed.next or (ids[-1] if ids else None),
+        has_more=listed.more,
+    )

@@ -1,0 +1,142 @@
+"""`GET /v1/tasks` over real HTTP: which tasks, in which order, in which parts; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.client import listing
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store import protocol
+from tests.producers.fake_worker import FakeWorker
+
+Submit = Callable[..., str]
+
+
+def ids(http: httpx.Client, **query: Any) -> list[str]:
+    answer = http.get("/v1/tasks", params=query)
+    assert answer.status_code == 200, answer.text
+    return [task["id"] for task in answer.json()["data"]]
+
+
+def parts(http: httpx.Client, **query: Any) -> list[list[str]]:
+    """All parts, as a client goes on with `last_id`."""
+    found: list[list[str]] = []
+    while True:
+        page = http.get("/v1/tasks", params=query).json()
+        found.append([task["id"] for task in page["data"]])
+        if not page["has_more"]:
+            return found
+        query["after"] = page["last_id"]
+
+
+def flat(found: list[list[str]]) -> list[str]:
+    return list(chain.from_iterable(found))
+
+
+def test_tasks_are_listed_the_latest_first_without_their_outputs(
+    http: httpx.Client, submit: Submit, worker: FakeWorker
+) -> None:
+    first, second = submit(metadata={"a": "b"}, tenant="acme"), submit(tier="flex")
+    worker.serve(first, ["x"])
+    page = http.get("/v1/tasks").json()
+    assert (page["object"], page["first_id"], page["last_id"], page["has_more"]) == ("list", second, first, False)
+    listed, looked = page["data"][1], http.get(f"/v1/tasks/{first}").json()
+    assert listed == looked | {"choices": None}
+    assert (listed["status"], listed["metadata"], listed["tenant"]) == ("completed", {"a": "b"}, "acme")
+
+
+def test_foreground_and_plain_celery_tasks_are_not(http: httpx.Client, model: str, valkey: Redis) -> None:
+    now = int(valkey.time()[0]) * 1000
+    run(valkey, protocol.admit("foreground", "n", now, {"model": model}))
+    assert http.get("/v1/tasks").json() == {
+        "object": "list",
+        "data": [],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_parts_have_every_task_once_also_those_of_one_millisecond(
+    http: httpx.Client, submit: Submit, valkey: Redis, order: str
+) -> None:
+    made = [submit() for _ in range(7)]
+    valkey.zadd(keys.TASKS, dict.fromkeys(made[1:6], 1_790_000_000_000))
+    valkey.zadd(keys.TASKS, {made[0]: 1_780_000_000_000})
+    valkey.delete(keys.task(made[6]))
+    whole = ids(http, limit=100, order=order)
+    assert (sorted(whole), len(whole)) == (sorted(made[:6]), 6)
+    for limit in (1, 2, 3, 6):
+        assert flat(parts(http, limit=limit, order=order)) == whole
+    assert [len(part) for part in parts(http, limit=3, order=order)][:2] == [3, 3]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_a_sparse_filter_looks_at_few_tasks_in_a_call_and_goes_on(
+    http: httpx.Client, submit: Submit, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    monkeypatch.setattr(listing, "LOOKED", 3)
+    monkeypatch.setattr(listing, "PAGE", 2)
+    made = [submit(tier="flex" if number in (0, 8) else "default") for number in range(9)]
+    found = parts(http, tier="flex", order=order)
+    assert len(found) > 2
+    assert [] in found
+    assert flat(found) == ([made[0], made[8]] if order == "asc" else [made[8], made[0]])
+
+
+def test_filters(http: httpx.Client, submit: Submit, worker: FakeWorker, valkey: Redis) -> None:
+    done = submit(tier="priority", tenant="acme", metadata={"user": "1", "kind": "a[b]"})
+    worker.serve(done, ["x"])
+    waits = submit(tenant="other", metadata={"user": "2"})
+    for name, value in (
+        ("status", "completed"),
+        ("tier", "priority"),
+        ("tenant", "acme"),
+        ("metadata[user]", "1"),
+        ("metadata[kind]", "a[b]"),
+    ):
+        assert ids(http, **{name: value}) == [done]
+    assert ids(http, status="queued") == [waits]
+    assert ids(http, model="tiny") == [waits, done]
+    assert ids(http, model="huge") == ids(http, **{"metadata[user]": "1", "tenant": "other"}) == []
+    valkey.zadd(keys.TASKS, {done: 1_790_000_000_250})
+    assert ids(http, created_before=1_790_000_000.251) == [done]
+    assert ids(http, created_before=1_790_000_000.25) == ids(http, created_after=9e9) == []
+    assert ids(http, created_after=1_790_000_000.25) == [waits]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "param"),
+    [
+        ("limit=0", 400, "limit"),
+        ("limit=101", 400, "limit"),
+        ("limit=ten", 400, "limit"),
+        ("limit=%D9%A1", 400, "limit"),
+        ("order=up", 400, "order"),
+        ("status=done", 400, "status"),
+        ("tier=gold", 400, "tier"),
+        ("model=", 400, "model"),
+        ("tenant=" + "x" * 201, 400, "tenant"),
+        ("created_after=yesterday", 400, "created_after"),
+        ("created_after=nan", 400, "created_after"),
+        ("created_before=-1", 400, "created_before"),
+        ("created_before=1e300", 400, "created_before"),
+        ("stats=failed", 400, "stats"),
+        ("metadata=x", 400, "metadata"),
+        ("limit=5&limit=6", 400, "limit"),
+        ("after=a%20b", 400, "after"),
+        ("after=~", 400, "after"),
+        ("after=nobody", 404, None),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(http: httpx.Client, query: str, status: int, param: str | None) -> None:
+    answer = http.get(f"/v1/tasks?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
