@@ -37,6 +37,7 @@ from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.compact import AGE_MS, compact
 from producers.sweeper.deadlines import expire_late
+from producers.sweeper.files import remove_files
 from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
 from producers.sweeper.leader import Leadership
 from producers.sweeper.orphaned_queues import PATIENCE_S as ORPHANED_AFTER_S
@@ -158,6 +159,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
+    blobs = FolderBlobs(settings.files_dir)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def tell() -> Counts:
@@ -181,6 +183,9 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept)
         return {"removed_webhooks": done.delivered + done.dead}
 
+    async def expire_files() -> Counts:
+        return {f"files_{name}": count for name, count in asdict(await remove_files(client.store, blobs)).items()}
+
     async with asyncio.TaskGroup() as group:
         basics = run(
             client,
@@ -192,9 +197,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         )
         group.create_task(basics)
         if endpoints is not None:
-            batches = Batches(
-                client, FolderBlobs(settings.files_dir), endpoints, partial(_count, client), window=settings.batch_lines
-            )
+            batches = Batches(client, blobs, endpoints, partial(_count, client), window=settings.batch_lines)
             group.create_task(batches.run())
         group.create_task(_repeat(client, tell, settings.every))
         group.create_task(_repeat(client, pack, settings.every))
@@ -202,6 +205,8 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         group.create_task(_repeat(client, prune, settings.seldom))
         group.create_task(_repeat(client, tidy, settings.seldom))
         group.create_task(_repeat(client, trim, settings.seldom))
+
+        group.create_task(_repeat(client, expire_files, settings.seldom))
 
 
 async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], every_s: float) -> None:

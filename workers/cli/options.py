@@ -6,6 +6,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -197,6 +198,15 @@ MaxQueued = Annotated[
 MaxQueuedPerTenant = Annotated[
     int | None, typer.Option(min=1, help="Most tasks of one tenant that may wait for a pool.")
 ]
+FilesDir = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="FILES_DIR",
+        help="The folder for uploaded files and batches' output, which all gateways and sweepers share. "
+        "Unset: files in the data directory.",
+    ),
+]
+MaxFile = Annotated[int, typer.Option(min=1, help="Largest uploaded file, in bytes.")]
 CorsOrigin = Annotated[
     list[str] | None,
     typer.Option(

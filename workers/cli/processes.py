@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from producers.connection.local import FILES_DIR
 from workers.cli.exits import PROCESS_STATUS, Failure, needs
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import (
@@ -18,11 +19,13 @@ from workers.cli.options import (
     Device,
     DraftModel,
     DType,
+    FilesDir,
     Gpus,
     KvCacheBytes,
     KvCacheDType,
     LogLevel,
     MaxBatchedTokens,
+    MaxFile,
     MaxNonPriorityStepTokens,
     MaxNumSeqs,
     MaxQueued,
@@ -238,6 +241,8 @@ def gateway(
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
     proxy_headers: ProxyHeaders = None,
+    files_dir: FilesDir = None,
+    max_file: MaxFile = 2 << 30,
     await_model: Annotated[
         list[str] | None,
         typer.Option(help="Answer /readyz with 503 until a worker serves this model. May be repeated."),
@@ -264,6 +269,8 @@ def gateway(
         cors_origins=tuple(cors_origin or ()),
         proxy_headers=tuple(proxy_headers or ()),
         awaited=tuple(await_model or ()),
+        files_dir=str(files_dir or FILES_DIR),
+        max_file=max_file,
     )
     with _bad_urls():
         _look_at(broker, store)
@@ -291,6 +298,7 @@ def sweeper(
     reader_lease: Annotated[
         float, typer.Option(min=1, callback=finite, help="The same as the gateways' --reader-lease.")
     ] = 15.0,
+    files_dir: FilesDir = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Compact finished streams.
@@ -309,6 +317,7 @@ def sweeper(
         reader_lease=reader_lease,
         compact_after=compact_after,
         letters_kept=dead_letter_days * 24 * 3600,
+        files_dir=str(files_dir or FILES_DIR),
     )
     if name is not None:
         settings = replace(settings, name=name)

@@ -42,7 +42,8 @@ VALKEY_STOP_S: Final = 15.0
 class Plan:
     """The processes to run.
 
-    With a `broker`, no embedded server is started and `data_dir` is not used. With `gpus`, each worker gets one.
+    With a `broker`, no embedded server is started, and `data_dir` is used for files alone. With `gpus`, each worker
+    gets one.
     """
 
     models: tuple[Found, ...]
@@ -59,6 +60,12 @@ class Plan:
     gateway_options: tuple[str, ...] = ()
     health_ports: tuple[int | None, ...] = ()
     """A port for each worker, in the order of models and their workers; empty: no ports."""
+    files_dir: Path | None = None
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """The option with the folder for files, of the gateway and of the sweeper."""
+        return "--files-dir", str(self.files_dir or self.data_dir / "files")
 
 
 @dataclass(slots=True)
@@ -187,12 +194,14 @@ class System:
         argv = [*PENSTOCK, "gateway", "--fd", str(fd), "--log-level", self.plan.log_level]
         # Streams may go on for as long as workers drain; then we end them.
         argv += ["--drain-timeout", str(self.plan.drain + HAND_BACK_S), *self.plan.gateway_options]
+        argv += self.plan.files
         for model in self.plan.models:
             argv += ["--await-model", model.name]
         return Program("gateway", argv, self._urls(), pass_fds=(fd,))
 
     def _sweeper_program(self) -> Program:
-        return Program("sweeper", [*PENSTOCK, "sweeper", "--log-level", self.plan.log_level], self._urls())
+        argv = [*PENSTOCK, "sweeper", "--log-level", self.plan.log_level, *self.plan.files]
+        return Program("sweeper", argv, self._urls())
 
     def _worker_programs(self) -> list[Program]:
         plan, programs = self.plan, []

@@ -16,11 +16,13 @@ from workers.cli.options import (
     Deterministic,
     DraftModel,
     DType,
+    FilesDir,
     Gpus,
     KvCacheBytes,
     KvCacheDType,
     LogLevel,
     MaxBatchedTokens,
+    MaxFile,
     MaxNonPriorityStepTokens,
     MaxNumSeqs,
     MaxQueued,
@@ -59,7 +61,7 @@ OF_WORKERS: Final = (
     *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
     *("speculate", "draft_model", "speculate_tokens"),
 )
-OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin", "proxy_headers")
+OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin", "proxy_headers", "max_file")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -73,7 +75,7 @@ def up(
     host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The gateway's port. 0: any free port.")] = 8000,
     data_dir: Annotated[
-        Path, typer.Option(help="The folder in which the embedded Valkey keeps queues and results.")
+        Path, typer.Option(help="The folder in which the embedded Valkey keeps queues and results, and files lie.")
     ] = DATA_DIR,
     broker: Annotated[
         str | None, typer.Option(envvar="BROKER_URL", help="Use this Redis or Valkey instead of an embedded one.")
@@ -122,6 +124,8 @@ def up(
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
     proxy_headers: ProxyHeaders = None,
+    files_dir: FilesDir = None,
+    max_file: MaxFile = 2 << 30,
     drain_timeout: Annotated[
         float,
         typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C."),
@@ -180,6 +184,7 @@ def up(
         worker_options=tuple(said_again(context, only=OF_WORKERS)),
         gateway_options=tuple(said_again(context, only=OF_THE_GATEWAY)),
         health_ports=tuple(ports),
+        files_dir=files_dir,
     )
 
     server = "an embedded Valkey server" if broker is None else "the broker that was given"

@@ -1,0 +1,77 @@
+"""Files whose end has come go with their content; so does content whose writer died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.connection.script import arun
+from producers.contract import keys
+from producers.store import files
+from producers.store.blobs import Blobs, FolderBlobs
+from producers.store.files import File
+from producers.sweeper.files import UPLOAD_S, Removed, remove_files
+from producers.sweeper.sweeper import SweeperSettings, lead
+
+
+@pytest.fixture
+async def aclient(valkey_url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(valkey_url, patience=0.2) as client:
+        yield client
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Blobs:
+    return FolderBlobs(tmp_path)
+
+
+async def _file(client: AsyncClient, blobs: Blobs, end: int | None, made: bool = True) -> str:
+    file = File(files.new_id(int(time.time() * 1000)), 1, "x", "batch", 1, end)
+    await files.note(client.store, file.id)
+    with blobs.writer() as writer:
+        writer.write(b"x")
+        writer.commit(file.id)
+    if made:
+        await arun(client.store, files.made(file))
+    return file.id
+
+
+async def test_what_nobody_may_need_any_more_goes_and_nothing_else(
+    aclient: AsyncClient, blobs: Blobs, valkey: Redis, tmp_path: Path
+) -> None:
+    now = int(time.time())
+    stays = [await _file(aclient, blobs, end) for end in (None, now + 600)]
+    stays.append(await _file(aclient, blobs, None, made=False))
+    await _file(aclient, blobs, now)
+    left = await _file(aclient, blobs, None, made=False)
+    valkey.zadd(keys.FILE_NOTES, {left: now - files.NOTED_S})
+    with blobs.writer(), blobs.writer():
+        half, fresh = (tmp_path / ".incoming").iterdir()
+        os.utime(half, (now - UPLOAD_S - 1,) * 2)
+        assert await remove_files(aclient.store, blobs) == Removed(1, 1, 1)
+        assert fresh.exists()
+    assert await remove_files(aclient.store, blobs) == Removed()
+    assert sorted(os.listdir(tmp_path)) == sorted([".incoming", *stays])
+
+
+async def test_the_leader_does_it(
+    aclient: AsyncClient, blobs: Blobs, valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    over = await _file(aclient, blobs, 1)
+    settings = SweeperSettings(valkey_url, valkey_url, "s", seldom=0.05, files_dir=str(tmp_path))
+    sweeping = asyncio.create_task(lead(aclient, settings))
+    try:
+        async with asyncio.timeout(60):
+            while not valkey.hget(keys.SWEPT, "files_expired"):  # noqa: ASYNC110 - another task's doing
+                await asyncio.sleep(0.02)
+        assert over not in os.listdir(tmp_path)
+    finally:
+        sweeping.cancel()
+        await asyncio.wait((sweeping,))
