@@ -1,4 +1,4 @@
-"""`/livez` and `/readyz` of a worker, for whoever runs it. Only where a port was given.
+"""`/livez` and `/readyz` of a worker or a webhooks process, for whoever runs it. Only where a port was given.
 
 /livez   200 while it works or ends in order; 503 once it has given itself up (it ends by itself, soon after)
 /readyz  200 while it takes tasks; 503 with the reasons where it does not: draining, no lease, a stuck part, a fault
@@ -9,10 +9,20 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 
 from workers.errors import Refused
-from workers.runtime.assembly import Runtime
+
+
+class Watched(Protocol):
+    """What is asked how it does."""
+
+    @property
+    def given_up(self) -> str:
+        """Why it has given itself up; empty while it has not."""
+
+    def unready(self) -> list[str]:
+        """Why it takes no work now; empty while it does."""
 
 
 class Health:
@@ -20,7 +30,7 @@ class Health:
 
     def __init__(self, host: str, port: int) -> None:
         """Raises Refused where the port is not to be had."""
-        self._runtime: Runtime | None = None
+        self._runtime: Watched | None = None
         health = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,7 +56,7 @@ class Health:
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
 
-    def serve(self, runtime: Runtime) -> None:
+    def serve(self, runtime: Watched) -> None:
         self._runtime = runtime
 
     def answer(self, path: str) -> tuple[int, dict[str, Any]]:

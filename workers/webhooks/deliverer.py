@@ -1,0 +1,194 @@
+"""Takes due rows from the outbox and delivers them, many at once, within the limits of each receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from producers.client.aio import AsyncClient
+from producers.client.steps import FAILURES, Steps, persistently
+from producers.connection.addresses import networks
+from producers.connection.connect import SILENT_S
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import Call
+from producers.store import endpoints, outbox
+from producers.store.endpoints import TEST_PREFIX, Endpoint
+from producers.store.outbox import Attempt, Row
+from workers.webhooks.limits import Limits, Visit
+from workers.webhooks.schedule import next_delay
+from workers.webhooks.sender import Outcome, OwnTrouble, Sender
+from workers.webhooks.settings import WebhookSettings
+from workers.webhooks.signing import body_of, headers_of
+from workers.webhooks.targets import Target, targets
+
+log = logging.getLogger(__name__)
+
+#: Most rows that one TAKE leases.
+BATCH: Final = 128
+#: Longest time (s) between two looks at the store: rows become due silently, and a wake-up may be lost.
+LOOK_S: Final = 1.0
+#: Time (s) for which the end of a try is told to a store that does not answer. After that the row's lease lapses.
+PATIENCE_S: Final = 8.0
+#: Time (s) after which a row is tried again for which this process had no file descriptor, memory or port.
+OWN_TROUBLE_S: Final = 5.0
+
+
+class Deliverer:
+    """Delivers until `stop`. `due`: set it when rows may have become due."""
+
+    def __init__(self, client: AsyncClient, settings: WebhookSettings) -> None:
+        """Raises ValueError for a bad network in `settings.allowed`."""
+        self._client, self._settings = client, settings
+        self._sender = Sender(networks(settings.allowed), settings.timeout)
+        self._limits = Limits()
+        self._tries: set[asyncio.Task[None]] = set()
+        self.stopping = False
+        self._hastened = asyncio.Event()
+        self.due = asyncio.Event()
+        self.heard_at = time.monotonic()
+        """When the store answered last."""
+
+    async def run(self) -> None:
+        """Take and deliver, until `stop`; then let running tries end for the drain's time, and give the rest back."""
+        try:
+            while not self.stopping:
+                try:
+                    pause = await self._round()
+                except FAILURES as error:
+                    warn_throttled(log, "the store does not answer, trying again: %s", error)
+                    pause = LOOK_S
+                await self._rest(pause)
+            await self._drain()
+        finally:
+            await self._sender.close()
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no rows for want of places."""
+        return self._limits.free == 0
+
+    def stop(self) -> None:
+        """End; a second call gives back at once what is not delivered yet."""
+        if self.stopping:
+            self._hastened.set()
+        self.stopping = True
+        self.due.set()
+        self._limits.room.set()
+
+    async def _round(self) -> float:
+        """Take rows for the places that are free, and begin to deliver them. Returns the time (s) until the next."""
+        n = min(BATCH, self._limits.free)
+        if n == 0:
+            self._limits.room.clear()
+            await self._limits.room.wait()
+            return 0.0
+        self.due.clear()
+        holder = uuid.uuid4().hex
+        taken = outbox.read_take(await self._client.run(_one(outbox.take(holder, n, int(self._settings.lease * 1000)))))
+        self.heard_at = time.monotonic()
+        if taken.rows:
+            await self._begin(taken.rows, holder)
+        if len(taken.rows) == n:
+            return 0.0
+        return LOOK_S if taken.next_ms is None else min(LOOK_S, taken.next_ms / 1000)
+
+    async def _rest(self, seconds: float) -> None:
+        if seconds <= 0.0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self.due.wait()
+        except TimeoutError:
+            pass
+
+    async def _begin(self, rows: Sequence[Row], holder: str) -> None:
+        async with asyncio.timeout(SILENT_S):
+            places = await targets(self._client.store, rows)
+        calls: list[Call] = []
+        for row, target in zip(rows, places, strict=True):
+            if isinstance(target, str):
+                calls.append(outbox.dead(row, holder, Attempt(int(time.time()), 0, error=target)))
+            elif (visit := self._limits.visit(target.receiver)) is not None:
+                task = asyncio.create_task(self._deliver(row, holder, target, visit))
+                self._tries.add(task)
+                task.add_done_callback(self._tries.discard)
+            else:
+                delay = int(1000 * self._limits.put_off_s(target.receiver)) + 1
+                calls.append(outbox.retry(row, holder, delay))
+        await asyncio.gather(*(self._client.run(_one(call)) for call in calls))
+
+    async def _deliver(self, row: Row, holder: str, target: Target, visit: Visit) -> None:
+        outcome: Outcome | None = None
+        try:
+            body = body_of(row)
+            outcome = await self._sender.send(target.url, headers_of(row, body, target.secrets), body)
+        except asyncio.CancelledError:  # the drain is over
+            await self._tell(outbox.retry(row, holder, 0))
+            raise
+        except OwnTrouble as error:
+            warn_throttled(log, "cannot connect for want of this machine's own means: %s", error)
+            await self._tell(outbox.retry(row, holder, int(OWN_TROUBLE_S * 1000)))
+            return
+        except Exception as error:  # a fault of ours must not make a row that is tried for ever
+            log.exception("delivery %s failed here", row.name)
+            outcome = Outcome(Attempt(int(time.time()), 0, error=f"{type(error).__name__} in the webhooks process"))
+        finally:
+            visit.leave(None if outcome is None else outcome.well)
+        await self._tell(await self._ended(row, holder, target, outcome))
+
+    async def _ended(self, row: Row, holder: str, target: Target, outcome: Outcome) -> Call:
+        """The call that says how a try ended."""
+        if outcome.delivered:
+            return outbox.delivered(row, holder, outcome.attempt)
+        what = outcome.attempt.status or outcome.attempt.error
+        log.info("delivery %s to %s failed, try %d: %s", row.name, target.receiver, row.tries + 1, what)
+        delay = next_delay(self._settings.schedule, row.tries + 1, outcome.retry_after_s)
+        if outcome.gone:
+            delay = None
+            await self._disable(row.endpoint)
+        if delay is None or row.webhook_id.startswith(TEST_PREFIX):
+            return outbox.dead(row, holder, outcome.attempt)
+        return outbox.retry(row, holder, int(delay * 1000), outcome.attempt)
+
+    async def _disable(self, endpoint_id: str | None) -> None:
+        if endpoint_id is None:
+            return
+
+        def disabled(one: Endpoint) -> Endpoint:
+            return replace(one, enabled=False, disabled_because="it answered 410 Gone", updated_at=int(time.time()))
+
+        try:
+            await endpoints.change(self._client.store, endpoint_id, disabled)
+        except FAILURES as error:  # its next delivery hears the same
+            warn_throttled(log, "an endpoint that answered 410 is not disabled yet: %s", error)
+
+    async def _tell(self, call: Call) -> None:
+        """Send the end of a try. If the store stays away, the row is due again when its lease ends."""
+        try:
+            await self._client.run(persistently(call, PATIENCE_S))
+        except FAILURES as error:
+            warn_throttled(log, "the end of a delivery could not be stored, it will be sent again: %s", error)
+
+    async def _drain(self) -> None:
+        if self._tries:
+            log.info("draining: %d deliveries are on their way", len(self._tries))
+            hastened = asyncio.create_task(self._hastened.wait())
+            all_ended = asyncio.create_task(asyncio.wait(set(self._tries)))
+            await asyncio.wait((all_ended, hastened), timeout=self._settings.drain, return_when=asyncio.FIRST_COMPLETED)
+            hastened.cancel()
+            left = set(self._tries)
+            for task in left:
+                task.cancel()
+            if left:
+                log.info("giving %d deliveries back", len(left))
+            await all_ended
+
+
+def _one(call: Call) -> Steps[Any]:
+    return (yield call)

@@ -1,0 +1,72 @@
+"""One webhooks process: its signals, its health, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import time
+from typing import Final
+
+from producers.client.aio import AsyncClient
+from workers.runtime.health import Health
+from workers.webhooks.deliverer import Deliverer
+from workers.webhooks.limits import QUICK, SLOW
+from workers.webhooks.settings import WebhookSettings
+from workers.webhooks.wake import wake
+
+log = logging.getLogger(__name__)
+
+#: Silence (s) of the store after which the process is not ready.
+SILENT_S: Final = 10.0
+#: Open files that the tries, connections kept for the next ones, and all else may need.
+FILES: Final = 4 * (QUICK + SLOW)
+
+
+class _Health:
+    """What /livez and /readyz tell."""
+
+    given_up = ""
+
+    def __init__(self, deliverer: Deliverer) -> None:
+        self._deliverer = deliverer
+
+    def unready(self) -> list[str]:
+        one, reasons = self._deliverer, []
+        if one.stopping:
+            reasons.append("it drains")
+        if time.monotonic() - one.heard_at > SILENT_S and not one.full:
+            reasons.append(f"the store has not answered for {SILENT_S:g} s")
+        return reasons
+
+
+async def run(settings: WebhookSettings) -> None:
+    """Deliver until SIGTERM or SIGINT; a second signal gives all rows back at once.
+
+    Raises ValueError for a bad URL or network, and workers.errors.Refused for a port that is taken.
+    """
+    _allow_files()
+    health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
+    async with AsyncClient(settings.store, settings.store) as client:
+        deliverer = Deliverer(client, settings)
+        if health is not None:
+            health.serve(_Health(deliverer))
+            log.info("/livez and /readyz on port %d", health.port)
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, deliverer.stop)
+        waking = asyncio.create_task(wake(client.store, deliverer.due), name="wake")
+        log.info("delivering webhooks; not public and allowed: %s", ", ".join(settings.allowed) or "nothing")
+        try:
+            await deliverer.run()
+        finally:
+            waking.cancel()
+            await asyncio.wait((waking,))
+
+
+def _allow_files() -> None:
+    """Raise the limit of open files as far as is allowed and of use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,169 @@
+"""One try of a delivery: resolve, check the addresses, connect to one of them, POST, read the answer's beginning.
+
+Whatever a receiver does, a try ends in time, holds a few KB, follows no redirect, and connects to no address that was
+not checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import aiohttp
+from aiohttp.abc import AbstractResolver
+from yarl import URL
+
+from producers.connection.addresses import Address, Network, Resolver, Unresolved, refusal
+from producers.contract.webhook import Destination
+from producers.store.outbox import Attempt
+from workers.webhooks.schedule import retry_after
+
+#: Bytes of an answer that are kept, and that are read ahead.
+KEPT, READ_AHEAD = 1024, 4096
+#: Time (s) for the answer's body, once its status is known.
+BODY_S: Final = 2.0
+#: Time (s) for a connection to one address; the first addresses of a host are tried in turn.
+CONNECT_S, ADDRESSES = 5.0, 3
+#: Time (s) for which an idle connection is kept, less than receivers keep it.
+IDLE_S: Final = 2.0
+#: Statuses of receivers who cannot keep up.
+OVERLOADED: Final = frozenset({408, 429, 502, 503, 504})
+#: This machine's own trouble: no file descriptors, memory or ports left.
+OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+
+
+class OwnTrouble(Exception):
+    """This process lacks what a connection needs; the receiver had no part in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a try ended. `retry_after_s`: what the receiver asked for."""
+
+    attempt: Attempt
+    retry_after_s: float | None = None
+
+    @property
+    def delivered(self) -> bool:
+        return self.attempt.status is not None and 200 <= self.attempt.status < 300
+
+    @property
+    def well(self) -> bool | None:
+        """Whether the receiver keeps up; None for an answer that does not show it."""
+        if self.attempt.status is None or self.attempt.status in OVERLOADED:
+            return False
+        return True if self.delivered else None
+
+    @property
+    def gone(self) -> bool:
+        """The receiver wants no more events."""
+        return self.attempt.status == 410
+
+
+class _Refused(Exception):
+    """The URL must not be called."""
+
+
+class _ResolvesNothing(AbstractResolver):
+    """Only checked addresses are connected to, never names."""
+
+    async def resolve(self, host: str, port: int = 0, family: Any = 0) -> NoReturn:
+        raise OSError(f"{host} is not an address")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class Sender:
+    """Sends events. One for a process; `close` it."""
+
+    def __init__(self, allowed: Sequence[Network], timeout_s: float) -> None:
+        self._allowed, self._timeout_s = allowed, timeout_s
+        self._resolver = Resolver()
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0,  # `limits` counts them
+                ssl=ssl.create_default_context(),
+                resolver=_ResolvesNothing(),
+                keepalive_timeout=IDLE_S,
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=READ_AHEAD,
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+        await self._resolver.aclose()
+
+    async def send(self, url: str, headers: Mapping[str, str], body: str) -> Outcome:
+        """Try once. Raises OwnTrouble; anything that the receiver does is an Outcome."""
+        began, at = time.monotonic(), int(time.time())
+
+        def outcome(error: str) -> Outcome:
+            return Outcome(Attempt(at, round(1000 * (time.monotonic() - began)), error=error[:KEPT]))
+
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                status, answer, later = await self._post(Destination.parse(url), headers, body, limit)
+        except (aiohttp.ClientError, OSError, ValueError, Unresolved, _Refused) as error:
+            if getattr(error, "errno", None) in OURS:
+                raise OwnTrouble(str(error)) from error
+            return outcome(self._said(error))
+        return Outcome(Attempt(at, round(1000 * (time.monotonic() - began)), status, answer), later)
+
+    def _said(self, error: Exception) -> str:
+        if isinstance(error, aiohttp.ServerDisconnectedError):
+            return "the receiver closed the connection before it answered"
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+            return f"no answer within {self._timeout_s:g} s"
+        return str(error) or type(error).__name__
+
+    async def _post(self, place: Destination, headers: Mapping[str, str], body: str) -> tuple[int, str, float | None]:
+        """Status, the answer's beginning, and seconds of its Retry-After."""
+        addresses = await self._resolver.resolve(place.host)
+        why = refusal(place.scheme, place.port, addresses, self._allowed)
+        if why is not None:
+            raise _Refused(why)
+        *others, last = addresses[:ADDRESSES]
+        for address in others:
+            with suppress(aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing was sent
+                return await self._post_to(address, place, headers, body, limit)
+        return await self._post_to(last, place, headers, body, limit)
+
+    async def _post_to(
+        self, address: Address, place: Destination, headers: Mapping[str, str], body: str, limit: asyncio.Timeout
+    ) -> tuple[int, str, float | None]:
+        host = f"[{address}]" if address.version == 6 else str(address)
+        async with self._http.post(
+            URL(f"{place.scheme}://{host}:{place.port}{place.target}", encoded=True),
+            data=body.encode(),
+            headers={**headers, "host": place.authority},
+            server_hostname=place.host if place.scheme == "https" else None,
+            allow_redirects=False,
+        ) as response:
+            limit.reschedule(None)  # the status says whether it was delivered; the body has a limit of its own
+            answer, whole = await _beginning(response)
+            if not whole:
+                response.close()  # else aiohttp would read the rest
+            return response.status, answer, retry_after(response.headers.get("retry-after"))
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> tuple[str, bool]:
+    """The answer's first KB as text, and whether that was all of it."""
+    found = b""
+    try:
+        async with asyncio.timeout(BODY_S):
+            while len(found) <= KEPT and (more := await response.content.read(KEPT + 1 - len(found))):
+                found += more
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        return found[:KEPT].decode(errors="replace"), False
+    return found[:KEPT].decode(errors="replace"), len(found) <= KEPT
