@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 TINY = {
     "engine.bench": ["--model MODEL --workload W1 --repeats 1 --threads 1 --breakdown"],
     "tests.bench.attention": ["--against OTHER --layers 1 --rounds 1"],
+    "tests.bench.batches": ["--lines 100 --urls /v1/completions"],
     "tests.bench.chat": ["--rounds 1"],
     "tests.bench.checkpoints": ["MODEL MODEL --workload W1 --rounds 1 --threads 1"],
     "tests.bench.compaction": ["--tokens 1000"],

@@ -27,8 +27,8 @@ The head of each `scripts/batch_*.lua` has its precondition, effect and answers.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -129,8 +129,9 @@ def new_id(ms: int, seed: str | None = None) -> str:
 
 
 def task_id(batch_id: str, line: int) -> str:
-    """The id of a line's task: a function of the batch and the line's number (from 0)."""
-    return str(uuid.uuid5(uuid.UUID(batch_id.removeprefix(PREFIX)), str(line)))
+    """The id of a line's task: a UUID that is a function of the batch and the line's number (from 0)."""
+    name = hashlib.sha256(f"{batch_id}:{line}".encode()).hexdigest()
+    return f"{name[:8]}-{name[8:12]}-8{name[13:16]}-8{name[17:20]}-{name[20:32]}"
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -244,6 +245,11 @@ def expand(batch_id: str, block: Block, shared: Mapping[str, str | int]) -> Call
         args += (line, error)
     names = (keys.batch(batch_id), keys.batch_refused(batch_id), keys.SUBMITTING, keys.DEADLINES)
     return Call(script(PACKAGE, "batch_expand"), names, args)
+
+
+def queued(ids: Sequence[str]) -> Call:
+    """BATCH_QUEUED: the broker has the messages of these tasks. Answers how many are queued then."""
+    return Call(script(PACKAGE, "batch_queued"), (keys.SUBMITTING,), ids)
 
 
 def finalize(batch_id: str) -> Call:

@@ -53,7 +53,10 @@ class RedisBroker(Broker):
         await self._redis.execute_command(*_push(message))
 
     async def send_many(self, messages: Sequence[Message]) -> None:
-        await self._ask(*(_push(message) for message in messages))
+        lists: dict[str, list[str]] = {}
+        for message in messages:
+            lists.setdefault(keys.list_of(message), []).append(message.envelope())
+        await self._ask(*(("LPUSH", name, *envelopes) for name, envelopes in lists.items()))
 
     # ---- what there is --------------------------------------------------------------------------------------------
 

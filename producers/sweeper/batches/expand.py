@@ -20,7 +20,7 @@ from producers.client.aio import AsyncClient
 from producers.client.submission import record_fields
 from producers.connection.script import arun
 from producers.contract.message import Message
-from producers.store import batches, protocol
+from producers.store import batches
 from producers.store.batches import Batch, Block
 from producers.store.blobs import Blobs
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Planned
@@ -99,11 +99,8 @@ class Expander:
         if not await arun(self._client.store, batches.expand(batch.id, ready.block, _shared(batch))):
             return False
         await self._client.broker.send_many(ready.messages)
-        queued = [protocol.queued(message.id) for message in ready.messages]
-        async with self._client.store.pipeline(transaction=False) as pipe:
-            for call in queued:
-                pipe.execute_command(*call.whole if call is queued[0] else call.command)
-            await pipe.execute()
+        if ready.messages:
+            await arun(self._client.store, batches.queued([message.id for message in ready.messages]))
         return True
 
 

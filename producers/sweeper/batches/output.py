@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,7 +40,7 @@ class Outcome:
     def to_line(self, batch: Batch, line: int, custom_id: str) -> bytes:
         """The line of the file, with its end."""
         name = task_id(batch.id, line)
-        head = f'{{"id": "batch_req_{uuid.UUID(name).hex}", "custom_id": {json.dumps(custom_id)}, '
+        head = f'{{"id": "batch_req_{name.replace("-", "")}", "custom_id": {json.dumps(custom_id)}, '
         if self.answer is None:
             error = json.dumps({"code": self.code, "message": REASONS[self.code]})
             return f'{head}"response": null, "error": {error}}}\n'.encode()

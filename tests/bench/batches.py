@@ -1,0 +1,118 @@
+"""How fast a batch's input becomes queued tasks: `python -m tests.bench.batches`.
+
+A real Valkey, the sweeper's part in batches in this process, no worker: the input is checked, then its lines are made
+and sent. The time counts from the first line on, without the check, which has its own row. Memory: this process's
+largest, which is the bench's own as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from redis import Redis
+
+from producers import AsyncClient
+from producers.connection.script import arun
+from producers.contract import keys
+from producers.gateway.batches.endpoints import LineEndpoints
+from producers.store import batches, files
+from producers.store.blobs import FolderBlobs
+from producers.sweeper.batches.duty import Batches
+from tests.processes import valkey
+
+CARD: Final = {
+    "v": 1,
+    "name": "m",
+    "version": "1",
+    "context_length": 4096,
+    "vocab_size": 50_000,
+    "parameters": 1,
+    "capabilities": ["generate", "chat"],
+    "eos_token_ids": [0],
+    "bos_token_id": None,
+    "defaults": {},
+    "files": {},
+}
+TEXT: Final = "The penstock feeds the turbine, and the turbine feeds the grid. " * 4
+BODIES: Final[Mapping[str, dict[str, Any]]] = {
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 64},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 64},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 64},
+}
+
+
+def input_lines(url: str, count: int) -> Iterator[bytes]:
+    for number in range(count):
+        body = {"model": "m", "temperature": 0.0, **BODIES[url]}
+        yield json.dumps({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
+
+
+async def make_batch(client: AsyncClient, blobs: FolderBlobs, url: str, lines: Iterator[bytes]) -> str:
+    """An input file, and a batch for it. Returns the batch's id."""
+    now_ms = int(time.time() * 1000)
+    file_id, batch_id = files.new_id(now_ms), batches.new_id(now_ms)
+    await files.note(client.store, file_id)
+    with blobs.writer() as writer:
+        for line in lines:
+            writer.write(line)
+        writer.commit(file_id)
+    await arun(client.store, files.made(files.File(file_id, writer.size, "in.jsonl", files.BATCH, now_ms // 1000)))
+    fields = {"endpoint": url, "input_file": file_id, "completion_window": "24h"}
+    await arun(client.store, batches.create(batch_id, 24 * 3600, fields))
+    return batch_id
+
+
+async def measure(redis_url: str, redis: Redis, url: str, count: int) -> dict[str, Any]:
+    redis.flushall()
+    redis.hset(keys.MODELS, "m", json.dumps(CARD))
+    with tempfile.TemporaryDirectory() as folder:
+        async with AsyncClient(redis_url) as client:
+            blobs, endpoints = FolderBlobs(folder), LineEndpoints(client)
+            batch_id = await make_batch(client, blobs, url, input_lines(url, count))
+
+            async def counted(done: dict[str, int]) -> None:
+                pass
+
+            begun, cpu = time.perf_counter(), time.process_time()
+            sweeping = asyncio.create_task(Batches(client, blobs, endpoints, counted, window=count).run(0.05))
+            queue, checked, sent = keys.version_queue("m", "1"), 0.0, 0
+            while sent < count:
+                await asyncio.sleep(0.02)
+                batch = await batches.read(client.store, batch_id)
+                if batch is not None and batch.status == "in_progress" and not checked:
+                    checked, cpu = time.perf_counter(), time.process_time()
+                sent = sum((await client.broker.waiting(queue)).tiers.values())
+            ended, cpu = time.perf_counter(), time.process_time() - cpu
+            sweeping.cancel()
+            await asyncio.wait((sweeping,))
+            endpoints.close()
+    return {
+        "url": url,
+        "lines": count,
+        "checked_lines_per_s": round(count / (checked - begun)),
+        "expanded_lines_per_s": round(count / (ended - checked)),
+        "expanded_lines_per_cpu_s": round(count / cpu),
+        "store_bytes_per_line": round(redis.info("memory")["used_memory"] / count),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", type=int, default=20_000)
+    parser.add_argument("--urls", default=",".join(BODIES), help="endpoints, separated by commas")
+    arguments = parser.parse_args()
+    with valkey() as (url, redis):
+        for endpoint in arguments.urls.split(","):
+            print(json.dumps(asyncio.run(measure(url, redis, endpoint, arguments.lines))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
