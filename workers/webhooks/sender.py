@@ -127,7 +127,9 @@ class Sender:
             return f"no answer within {self._timeout_s:g} s"
         return str(error) or type(error).__name__
 
-    async def _post(self, place: Destination, headers: Mapping[str, str], body: str) -> tuple[int, str, float | None]:
+    async def _post(
+        self, place: Destination, headers: Mapping[str, str], body: str, limit: asyncio.Timeout
+    ) -> tuple[int, str, float | None]:
         """Status, the answer's beginning, and seconds of its Retry-After."""
         addresses = await self._resolver.resolve(place.host)
         why = refusal(place.scheme, place.port, addresses, self._allowed)
