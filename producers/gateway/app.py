@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers.connection.addresses import networks
-from producers.gateway import docs, files, front, health, metrics, models, openai, webhooks
+from producers.gateway import batches, docs, files, front, health, metrics, models, openai, webhooks
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
@@ -117,7 +117,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     errors.install(app)
     for router in (
-        *(part.router for part in (front, docs, tasks, files, webhooks, models, health, metrics)),
+        *(part.router for part in (front, docs, tasks, files, batches, webhooks, models, health, metrics)),
         *openai.ROUTERS,
     ):
         app.include_router(router)

@@ -13,6 +13,7 @@ A batch is the hash `penstock:batch:<id>`:
 | `status` | OpenAI's statuses, as above |
 | `endpoint`, `input_file`, `completion_window`, `metadata`, `tenant` | as created; the window as written ("24h") |
 | `created`, `deadline`, `window` | server times (ms); seconds. The deadline is that of each line's task |
+| `output_kept` | seconds for which its files are kept, if they are not those of all batches |
 | `total` | lines of the input, once it is validated; blank lines do not count |
 | `line`, `offset` | lines that are expanded, and the offset behind them in the input (bytes) |
 | `completed`, `failed` | lines that have ended so far, counted by what made their records final |
@@ -38,6 +39,7 @@ from redis.asyncio import Redis
 from producers.connection.script import Call, script, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
+from producers.store.files import OUTPUT_KEPT_S
 from producers.store.protocol import PACKAGE
 
 PREFIX: Final = "batch_"
@@ -95,6 +97,11 @@ class Batch:
         """The number of its lines; None until it is validated."""
         total = self.fields.get("total")
         return None if total is None else int(total)
+
+    @property
+    def output_kept_s(self) -> int:
+        """Seconds for which its files are kept."""
+        return int(self.fields.get("output_kept", OUTPUT_KEPT_S))
 
     def count(self, name: str) -> int:
         """`line`, `offset`, `completed`, `failed`, `written`, `written_offset`, `outputs`, `errors` or `lapsed`."""
@@ -189,8 +196,8 @@ async def parts(store: Redis, batch_id: str) -> list[Part]:
 def create(batch_id: str, window_s: int, fields: Mapping[str, str | int]) -> Call:
     """BATCH_CREATE: make a batch, `validating`. Answers `new` or `exists`.
 
-    `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, and `idempotency`
-    (`producers.store.idempotency.Entry.name`).
+    `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `output_kept`, and
+    `idempotency` (`producers.store.idempotency.Entry.name`).
     """
     pairs = [part for item in fields.items() for part in item]
     names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX)

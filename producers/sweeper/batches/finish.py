@@ -61,7 +61,7 @@ class Finisher:
                 f"{batch.id}_{kind}.jsonl",
                 files.BATCH_OUTPUT,
                 at // 1000,
-                (await self._now_ms()) // 1000 + files.OUTPUT_KEPT_S,
+                (await self._now_ms()) // 1000 + batch.output_kept_s,
                 batch.tenant,
             )
             if text(await arun(self._store, files.made(made))) != "late":

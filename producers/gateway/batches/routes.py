@@ -1,0 +1,134 @@
+"""The routes of `/v1/batches`. What is in a batch is the sweeper's to run (`producers.sweeper.batches`)."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from producers.connection.script import arun, text
+from producers.errors import shown
+from producers.gateway.batches.request import SCHEMA, read
+from producers.gateway.batches.views import BatchList, BatchView
+from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.files.routes import file_of
+from producers.gateway.http import idempotency, query, tenant
+from producers.gateway.http.body import read_object
+from producers.gateway.http.errors import Problem
+from producers.gateway.tasks.views import errors
+from producers.store import batches
+from producers.store.batches import Batch
+from producers.store.files import BATCH
+from producers.store.idempotency import Entry
+
+router = APIRouter(prefix="/v1/batches", tags=["batches"])
+
+#: Most batches in a page, and how many there are unless said otherwise.
+MAX_PAGE: Final = 100
+PAGE: Final = 20
+ID: Final = re.compile(f"{batches.PREFIX}[0-9a-f]{{32}}")
+
+
+@router.post(
+    "",
+    response_model=BatchView,
+    responses=errors(404, 413, 415, 422),
+    openapi_extra={
+        "parameters": [idempotency.PARAMETER, tenant.PARAMETER],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": SCHEMA}}},
+    },
+)
+async def create(request: Request, response: Response) -> BatchView:
+    """Make a batch of a file. Its lines run once all of them have been checked."""
+    gateway = gateway_of(request)
+    owner = tenant.tenant_of(request.headers)
+    window_s, fields = read(await read_object(request, gateway.settings.max_body))
+    file = await file_of(gateway, str(fields["input_file"]), "input_file_id")
+    if file.purpose != BATCH:
+        raise Problem(
+            400,
+            f'input_file_id is {file.id}, whose purpose is {shown(file.purpose)}; it must be "{BATCH}"',
+            code="invalid_value",
+            param="input_file_id",
+        )
+    new_id = batches.new_id(int(time.time() * 1000))
+    entry = await idempotency.first(request, gateway.client, new_id, tenant=owner)
+    if entry is not None and entry.state == "made":
+        response.headers.update(idempotency.REPLAYED)
+        return BatchView.of(await _original(gateway, entry))
+    if entry is not None:
+        new_id = entry.id
+        fields["idempotency"] = entry.name
+    if owner is not None:
+        fields["tenant"] = owner
+    await arun(gateway.client.store, batches.create(new_id, window_s, fields))
+    return BatchView.of(await _batch(gateway, new_id))
+
+
+async def _original(gateway: Gateway, entry: Entry) -> Batch:
+    batch = await batches.read(gateway.client.store, entry.id)
+    if batch is None:
+        raise Problem(
+            404,
+            f"This Idempotency-Key made the batch {entry.id}, which is not kept any more; use another key.",
+            code="batch_not_found",
+            param="Idempotency-Key",
+        )
+    return batch
+
+
+@router.get(
+    "",
+    response_model=BatchList,
+    openapi_extra={
+        "parameters": [
+            query.parameter(
+                "limit", "most batches in the page", type="integer", minimum=1, maximum=MAX_PAGE, default=PAGE
+            ),
+            query.parameter("after", "the id of the batch before the page", type="string", pattern=f"^{ID.pattern}$"),
+            tenant.PARAMETER,
+        ]
+    },
+)
+async def listed(request: Request) -> BatchList:
+    """List the tenant's batches, the newest first, a page at a time."""
+    limit = query.integer(request, "limit", 1, MAX_PAGE, PAGE)
+    after = query.matching(request, "after", ID, "the id of a batch, such as the last one of the page before")
+    owner = tenant.tenant_of(request.headers) or ""
+    found = await batches.page(gateway_of(request).client.store, limit + 1, after=after, tenant=owner)
+    page = [BatchView.of(batch) for batch in found[:limit]]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return BatchList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
+
+
+@router.get("/{batch_id}", response_model=BatchView, responses=errors(404))
+async def look(request: Request, batch_id: str) -> BatchView:
+    """Get a batch, and how many of its lines have ended."""
+    return BatchView.of(await _batch(gateway_of(request), batch_id))
+
+
+@router.post("/{batch_id}/cancel", response_model=BatchView, responses=errors(404, 409))
+async def cancel(request: Request, batch_id: str) -> BatchView:
+    """Cancel a batch. Lines that have ended are written to its files, then it is `cancelled`."""
+    gateway = gateway_of(request)
+    batch = await _batch(gateway, batch_id)
+    accepted, status = await arun(gateway.client.store, batches.cancel(batch.id))
+    if not accepted and text(status) != "cancelled":
+        raise Problem(
+            409,
+            f"batch {batch.id} is {text(status)} already",
+            code="batch_ended",
+            headers={"x-should-retry": "false"},
+        )
+    return BatchView.of(await _batch(gateway, batch_id))
+
+
+async def _batch(gateway: Gateway, batch_id: str) -> Batch:
+    batch = await batches.read(gateway.client.store, batch_id) if ID.fullmatch(batch_id) else None
+    if batch is None:
+        raise Problem(
+            404, f"There is no batch {shown(batch_id)}; an ended one is kept for 30 days.", code="batch_not_found"
+        )
+    return batch

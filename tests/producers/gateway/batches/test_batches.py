@@ -1,0 +1,141 @@
+"""`/v1/batches`, by OpenAI's own client and by hand. Nothing runs here: that is the sweeper's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from redis import Redis
+
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store import batches
+from tests.producers.gateway.conftest import Door
+
+DAY = 24 * 3600
+CHATS = "/v1/chat/completions"
+
+
+@pytest.fixture
+def client(door: Door) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def file_id(client: openai.OpenAI) -> str:
+    return client.files.create(file=b"{}", purpose="batch").id
+
+
+class TestOpenaisClient:
+    def test_a_batch_is_made_looked_at_and_cancelled(self, client: openai.OpenAI, file_id: str, valkey: Redis) -> None:
+        made = client.batches.create(
+            input_file_id=file_id,
+            endpoint=CHATS,
+            completion_window="24h",
+            metadata={"for": "me"},
+            output_expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert (made.object, made.status, made.endpoint, made.input_file_id) == ("batch", "validating", CHATS, file_id)
+        assert (made.completion_window, made.metadata) == ("24h", {"for": "me"})
+        assert made.expires_at == made.created_at + DAY
+        assert made.request_counts is not None
+        assert made.request_counts.total == made.request_counts.completed == made.request_counts.failed == 0
+        assert made.errors is made.output_file_id is made.in_progress_at is made.cancelled_at is None
+        run(valkey, batches.begin(made.id, 7))
+        seen = client.batches.retrieve(made.id)
+        assert (seen.status, seen.request_counts and seen.request_counts.total) == ("in_progress", 7)
+        for _ in range(2):
+            cancelled = client.batches.cancel(made.id)
+            assert (cancelled.status, cancelled.cancelling_at is None) == ("cancelling", False)
+        stored = {name.decode(): value.decode() for name, value in valkey.hgetall(keys.batch(made.id)).items()}
+        assert stored["output_kept"] == "3600"
+
+    def test_a_failed_batch_says_why(self, client: openai.OpenAI, file_id: str, valkey: Redis) -> None:
+        made = client.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="24h")
+        reason = {"code": "invalid_json_line", "message": "no JSON", "line": 3, "param": None}
+        run(valkey, batches.fail(made.id, [reason]))
+        failed = client.batches.retrieve(made.id)
+        assert failed.status == "failed"
+        assert failed.errors is not None
+        assert [error.to_dict() for error in failed.errors.data or ()] == [reason]
+        with pytest.raises(openai.ConflictError, match="is failed already"):
+            client.batches.cancel(made.id)
+
+    def test_batches_are_listed_in_pages(self, client: openai.OpenAI, file_id: str) -> None:
+        made = [
+            client.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="7d").id for _ in range(5)
+        ]
+        assert [batch.id for batch in client.batches.list(limit=2)] == made[::-1]
+        page = client.batches.list(limit=2, after=made[3])
+        assert ([batch.id for batch in page.data], page.has_more) == ([made[2], made[1]], True)
+        assert list(client.batches.list(extra_headers={"penstock-tenant": "acme"})) == []
+
+    def test_an_unknown_batch_is_not_found(self, client: openai.OpenAI) -> None:
+        for batch_id in ("batch_1", "batch_" + "0" * 32):
+            for call in (client.batches.retrieve, client.batches.cancel):
+                with pytest.raises(openai.NotFoundError, match=batch_id):
+                    call(batch_id)
+
+
+@pytest.fixture
+def send(http: httpx.Client, file_id: str) -> Callable[..., httpx.Response]:
+    def send(headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"} | fields
+        return http.post("/v1/batches", json=body, headers=headers)
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        ("input_file_id", None, 400),
+        ("input_file_id", 7, 400),
+        ("input_file_id", "file-" + "0" * 32, 404),
+        ("input_file_id", "../../etc/passwd", 404),
+        ("endpoint", None, 400),
+        ("endpoint", "/v1/embeddings", 400),
+        ("endpoint", [CHATS], 400),
+        *(
+            ("completion_window", window, 400)
+            for window in (None, 24, "24", "0h", "8d", "1e3h", "59s", "99999d", "²4h")
+        ),
+        ("metadata", "text", 400),
+        ("metadata", {"a": 1}, 400),
+        ("metadata", {"a": "x" * 513}, 400),
+        ("metadata", {"x" * 65: "a"}, 400),
+        ("metadata", {str(k): "" for k in range(17)}, 400),
+        ("output_expires_after", 3600, 400),
+        ("output_expires_after", {"anchor": "created_at"}, 400),
+        ("output_expires_after", {"anchor": "created_at", "seconds": True}, 400),
+        ("output_expires_after", {"anchor": "created_at", "seconds": 60}, 400),
+        ("model", "tiny", 400),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_made(
+    send: Callable[..., httpx.Response], valkey: Redis, field: str, value: Any, status: int
+) -> None:
+    answer = send(**{field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
+    assert valkey.keys("penstock:batch*") == []
+
+
+def test_a_file_that_a_batch_wrote_is_no_input(
+    send: Callable[..., httpx.Response], file_id: str, valkey: Redis
+) -> None:
+    valkey.hset(keys.file(file_id), "purpose", "batch_output")
+    assert send().json()["error"]["param"] == "input_file_id"
+
+
+def test_a_key_makes_one_batch(send: Callable[..., httpx.Response], valkey: Redis) -> None:
+    key = {"idempotency-key": "k"}
+    first, again = send(key), send(key)
+    assert (first.status_code, again.json()) == (200, first.json())
+    assert send(key, completion_window="1h").status_code == 422
+    assert len(valkey.zrange(keys.BATCHES, 0, -1)) == 1
+    valkey.delete(keys.batch(first.json()["id"]))
+    assert send(key).json()["error"]["code"] == "batch_not_found"
