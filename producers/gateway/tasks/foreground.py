@@ -18,7 +18,7 @@ from producers.client.steps import FAILURES
 from producers.connection.trouble import said
 from producers.contract.events import End, Event
 from producers.contract.task import Task
-from producers.errors import PenstockError, TaskNotFound
+from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
@@ -38,14 +38,24 @@ ONCE: Final = {"x-should-retry": "false"}
 
 
 class Foreground:
-    """The tasks of one request. Always call `close`. `more`: fields of their records beside the tasks' own."""
+    """The tasks of one request. Always call `close`.
 
-    def __init__(self, gateway: Gateway, tasks: Sequence[Task], more: Mapping[str, str | int] | None = None) -> None:
+    `more`: fields of their records beside the tasks' own. `ids`: the tasks' ids, if they were chosen before.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        tasks: Sequence[Task],
+        more: Mapping[str, str | int] | None = None,
+        ids: Sequence[str] | None = None,
+    ) -> None:
         self._gateway = gateway
         self._tasks = tasks
         self._more = more or {}
-        self.ids: Final = [str(uuid.uuid4()) for _ in tasks]
+        self.ids: Final = ids or [str(uuid.uuid4()) for _ in tasks]
         self._open = set(self.ids)
+        self._held = list(self.ids)
 
     async def submit(self) -> None:
         """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
@@ -55,6 +65,9 @@ class Foreground:
         submits = [client.admit(task, name, self._more) for task, name in zip(self._tasks, self.ids, strict=True)]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
+            taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
+            self._open -= taken  # they are another request's, which has their leases
+            self._held = [name for name in self.ids if name not in taken]
             failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
             if failed is not None:
                 raise failed
@@ -82,6 +95,12 @@ class Foreground:
                 if problem is not None:
                     raise problem
 
+    async def only(self) -> AsyncGenerator[list[Event]]:
+        """The events of a request's only task. Raises as `events` does."""
+        async with aclosing(self.events()) as batches:
+            async for batch in batches:
+                yield [event for _, event in batch]
+
     def again(self, number: int, start: int) -> AsyncGenerator[list[Event]]:
         """The events of one ended task from a position on, read again. Raises as `events` does."""
         return self._gateway.client.get(self.ids[number]).batches(start)
@@ -102,7 +121,7 @@ class Foreground:
                 logger.warning("task %s of a caller who left is not cancelled yet: %s", name, said(error))
                 missed.add(name)
         self._open.clear()
-        await self._gateway.readers.leave(self.ids, lapse=missed)
+        await self._gateway.readers.leave(self._held, lapse=missed)
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:

@@ -20,7 +20,6 @@ from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import TaskView, WebhookView
-from producers.store.idempotency import Entry
 
 
 async def encoded(gateway: Gateway, task: Task) -> Task:
@@ -53,7 +52,7 @@ async def submitted(
     """
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
-        return entry.id, await _original(gateway, entry)
+        return entry.id, await original(gateway, entry.id)
     await gateway.admission.enter([task])
     if entry is None:
         task_id = (await gateway.client.admit(task, more=more)).id
@@ -61,7 +60,7 @@ async def submitted(
         try:
             task_id = (await gateway.client.admit(task, entry.id, {**more, "idempotency": entry.name})).id
         except TaskExists:  # an equal request came at the same time
-            return entry.id, await _original(gateway, entry)
+            return entry.id, await original(gateway, entry.id)
     gateway.metrics.submitted(task.model, task.tier)
     return task_id, None
 
@@ -85,13 +84,15 @@ def made(task_id: str, task: Task, more: Mapping[str, str | int]) -> TaskView:
     )
 
 
-async def _original(gateway: Gateway, entry: Entry) -> Record:
+async def original(gateway: Gateway, task_id: str) -> Record:
+    """The record of the task that an Idempotency-Key made. Raises Problem if it is gone, and as
+    `AsyncHandle.status`."""
     try:
-        return await gateway.client.get(entry.id).status()
+        return await gateway.client.get(task_id).status()
     except TaskNotFound:
         raise Problem(
             404,
-            f"This Idempotency-Key made the task {entry.id}, which is past its time to live; use another key to submit "
+            f"This Idempotency-Key made the task {task_id}, which is past its time to live; use another key to submit "
             "it again.",
             code="task_not_found",
             param="Idempotency-Key",

@@ -65,9 +65,14 @@ local function outbox_event(event, object, created, of)
   end
 end
 
--- The event that a task's record has this status: of tasks and background responses, and of plain Celery tasks.
+-- The event that a task's record has this status: of tasks and background responses, and of plain Celery tasks. A
+-- response that was cut at its length is `incomplete`, as its callers see it.
 local function outbox_task(task, id, status)
-  local r = redis.call('HMGET', task, 'origin', 'plain', 'created', 'tenant', 'model', 'webhook', 'webhook_secret')
+  local r = redis.call('HMGET', task, 'origin', 'plain', 'created', 'tenant', 'model', 'webhook', 'webhook_secret',
+    'reasons')
+  if r[1] == 'response' and status == 'completed' and r[8] == '["length"]' then
+    status = 'incomplete'
+  end
   if r[1] == 'task' or r[1] == 'response' or r[2] then
     local object = r[1] == 'response' and 'resp_' .. id or id
     local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7] }

@@ -27,8 +27,8 @@ TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded")
 STAY: Final = ("system", "developer")
 
 
-async def find(gateway: Gateway, response_id: str) -> tuple[AsyncHandle, Record, About] | None:
-    """A stored response; None if there is none, or none any more. Raises redis.exceptions.RedisError or OSError."""
+async def find(gateway: Gateway, response_id: str, tenant: str | None) -> tuple[AsyncHandle, Record, About] | None:
+    """A tenant's stored response; None if there is none (any more). Raises redis.exceptions.RedisError or OSError."""
     if not response_id.startswith(PREFIX):
         return None
     handle = gateway.client.get(response_id.removeprefix(PREFIX))
@@ -37,15 +37,15 @@ async def find(gateway: Gateway, response_id: str) -> tuple[AsyncHandle, Record,
     except TaskNotFound:
         return None
     kept = record.fields.get("response")
-    if kept is None:
+    if kept is None or record.fields.get("tenant") != tenant:
         return None
     about = About.of(record.id, kept)
     return (handle, record, about) if about.fields["store"] else None
 
 
-async def before(gateway: Gateway, response_id: str) -> list[Item]:
+async def before(gateway: Gateway, response_id: str, tenant: str | None) -> list[Item]:
     """The conversation up to and with a response's output. Raises Problem, and as `find`."""
-    found = await find(gateway, response_id)
+    found = await find(gateway, response_id, tenant)
     if found is None:
         raise Problem(
             400,

@@ -44,7 +44,7 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "additionalProperties": False,
     },
 }
-RENAMED: Final = {"max_output_tokens": "max_tokens", "ttl": "ttl"}
+RENAMED: Final = {"max_output_tokens": "max_tokens", "ttl": "ttl", "webhook": "webhook"}
 #: Parameters with the same name and meaning as in a task; a response has one output.
 ALIKE: Final = tuple(name for name in SAME if name != "n")
 #: Unsupported parameter -> its values that request nothing, which are accepted.
@@ -128,6 +128,13 @@ def read_response(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wanted
             "background is true and store is false: its caller comes back for a background response, so it is stored",
             code="invalid_value",
             param="store",
+        )
+    if asked.fields.get("webhook") is not None and not background:
+        raise Problem(
+            400,
+            "webhook is for background responses; leave it out, or ask for background: true",
+            code="invalid_value",
+            param="webhook",
         )
     asked.fields.setdefault("ttl", DEFAULT_TTL_S if store else KEPT_S)
     truncation = own.get("truncation", "disabled")

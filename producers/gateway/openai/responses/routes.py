@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -12,30 +11,27 @@ from starlette.responses import Response
 from producers.client.aio import AsyncHandle
 from producers.client.steps import persistently
 from producers.contract.record import Record
-from producers.contract.task import Task
 from producers.errors import shown
-from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.context import gateway_of
 from producers.gateway.http.body import read_object
 from producers.gateway.http.errors import Problem
-from producers.gateway.openai.answer import respond
-from producers.gateway.openai.logprobs import ChatLogprobs
+from producers.gateway.http.tenant import tenant_of
 from producers.gateway.openai.parameters import request_body
 from producers.gateway.openai.responses import conversation, query
-from producers.gateway.openai.responses.answer import answer, opened, scorer_of, waited
+from producers.gateway.openai.responses.answer import answer, scorer_of
+from producers.gateway.openai.responses.making import make
 from producers.gateway.openai.responses.request import (
     ALIKE,
     OWN,
     RENAMED,
     STREAM_OPTIONS,
     UNSUPPORTED,
-    Wanted,
     read_response,
 )
 from producers.gateway.openai.responses.story import Story
 from producers.gateway.openai.responses.stream import ResponseStream
 from producers.gateway.openai.responses.view import PREFIX, About, Output
 from producers.gateway.tasks.cancelling import cancelled
-from producers.gateway.tasks.foreground import Foreground
 from producers.gateway.tasks.views import errors
 from producers.store import protocol
 
@@ -61,7 +57,7 @@ _ONE: Final = {200: {"content": _JSON}, **errors(404)}
     "",
     response_class=JSONResponse,
     response_model=None,
-    responses={**_BOTH, **errors(404, 409, 413, 415, 429, 504)},
+    responses={**_BOTH, **errors(404, 409, 413, 415, 422, 429, 504)},
     openapi_extra=request_body(
         OWN, RENAMED, required="input", same=ALIKE, not_offered=UNSUPPORTED, stream_options=STREAM_OPTIONS
     ),
@@ -70,53 +66,7 @@ async def create(request: Request) -> Response:
     """OpenAI's Responses; docs/responses.md says which parameters are taken."""
     gateway = gateway_of(request)
     wanted = read_response(await read_object(request, gateway.settings.max_body), request.headers)
-    task = wanted.task()
-    request.state.tier = task.tier
-    known = await gateway.client.known(task.model)
-    items = [*(await conversation.before(gateway, wanted.previous) if wanted.previous else []), *wanted.items]
-    task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
-    with wanted.asked.in_its_words():
-        task = task.resolved(known.card)
-    more = wanted.more(task, items, known.now_ms())
-    scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
-    if wanted.background:
-        return await _background(gateway, wanted, task, more, scorer)
-    return await _foreground(request, gateway, wanted, task, more, scorer)
-
-
-async def _background(
-    gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], scorer: ChatLogprobs | None
-) -> Response:
-    """Submit the task, which nobody's leaving cancels."""
-    with wanted.asked.in_its_words():
-        await gateway.admission.enter([task])
-        handle = await gateway.client.admit(task, str(uuid.uuid4()), more)
-    gateway.metrics.submitted(task.model, task.tier)
-    about = About.of(handle.id, more["response"])
-    if wanted.asked.stream:
-        return ResponseStream(Story(about, Output(scorer)), handle, gateway)
-    return opened(about, "queued")
-
-
-async def _foreground(
-    request: Request,
-    gateway: Gateway,
-    wanted: Wanted,
-    task: Task,
-    more: dict[str, Any],
-    scorer: ChatLogprobs | None,
-) -> Response:
-    """Submit the task, whose caller waits."""
-    foreground = Foreground(gateway, [task], more)
-    about = About.of(foreground.ids[0], more["response"])
-
-    async def answer() -> Response:
-        if wanted.asked.stream:
-            handle = gateway.client.get(about.task_id)
-            return ResponseStream(Story(about, Output(scorer)), handle, gateway, foreground)
-        return await waited(request, gateway, foreground, about)
-
-    return await respond(wanted.asked, foreground, answer)
+    return await make(request, gateway, wanted)
 
 
 @router.get(
@@ -129,8 +79,8 @@ async def _foreground(
 async def retrieve(request: Request, response_id: str) -> Response:
     """Get a response; as a stream, all of its events, or those after one of them."""
     gateway = gateway_of(request)
-    after = query.starting_after(request.query_params)
-    handle, record, about = await _found(gateway, response_id)
+    after = query.starting_after(request)
+    handle, record, about = await _found(request, response_id)
     if after is None:
         return await answer(gateway, handle, record, about)
     scorer = await scorer_of(gateway, record)
@@ -141,7 +91,7 @@ async def retrieve(request: Request, response_id: str) -> Response:
 async def cancel(request: Request, response_id: str) -> Response:
     """Cancel a response, and answer with it. One that has ended stays as it is."""
     gateway = gateway_of(request)
-    handle, _, about = await _found(gateway, response_id)
+    handle, _, about = await _found(request, response_id)
     _, record = await cancelled(handle)
     return await answer(gateway, handle, record, about)
 
@@ -150,7 +100,7 @@ async def cancel(request: Request, response_id: str) -> Response:
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a response; one that has not ended is cancelled."""
     gateway = gateway_of(request)
-    handle, _, _ = await _found(gateway, response_id)
+    handle, _, _ = await _found(request, response_id)
     await gateway.client.run(persistently(protocol.delete(handle.id), gateway.client.patience))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -164,18 +114,18 @@ async def delete(request: Request, response_id: str) -> Response:
 )
 async def input_items(request: Request, response_id: str) -> Response:
     """The items that a response was made from: those of the responses before it, and its own."""
-    _, _, about = await _found(gateway_of(request), response_id)
-    return JSONResponse(query.page(request.query_params, about.items))
+    _, _, about = await _found(request, response_id)
+    return JSONResponse(query.page(request, about.items))
 
 
-async def _found(gateway: Gateway, response_id: str) -> tuple[AsyncHandle, Record, About]:
-    """A stored response. Raises Problem, redis.exceptions.RedisError or OSError."""
-    found = await conversation.find(gateway, response_id)
+async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About]:
+    """A stored response of the caller. Raises Problem, redis.exceptions.RedisError or OSError."""
+    found = await conversation.find(gateway_of(request), response_id, tenant_of(request.headers))
     if found is None:
         raise Problem(
             404,
-            f"There is no response {shown(response_id)}: never made, not stored, deleted, or past its time to live. "
-            f"The id of a response begins with {PREFIX}",
+            f"There is no response {shown(response_id)} of yours: never made, not stored, deleted, or past its time to "
+            f"live. The id of a response begins with {PREFIX}",
             code="response_not_found",
         )
     return found

@@ -30,7 +30,7 @@ class ResponseStream(LiveStream):
     def __init__(
         self, story: Story, handle: AsyncHandle, gateway: Gateway, foreground: Foreground | None = None
     ) -> None:
-        batches = handle.batches() if foreground is None else _alone(foreground)
+        batches = handle.batches() if foreground is None else foreground.only()
         settings = gateway.settings
         super().__init__(
             self._frames(batches, handle), gateway.streams, heartbeat=settings.heartbeat, stall=settings.stall
@@ -60,7 +60,7 @@ class ResponseStream(LiveStream):
     def broken(self, error: Exception) -> bytes:
         problem = problem_of(error)
         said = {"code": problem.code, "message": problem.message, "param": problem.param}
-        event = {"type": "error", "sequence_number": max(self._told, 0), **said}
+        event = {"type": "error", "sequence_number": self._told, **said}
         return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
 
     async def _frames(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
@@ -83,10 +83,3 @@ class ResponseStream(LiveStream):
                     for event in story.end(record):
                         yield event
                     return
-
-
-async def _alone(foreground: Foreground) -> AsyncGenerator[list[Event]]:
-    """The events of a foreground's only task."""
-    async with aclosing(foreground.events()) as batches:
-        async for batch in batches:
-            yield [event for _, event in batch]

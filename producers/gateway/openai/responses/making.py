@@ -1,0 +1,101 @@
+"""Makes a response: its conversation, its task, and the answer to the caller who asked for it."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from producers.contract.task import Task
+from producers.errors import TaskExists
+from producers.gateway.context import Gateway
+from producers.gateway.http import idempotency
+from producers.gateway.openai.answer import respond
+from producers.gateway.openai.logprobs import ChatLogprobs
+from producers.gateway.openai.responses import conversation
+from producers.gateway.openai.responses.answer import answer, opened, scorer_of, waited
+from producers.gateway.openai.responses.items import Item
+from producers.gateway.openai.responses.request import Wanted
+from producers.gateway.openai.responses.story import Story
+from producers.gateway.openai.responses.stream import ResponseStream
+from producers.gateway.openai.responses.view import About, Output
+from producers.gateway.tasks.foreground import Foreground
+from producers.gateway.tasks.submit import original, submitted
+
+
+async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
+    """Submit a response's task and answer, or answer with what an earlier request of this Idempotency-Key made.
+
+    Raises InvalidTask, UnknownModel, SubmitFailed, Problem, redis.exceptions.RedisError or OSError.
+    """
+    task = wanted.task()
+    request.state.tier = task.tier
+    if task.webhook is not None:
+        await gateway.destinations.check(task.webhook.url, "webhook.url")
+    known = await gateway.client.known(task.model)
+    items = [*await _before(gateway, wanted, task.tenant), *wanted.items]
+    task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
+    with wanted.asked.in_its_words():
+        task = task.resolved(known.card)
+    more = wanted.more(task, items, known.now_ms())
+    scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
+    kind = _background if wanted.background else _foreground
+    return await kind(request, gateway, wanted, task, more, Output(scorer))
+
+
+async def _background(
+    request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
+) -> Response:
+    """Submit the task, which nobody's leaving cancels."""
+    with wanted.asked.in_its_words():
+        task_id, earlier = await submitted(request, gateway, task, more)
+    if earlier is not None:
+        return await _again(request, gateway, wanted, task_id)
+    about = About.of(task_id, more["response"])
+    if wanted.asked.stream:
+        return ResponseStream(Story(about, output), gateway.client.get(task_id), gateway)
+    return opened(about, "queued")
+
+
+async def _foreground(
+    request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
+) -> Response:
+    """Submit the task, whose caller waits."""
+    entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
+    if entry is not None:
+        if entry.state == "made":
+            return await _again(request, gateway, wanted, entry.id)
+        more["idempotency"] = entry.name
+    foreground = Foreground(gateway, [task], more, None if entry is None else [entry.id])
+    about = About.of(foreground.ids[0], more["response"])
+
+    async def answer() -> Response:
+        if wanted.asked.stream:
+            return ResponseStream(Story(about, output), gateway.client.get(about.task_id), gateway, foreground)
+        return await waited(request, gateway, about, foreground)
+
+    try:
+        return await respond(wanted.asked, foreground, answer)
+    except TaskExists:  # an equal request came at the same time
+        return await _again(request, gateway, wanted, about.task_id)
+
+
+async def _again(request: Request, gateway: Gateway, wanted: Wanted, task_id: str) -> Response:
+    """Answer with a response that an earlier request made, which this one's leaving does not cancel."""
+    record = await original(gateway, task_id)
+    handle, about = gateway.client.get(task_id), About.of(task_id, record.fields["response"])
+    response: Response
+    if wanted.asked.stream:
+        response = ResponseStream(Story(about, Output(await scorer_of(gateway, record))), handle, gateway)
+    elif wanted.background:
+        response = await answer(gateway, handle, record, about)
+    else:
+        response = await waited(request, gateway, about)
+    response.headers.update(idempotency.REPLAYED)
+    return response
+
+
+async def _before(gateway: Gateway, wanted: Wanted, tenant: str | None) -> list[Item]:
+    return [] if wanted.previous is None else await conversation.before(gateway, wanted.previous, tenant)
