@@ -52,7 +52,7 @@ class Consumer(ABC):
         does not fit its tier's credit stays, as do all messages of its own and lower tiers. A UUID that is in flight
         already gives the same answer again, so a lost reply is asked for with the same UUIDs. Suspects (one more return
         condemns them) are handed out one at a time. Buried messages come last, and only once. `bite`: most messages of
-        each list to sort by tenant.
+        each list to sort by tenant; a broker may sort fewer.
         """
 
     @abstractmethod

@@ -73,7 +73,8 @@ class Shop:
 
     def sort(self) -> None:
         """As workers without room do, in the end."""
-        assert not self.take(room=0, bite=10**6)
+        for _ in range(0, self.sent.total(), 1000):
+            assert not self.take(room=0, bite=1000)
 
     def end(self, one: Taken, used: int) -> None:
         assert self.worker.put_down([Ack(INC, one.uuid, used=used)]) == [PutDown.DONE]

@@ -12,7 +12,8 @@
 -- tenant waits with it; others do not.
 -- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, returned, arrivals, weights, list ...
 -- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, how many of a list
---       are sorted, sequence credit * 4 tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
+--       are sorted (at most 1,000: Lua hands over no more than some thousands of arguments), sequence credit * 4 tiers,
+--       token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
 -- Answers: {lost}; else for each message: uuid, list, message, redeliveries. At N of them it says `condemned`: its
 -- workers died of it before they could claim, so that it must be claimed by its id before anyone decodes it.
 -- Last, for each message that was dead-lettered: nothing, list, message, reason.
@@ -48,9 +49,9 @@ local function weight_of(tenant)
   return weighs[tenant]
 end
 
-local counted = {}
+local counted, none = {}, redis.call('EXISTS', reaped) == 0
 local function returns(id)
-  counted[id] = counted[id] or tonumber(redis.call('HGET', reaped, id) or '0')
+  counted[id] = none and 0 or counted[id] or tonumber(redis.call('HGET', reaped, id) or '0')
   return counted[id]
 end
 
@@ -59,7 +60,16 @@ local function suspect(id)
   return n > 0 and n >= limit - 1
 end
 
+local entering = {} -- UUIDs and entries on their way into what is in flight
+local function enter()
+  if entering[1] then
+    redis.call('HSET', inflight, unpack(entering))
+    entering = {}
+  end
+end
+
 local function holds_suspect()
+  enter()
   for _, packed in ipairs(redis.call('HVALS', inflight)) do
     if suspect(cmsgpack.unpack(packed)[3]) then
       return true
@@ -87,7 +97,8 @@ end
 
 -- what the front of a list holds, by tenant; what cannot be decoded is dead-lettered on the way
 local function sort(list)
-  for _, raw in ipairs(redis.call('RPOP', list, bite) or {}) do
+  local entries, ids, fresh = {}, {}, {}
+  for _, raw in ipairs(redis.call('RPOP', list, math.min(bite, 1000)) or {}) do
     local fine, m = pcall(cjson.decode, raw)
     local reason
     if not fine then
@@ -109,21 +120,32 @@ local function sort(list)
       buried[#buried + 1] = { '', list, raw, reason }
     else
       local id, said = m.headers.id, type(m.headers.penstock) == 'table' and m.headers.penstock or {}
-      local number = tonumber(redis.call('HGET', returned, id)) -- it goes back to where it stood
-      if number then
-        redis.call('HDEL', returned, id)
-      else
-        number = redis.call('INCR', arrivals)
-      end
       local generates = m.headers.task == 'penstock.generate' and 1 or 0
       local tenant = type(said.tenant) == 'string' and said.tenant or ''
-      place(list, { number, raw, id, tenant, generates, whole(said.n), whole(said.tokens) })
+      ids[#ids + 1] = id
+      entries[#entries + 1] = { 0, raw, id, tenant, generates, whole(said.n), whole(said.tokens) }
     end
   end
+  if not ids[1] then
+    return
+  end
+  for k, number in ipairs(redis.call('HMGET', returned, unpack(ids))) do
+    if number and redis.call('HDEL', returned, ids[k]) == 1 then -- it goes back to where it stood
+      entries[k][1] = tonumber(number)
+    else
+      fresh[#fresh + 1] = entries[k]
+    end
+  end
+  local before_them = fresh[1] and redis.call('INCRBY', arrivals, #fresh) - #fresh
+  for k, e in ipairs(fresh) do
+    e[1] = before_them + k
+  end
+  place(list, entries)
 end
 
 -- the head of list k: the oldest message of whoever was served least and is not `passed` over
-local passed, waits = {}, {} -- `waits`: since when each list's head has waited, where this call has looked
+local passed = {}
+local waits = redis.call('HMGET', unserved, unpack(KEYS, before + 1)) -- since when each list's head has waited
 local function head(k)
   local list, place, tenant = KEYS[before + k], 0, nil
   repeat
@@ -131,18 +153,19 @@ local function head(k)
     place = place + 1
   until not tenant or not (passed[k] and passed[k][tenant])
   if not tenant then
-    if place == 1 then
+    if place == 1 and waits[k] then
       redis.call('HDEL', unserved, list)
+      waits[k] = false
     end
     return nil
   end
-  local since = waits[k] or tonumber(redis.call('HGET', unserved, list))
+  local since = tonumber(waits[k])
   if not since or since > now then -- later than now: the clock was set back
     since = now
     redis.call('HSET', unserved, list, now)
   end
   waits[k] = since
-  local number = redis.call('ZRANGE', 'penstock:turn:' .. list .. ':' .. tenant, 0, 0)[1]
+  local number = oldest(list, tenant)
   local e = cmsgpack.unpack(redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1])
   local h = { number = e[1], raw = e[2], id = e[3], list = list, tenant = tenant, tier = tonumber(ARGV[14 + k]) }
   h.rank = h.tier - math.floor((now - since) / ageing)
@@ -158,24 +181,26 @@ for k = 1, nlists do
   sort(KEYS[before + k])
 end
 local heads, blocked = {}, 4
-local read, served, taken = false, {}, 0
-for u = 15 + nlists, #ARGV do
-  local uuid = ARGV[u]
-  local known = redis.call('HGET', inflight, uuid)
+local busy, order, needed = nil, nil, 0
+local first = 15 + nlists
+local flying = ARGV[first] and redis.call('HMGET', inflight, unpack(ARGV, first))
+for u = first, #ARGV do
+  local uuid, known = ARGV[u], flying[u - first + 1]
   if known then
     local e = cmsgpack.unpack(known)
     give(uuid, e[2], e[4], e[3], e[5], e[6], e[7]) -- its credit too: the caller does not know yet that it holds this
   else
-    if not read then
-      read = true
+    if not busy then
+      busy, order = {}, tonumber(redis.call('GET', 'penstock:deliveries') or '0')
       for k = 1, nlists do
         heads[k] = head(k)
+        busy[#busy + 1] = heads[k] and k or nil
       end
     end
     local best
     repeat
       best = nil
-      for k = 1, nlists do
+      for _, k in ipairs(busy) do
         local h = heads[k]
         if h and h.tier < blocked and (not best or h.rank < heads[best].rank
             or (h.rank == heads[best].rank and h.tier < heads[best].tier)) then
@@ -198,24 +223,25 @@ for u = 15 + nlists, #ARGV do
     local h = heads[best]
     local charge, weight = math.max(h.tokens, 1), weight_of(h.tenant)
     serve(h.list, h.tenant, h.number, charge / weight)
-    served[best] = true
     if waits[best] ~= now then
       redis.call('HSET', unserved, h.list, now)
       waits[best] = now
     end
-    local order = redis.call('INCR', 'penstock:deliveries')
+    order = order + 1
     local entry = { order, h.list, h.id, h.raw, h.tier, h.seqs, h.tokens, h.number, h.tenant, charge, weight }
-    redis.call('HSET', inflight, uuid, cmsgpack.pack(entry))
+    entering[#entering + 1], entering[#entering + 2] = uuid, cmsgpack.pack(entry)
     give(uuid, h.list, h.raw, h.id, h.tier, h.seqs, h.tokens)
-    taken = taken + h.tokens
+    needed = needed + h.tokens
     heads[best] = head(best)
   end
 end
-if taken > 0 then
-  redis.call('INCRBY', 'penstock:deliveries:tokens', taken)
+enter()
+take_out()
+if order then
+  redis.call('SET', 'penstock:deliveries', order)
 end
-for k in pairs(served) do
-  forget_rested(KEYS[before + k])
+if needed > 0 then
+  redis.call('INCRBY', 'penstock:deliveries:tokens', needed)
 end
 for _, told in ipairs(buried) do
   for k = 1, 4 do
