@@ -1,4 +1,4 @@
-"""docs/http.md says what the code does."""
+"""docs/http.md and docs/responses.md say what the code does."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from producers.gateway.openai.chat import OWN as CHAT
 from producers.gateway.openai.chat import RENAMED as CHAT_RENAMED
 from producers.gateway.openai.completions import OWN as COMPLETIONS
 from producers.gateway.openai.completions import RENAMED as COMPLETIONS_RENAMED
+from producers.gateway.openai.responses import request
 
-PAGE = (Path(__file__).parents[4] / "docs" / "http.md").read_text()
+DOCS = Path(__file__).parents[4] / "docs"
+PAGE = (DOCS / "http.md").read_text()
+RESPONSES = (DOCS / "responses.md").read_text()
 
 
 @pytest.mark.parametrize("name", parameters.SAME)
@@ -34,11 +37,17 @@ def test_every_parameter_is_named(name: str) -> None:
     assert f"`{name}`" in PAGE
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("name", [*request.OWN, *request.RENAMED, *request.UNSUPPORTED])
+def test_every_parameter_of_responses_is_named(name: str) -> None:
+    assert f"`{name}`" in RESPONSES
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_openapi_has_the_parameters_of_the_page(path: str) -> None:
+    pages = PAGE + RESPONSES if path.endswith("responses") else PAGE
     app = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1"))
     schema = app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"model", *parameters.SAME} < schema["properties"].keys()
+    assert {"model", *request.ALIKE} < schema["properties"].keys()
     for name, about in schema["properties"].items():
-        assert f"`{name}" in PAGE
+        assert f"`{name}" in pages
         assert about

@@ -134,6 +134,10 @@ class TestConversation:
             items[1].id,
             items[0].id,
         ]
+        for query, param in (("order", "up"), ("limit", 101), ("after", "x")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.input_items.list(third.id, extra_query={query: param})
+            assert caught.value.param == query
         chat = [{"role": "user" if at % 2 == 0 else "assistant", "content": text} for at, text in enumerate(messages)]
         client.chat.completions.create(model="tiny", messages=chat)
         assert tuple(answering.records[-1].task["prompt"]) == prompt, "instructions are for one response alone"
@@ -179,6 +183,12 @@ class TestKeeping:
         with pytest.raises(openai.NotFoundError) as caught:
             client.responses.retrieve(unstored.id)
         assert caught.value.code == "response_not_found"
+
+    def test_a_task_is_no_response(self, http: httpx.Client, submit: Callable[..., str]) -> None:
+        name = submit()
+        assert http.get(f"/v1/responses/resp_{name}").status_code == 404
+        assert http.delete(f"/v1/responses/resp_{name}").status_code == 404
+        assert http.get(f"/v1/tasks/{name}").status_code == 200
 
     def test_another_tenant_finds_nothing(self, client: OpenAI, answering: Answering) -> None:
         mine = client.with_options(default_headers={"Penstock-Tenant": "acme"})

@@ -1,0 +1,108 @@
+"""What a response may not ask for: refused by name, before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from tests.producers.gateway.openai.conftest import nothing_written, send
+from tests.producers.gateway.openai.test_parameters import http, model, valkey  # noqa: F401 - one gateway for all
+
+_PART = {"type": "input_image", "image_url": "https://example.com/a.png"}
+_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+#: (fields, param, code, what the message says)
+REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"input": None}, "input", "missing_required_parameter", "missing"),
+    ({"input": 5}, "input", "invalid_type", "text or a list"),
+    ({"input": []}, "input", "empty_array", "at least one"),
+    ({"input": [5]}, "input[0]", "invalid_type", "role and content"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "invalid_value", "developer"),
+    ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role", "invalid_value", "developer"),
+    ({"input": [{"role": "user"}]}, "input[0].content", "invalid_type", "null"),
+    ({"input": [{"role": "user", "content": []}]}, "input[0].content", "invalid_type", "text parts"),
+    ({"input": [{"role": "user", "content": [_PART]}]}, "input[0].content[0].type", "invalid_value", "input_image"),
+    ({"input": [{"role": "user", "content": "x", "nme": 1}]}, "input[0].nme", "unknown_parameter", "nme"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "unsupported_parameter", "item_reference"),
+    ({"input": [{"type": "function_call_output"}]}, "input[0].type", "unsupported_parameter", "messages alone"),
+    ({"input": "\ud800"}, "input", "invalid_value", "lone surrogate"),
+    ({"input": "x " * 3000}, "input", "context_length_exceeded", "1024"),
+    ({"instructions": 5}, "instructions", "invalid_type", "a string"),
+    ({"instructions": "\ud800"}, "instructions", "invalid_value", "lone surrogate"),
+    ({"max_output_tokens": -1}, "max_output_tokens", "invalid_value", "-1"),
+    ({"max_output_tokens": 5000}, "max_output_tokens", "context_length_exceeded", "1024"),
+    ({"max_output_tokens": 5000, "truncation": "auto"}, "max_output_tokens", "context_length_exceeded", "1024"),
+    ({"max_tokens": 5}, "max_tokens", "unknown_parameter", "max_tokens"),
+    ({"messages": []}, "messages", "unknown_parameter", "messages"),
+    ({"n": 2}, "n", "unknown_parameter", "n"),
+    ({"top_logprobs": 21}, "top_logprobs", "invalid_value", "0 to 20"),
+    ({"include": "x"}, "include", "invalid_type", "a list"),
+    ({"include": ["all"]}, "include", "invalid_value", "message.output_text.logprobs"),
+    ({"truncation": "middle"}, "truncation", "invalid_value", "auto or disabled"),
+    ({"background": 1}, "background", "invalid_type", "true or false"),
+    ({"background": True, "store": False}, "store", "invalid_value", "background is true"),
+    ({"webhook": {"url": "https://example.com"}}, "webhook", "invalid_value", "background: true"),
+    ({"webhook": {"url": "http://10.0.0.1/x"}, "background": True}, "webhook.url", "webhook_refused", "10.0.0.1"),
+    ({"ttl": 59}, "ttl", "invalid_value", "30 days"),
+    ({"ttl": 2592001}, "ttl", "invalid_value", "2592000"),
+    ({"previous_response_id": 5}, "previous_response_id", "invalid_type", "a string"),
+    ({"previous_response_id": "x"}, "previous_response_id", "previous_response_not_found", "(any more)"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format", "unsupported_parameter", "json_object"),
+    ({"text": _SCHEMA}, "text.format", "unsupported_parameter", "json_schema"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter", "medium"),
+    ({"text": {"size": 1}}, "text.size", "unknown_parameter", "format"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter", "web_search"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", "auto"),
+    ({"reasoning": {"effort": "high"}}, "reasoning", "unsupported_parameter", "high"),
+    ({"prompt": {"id": "x"}}, "prompt", "unsupported_parameter", "prompt"),
+    ({"conversation": "conv_1"}, "conversation", "unsupported_parameter", "conv_1"),
+    (
+        {"stream": True, "stream_options": {"include_usage": True}},
+        "stream_options.include_usage",
+        "unknown_parameter",
+        "",
+    ),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+        "unsupported_parameter",
+        "false",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "code", "said"), REFUSED)
+def test_by_name(
+    http: httpx.Client,  # noqa: F811
+    model: str,  # noqa: F811
+    valkey: Redis,  # noqa: F811
+    fields: dict[str, Any],
+    param: str,
+    code: str,
+    said: str,
+) -> None:
+    answer = send(http, "/v1/responses", {"model": model, "input": "Write f.", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
+    assert said in error["message"]
+    assert nothing_written(valkey)
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "status"),
+    [
+        ("x", None, 404),
+        ("resp_x", None, 404),
+        ("resp_x/input_items", None, 404),
+        ("resp_x?stream=yes", "stream", 400),
+        ("resp_x?starting_after=3", "starting_after", 400),
+        ("resp_x?stream=true&starting_after=-1", "starting_after", 400),
+        ("resp_x?include[]=all", "include", 400),
+        ("resp_x?include_obfuscation=true", "include_obfuscation", 400),
+    ],
+)
+def test_queries_and_ids(http: httpx.Client, path: str, param: str | None, status: int) -> None:  # noqa: F811
+    answer = http.get(f"/v1/responses/{path}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
