@@ -24,8 +24,8 @@ from producers.gateway.http.sse import Streams
 from producers.gateway.http.trace import TracedClient
 from producers.gateway.metrics import Metrics
 from producers.gateway.settings import GatewaySettings
+from producers.gateway.tasks import events, views
 from producers.gateway.tasks import routes as tasks
-from producers.gateway.tasks import views
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.blobs import FolderBlobs
@@ -117,7 +117,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     errors.install(app)
     for router in (
-        *(part.router for part in (front, docs, tasks, files, batches, webhooks, models, health, metrics)),
+        *(part.router for part in (front, docs, tasks, events, files, batches, webhooks, models, health, metrics)),
         *openai.ROUTERS,
     ):
         app.include_router(router)

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from producers.gateway.app import create_app
 from producers.gateway.http.connection import limited
 from producers.gateway.http.sse import Streams
+from producers.gateway.http.websocket import MAX_MESSAGE, Socket
 from producers.gateway.settings import GatewaySettings
 
 #: Open files reserved for other things than callers' connections: store, broker, logs.
@@ -84,7 +85,11 @@ def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
         http=limited(
             settings.receive, max(1, min(settings.connections, files - OTHER_FILES)), app.state.metrics.refused
         ),
-        ws="none",
+        ws=Socket,
+        ws_max_size=MAX_MESSAGE,
+        ws_ping_interval=settings.heartbeat,
+        ws_ping_timeout=settings.stall,
+        ws_per_message_deflate=False,  # it would cost each connection memory, and each token time
         lifespan="on",
         log_config=None,  # Python's logging settings hold for the whole process
         access_log=False,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,8 @@ CUT: Final = "penstock.cut"
 LEAST: Final = 1 << 20
 #: The SO_LINGER value that makes close discard unsent data.
 _NOW: Final = struct.pack("ii", 1, 0)
+#: A WebSocket handshake's key: 16 bytes.
+_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
 _NO_HTTP: Final = Problem(400, "This is no request in HTTP/1.1, as far as it can be read.", code="invalid_http")
 
 
@@ -37,6 +40,15 @@ def cut(scope: Scope) -> None:
     end: Callable[[], None] | None = (scope.get("extensions") or {}).get(CUT)
     if end is not None:
         end()
+
+
+def cut_off(transport: asyncio.Transport) -> None:
+    """Close a connection now, and discard what was not sent."""
+    fileno = transport.get_extra_info("socket").fileno()
+    if fileno >= 0:
+        with socket.socket(fileno=os.dup(fileno)) as same:  # uvloop's own gives no access to options
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
+    transport.abort()
 
 
 class Connection(HttpToolsProtocol):
@@ -75,6 +87,12 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing():
             super().data_received(data)
 
+    def handle_websocket_upgrade(self) -> None:
+        if any(not cycle.response_complete for cycle in self._open):  # a request before it is not answered yet
+            self._refuse(_NO_HTTP)
+        else:
+            super().handle_websocket_upgrade()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(_NO_HTTP)
 
@@ -87,6 +105,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if self.parser.should_upgrade() and self._should_upgrade():
+            return  # without a cycle: a `Socket` answers
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
         self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
@@ -98,6 +118,19 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._came()
         super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        """Whether the request asks for a WebSocket in a way that can be granted. Others are answered as plain HTTP."""
+        said = dict(self.headers)
+        return (
+            super()._should_upgrade()
+            and (self.parser.get_method(), self.parser.get_http_version()) == (b"GET", "1.1")
+            and said.get(b"sec-websocket-version") == b"13"
+            and _KEY.fullmatch(said.get(b"sec-websocket-key", b"")) is not None
+        )
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: a caller may offer any upgrade."""
 
     def _wait(self) -> None:
         self._came()
@@ -124,11 +157,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _cut(self) -> None:
-        fileno = self.transport.get_extra_info("socket").fileno()
-        if fileno >= 0:
-            with socket.socket(fileno=os.dup(fileno)) as same:  # uvloop's own gives no access to options
-                same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
-        self.transport.abort()
+        cut_off(self.transport)
 
 
 def _end_by_closing(cycle: RequestResponseCycle) -> None:

@@ -9,6 +9,7 @@ import uuid
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +25,8 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
 #: Addresses that are safe in logs; a proxy passes on what callers write.
 CLIENT: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,64}")
+#: Messages that begin an answer: one to a request, to a WebSocket's handshake, and to one that is refused.
+BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
 
 class Edge:
@@ -34,7 +37,7 @@ class Edge:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         came = time.perf_counter()
@@ -43,17 +46,21 @@ class Edge:
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         begun = False
-        method = scope["method"] if scope["method"] in METHODS else "other"
+        method = scope.get("method", "GET")  # a WebSocket's handshake is a GET
+        method = method if method in METHODS else "other"
         if method == "HEAD":
             scope, send = {**scope, "method": "GET"}, _without_body(send)
 
         async def send_on(message: Message) -> None:
             nonlocal begun
-            if message["type"] == "http.response.start":
+            if message["type"] in BEGINNINGS:
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 route = getattr(scope.get("route"), "path", "unmatched")
-                self._metrics.answered(method, route, message["status"], time.perf_counter() - came)
+                self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - came)
+            elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
+                await response_of(problem_of(HTTPException(404)))(scope, receive, send_on)
+                return
             await send(message)
 
         try:

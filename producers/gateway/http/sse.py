@@ -60,15 +60,16 @@ def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -
     ]
 
 
-def encode(event: Event) -> str:
-    """An event as SSE lines. A token's JSON is built by hand, since this runs for every token of every reader."""
+def named(event: Event) -> tuple[str, str]:
+    """An event's name and JSON. A token's is built by hand, since this runs for every token of every reader."""
     if isinstance(event, Token):
         more = "" if event.logprobs is None else f',"logprobs":{json.dumps(logprobs_view(event.logprobs))}'
         if event.finish_reason is not None:
             more += f',"finish_reason":{quote(event.finish_reason)}'
         return (
-            f'id: {event.position}\nevent: token\ndata: {{"position":{event.position},"choice":{event.choice},'
-            f'"index":{event.index},"token_id":{event.token_id},"text":{quote(event.text)}{more}}}\n\n'
+            "token",
+            f'{{"position":{event.position},"choice":{event.choice},"index":{event.index},'
+            f'"token_id":{event.token_id},"text":{quote(event.text)}{more}}}',
         )
     if isinstance(event, Prompt):
         part = {
@@ -76,7 +77,7 @@ def encode(event: Event) -> str:
             "first": event.first,
             "tokens": prompt_view(event.token_ids, event.logprobs),
         }
-        return f"id: {event.position}\nevent: prompt\ndata: {json.dumps(part)}\n\n"
+        return "prompt", json.dumps(part)
     end = {
         "position": event.position,
         "status": event.status,
@@ -84,7 +85,13 @@ def encode(event: Event) -> str:
         "usage": event.usage,
         "error": event.error,
     }
-    return f"id: {event.position}\nevent: end\ndata: {json.dumps(end)}\n\n"
+    return "end", json.dumps(end)
+
+
+def encode(event: Event) -> str:
+    """An event as SSE lines."""
+    name, data = named(event)
+    return f"id: {event.position}\nevent: {name}\ndata: {data}\n\n"
 
 
 class Streams:

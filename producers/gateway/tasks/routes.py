@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -12,17 +11,14 @@ from pydantic import BaseModel
 
 from producers.client.listing import list_tasks
 from producers.client.once import repeated
-from producers.client.reader import MAX_POSITION
 from producers.client.steps import FAILURES
 from producers.client.submission import TASK
-from producers.contract.events import Event
 from producers.contract.task import Task
-from producers.errors import PenstockError, shown
+from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.body import read_task
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.sse import EVENT, EventStream
 from producers.gateway.tasks import listing, outcome, wait
 from producers.gateway.tasks.cancelling import cancelled
 from producers.gateway.tasks.submit import encoded, made, submitted
@@ -32,7 +28,6 @@ router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
 #: The answer to a submit that waited for the task's end (`Prefer: wait`), for OpenAPI.
 ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ended while its caller waited."}
-_POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
 
 
 @router.post(
@@ -97,53 +92,6 @@ async def retry(request: Request, task_id: str) -> Response:
     return await _accepted(request, task, more)
 
 
-@router.get(
-    "/{task_id}/events",
-    status_code=200,
-    response_class=Response,
-    responses={
-        200: {
-            "description": "Server-sent events: `prompt` for the prompt's log probabilities, where asked for; "
-            "`token` for each token; then one `end`.",
-            "content": {EventStream.media_type: {"schema": EVENT}},
-        },
-        204: {"description": "The stream ended before the position asked for: do not come back."},
-        **errors(404),
-    },
-    openapi_extra={
-        "parameters": [
-            {
-                "name": "from",
-                "in": "query",
-                "description": "the first position to send; the header Last-Event-ID, one less, goes before it",
-                "schema": _POSITION | {"default": 0},
-            },
-            {
-                "name": "Last-Event-ID",
-                "in": "header",
-                "description": "the last position that was read, as an EventSource says when it comes back",
-                "schema": _POSITION,
-            },
-        ]
-    },
-)
-async def follow(request: Request, task_id: str) -> Response:
-    """Stream a task's events from any position on, until it ends."""
-    gateway = gateway_of(request)
-    start = _start(request)
-    handle = gateway.client.get(task_id)
-    record = await handle.status()
-    batches = handle.batches(start)
-    first: list[Event] = []
-    if record.final:
-        # An EventSource reconnects after each response until it gets 204.
-        first = await anext(batches, [])
-        if not first:
-            return Response(status_code=204)
-    settings = gateway.settings
-    return EventStream(batches, gateway.streams, first=first, heartbeat=settings.heartbeat, stall=settings.stall)
-
-
 @router.post("/{task_id}/cancel", response_model=Cancelled, responses=errors(404))
 async def cancel(request: Request, task_id: str) -> Response:
     """Cancel a task, and answer with the task.
@@ -181,23 +129,3 @@ async def _accepted(request: Request, task: Task, more: Mapping[str, str | int])
 
 def _json(view: BaseModel) -> Response:
     return Response(view.model_dump_json(), media_type="application/json")
-
-
-def _start(request: Request) -> int:
-    """The requested position. The header wins: a reconnecting browser repeats the URL and adds the header."""
-    last = request.headers.get("last-event-id")
-    if last:
-        return _position(last, "Last-Event-ID") + 1
-    asked = request.query_params.get("from")
-    return 0 if asked is None else _position(asked, "from")
-
-
-def _position(text: str, name: str) -> int:
-    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_POSITION:
-        raise Problem(
-            400,
-            f"{name} is {shown(text)}; it must be a position in the stream, from 0 up.",
-            code="invalid_value",
-            param=name,
-        )
-    return int(text)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,8 +72,14 @@ class Door:
     def end_streams(self) -> None:
         self._loop.call_soon_threadsafe(self.app.state.streams.end)
 
+    def drain(self) -> None:
+        """Stop listening, as at the first signal; open streams go on."""
+        self._server.should_exit = True
+        until(lambda: not self._server.servers[0].is_serving())
+
     def close(self) -> None:
-        self.end_streams()
+        with suppress(RuntimeError):  # it has drained, and its loop is closed
+            self.end_streams()
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive(), "the gateway did not stop"

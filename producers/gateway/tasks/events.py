@@ -1,0 +1,185 @@
+"""`/v1/tasks/{id}/events`: a task's events from any position on, as server-sent events or on a WebSocket.
+
+A WebSocket's messages are the same events as JSON text: `{"event": "token", "data": {...}}`. Its close says what to do:
+1000 after the end, 1001 when the gateway stops (come back, behind the last position), 1011 after an `error` event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from typing import Final
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request, Response, WebSocket
+from starlette.requests import HTTPConnection
+from starlette.websockets import WebSocketDisconnect
+
+from producers.client.reader import MAX_POSITION
+from producers.client.steps import FAILURES
+from producers.contract.events import Event
+from producers.errors import PenstockError, shown
+from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.http.connection import cut
+from producers.gateway.http.errors import Problem, body_of, problem_of, response_of
+from producers.gateway.http.sse import EVENT, EventStream, named
+from producers.gateway.tasks.views import errors
+
+router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
+
+_POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
+#: Close codes (RFC 6455, 7.4.1) and their reasons.
+ENDED: Final = (1000, "the stream has ended")
+STOPPING: Final = (1001, "this gateway is stopping: go on at another one")
+NOT_TAKEN: Final = (1003, "no messages are taken here")
+BROKEN: Final = (1011, "see the error event")
+
+
+@router.get(
+    "/{task_id}/events",
+    status_code=200,
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Server-sent events: `prompt` for the prompt's log probabilities, where asked for; "
+            "`token` for each token; then one `end`.",
+            "content": {EventStream.media_type: {"schema": EVENT}},
+        },
+        204: {"description": "The stream ended before the position asked for: do not come back."},
+        **errors(404),
+    },
+    openapi_extra={
+        "parameters": [
+            {
+                "name": "from",
+                "in": "query",
+                "description": "the first position to send; the header Last-Event-ID, one less, goes before it",
+                "schema": _POSITION | {"default": 0},
+            },
+            {
+                "name": "Last-Event-ID",
+                "in": "header",
+                "description": "the last position that was read, as an EventSource says when it comes back",
+                "schema": _POSITION,
+            },
+        ]
+    },
+)
+async def follow(request: Request, task_id: str) -> Response:
+    """Stream a task's events from any position on, until it ends. The same URL takes WebSockets."""
+    gateway = gateway_of(request)
+    start = _start(request)
+    handle = gateway.client.get(task_id)
+    record = await handle.status()
+    batches = handle.batches(start)
+    first: list[Event] = []
+    if record.final:
+        # An EventSource reconnects after each response until it gets 204.
+        first = await anext(batches, [])
+        if not first:
+            return Response(status_code=204)
+    settings = gateway.settings
+    return EventStream(batches, gateway.streams, first=first, heartbeat=settings.heartbeat, stall=settings.stall)
+
+
+@router.websocket("/{task_id}/events")
+async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
+    """As `follow`, on a WebSocket. What is refused gets an HTTP error in place of the handshake."""
+    gateway: Gateway = websocket.app.state.gateway
+    try:
+        _check_origin(websocket, gateway)
+        start = _start(websocket)
+        handle = gateway.client.get(task_id)
+        await handle.status()
+    except (Problem, PenstockError, *FAILURES) as error:
+        await response_of(problem_of(error))(websocket.scope, websocket.receive, websocket.send)
+        return
+    await websocket.accept()
+    stop = gateway.streams.enter()
+    leaving = asyncio.create_task(_left(websocket, stop))
+    try:
+        async with aclosing(handle.batches(start)) as batches:
+            code, reason = await _sent(websocket, batches, stop, gateway.settings.stall)
+        if code == STOPPING[0] and leaving.done():
+            code, reason = NOT_TAKEN
+        with suppress(WebSocketDisconnect, RuntimeError):  # it has left
+            await websocket.close(code, reason)
+    except TimeoutError:
+        cut(websocket.scope)
+    except WebSocketDisconnect:
+        pass
+    finally:
+        gateway.streams.leave(stop)
+        leaving.cancel()
+
+
+async def _sent(
+    websocket: WebSocket, batches: AsyncGenerator[list[Event]], stop: asyncio.Future[None], stall: float
+) -> tuple[int, str]:
+    """Send events until they end or `stop` is set. Returns how to close. Raises TimeoutError for a stalled reader."""
+    while True:
+        coming: asyncio.Future[list[Event] | None] = asyncio.ensure_future(anext(batches, None))
+        try:
+            await asyncio.wait((coming, stop), return_when="FIRST_COMPLETED")
+            if not coming.done():
+                return STOPPING
+            events = coming.result()
+        except (PenstockError, *FAILURES) as error:
+            await _send(websocket, [("error", json.dumps(body_of(problem_of(error))))], stall)
+            return BROKEN
+        finally:
+            if coming.cancel():
+                await asyncio.wait((coming,))
+        if events is None:
+            return ENDED
+        await _send(websocket, [named(event) for event in events], stall)
+
+
+async def _send(websocket: WebSocket, events: Sequence[tuple[str, str]], stall: float) -> None:
+    for name, data in events:
+        async with asyncio.timeout(stall):
+            await websocket.send_text(f'{{"event":"{name}","data":{data}}}')
+
+
+async def _left(websocket: WebSocket, stop: asyncio.Future[None]) -> None:
+    """Wait until the client has gone or says something, then set `stop`."""
+    await websocket.receive()
+    if not stop.done():
+        stop.set_result(None)
+
+
+def _check_origin(websocket: WebSocket, gateway: Gateway) -> None:
+    """Refuse pages of other origins, as browsers do for plain requests. Raises Problem."""
+    origin = websocket.headers.get("origin")
+    allowed = gateway.settings.cors_origins
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc != websocket.headers.get("host"):
+        raise Problem(
+            403,
+            f"Pages of the origin {shown(origin)} may not read here; start the gateway with --cors-origin for it.",
+            code="origin_not_allowed",
+        )
+
+
+def _start(request: HTTPConnection) -> int:
+    """The requested position. The header wins: a reconnecting browser repeats the URL and adds the header."""
+    last = request.headers.get("last-event-id")
+    if last:
+        return _position(last, "Last-Event-ID") + 1
+    asked = request.query_params.get("from")
+    return 0 if asked is None else _position(asked, "from")
+
+
+def _position(text: str, name: str) -> int:
+    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_POSITION:
+        raise Problem(
+            400,
+            f"{name} is {shown(text)}; it must be a position in the stream, from 0 up.",
+            code="invalid_value",
+            param=name,
+        )
+    return int(text)
