@@ -86,6 +86,19 @@ def test_endpoints_hear_what_they_ask_for_of_their_tenant(server: Server) -> Non
     assert told(server) == {(name, "cancelled") for name in ("all", "mine", "ends")}
 
 
+@pytest.mark.parametrize("tenant", ["acme", 'ü & "co"', None])
+def test_a_tenant_is_who_it_says(server: Server, tenant: str | None) -> None:
+    for name in ("acme", 'ü & "co"', "other"):
+        endpoint(server, name, tenant=name)
+    run(
+        server.redis,
+        protocol.admit("t", "n", server.now(), {"origin": "task"} | ({"tenant": tenant} if tenant else {})),
+    )
+    run(server.redis, protocol.queued("t"))
+    run(server.redis, protocol.cancel("t"))
+    assert told(server) == ({(tenant, "cancelled")} if tenant else set())
+
+
 def test_a_start_is_told_to_whoever_asks(server: Server) -> None:
     endpoint(server, "all")
     started(server, ASKED | OWN)
