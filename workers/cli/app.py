@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import completion, processes, tasks
+from workers.cli import batch, completion, processes, tasks
 from workers.cli.admin import bench, chaos, dlq, drain, tenants
 from workers.cli.completion import COMPLETE
 from workers.cli.demo import command as demo
@@ -33,6 +33,7 @@ for group in (
     run,
     chat,
     tasks,
+    batch,
     models,
     quantize,
     warm,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
@@ -61,22 +61,22 @@ class Gateway:
 
     def submit(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Submit a task. Returns the gateway's answer, with the task's `id`."""
-        return self._json("POST", "/v1/tasks", task)
+        return self.json("POST", "/v1/tasks", task)
 
     def task(self, task_id: str) -> dict[str, Any]:
-        return self._json("GET", _path(task_id))
+        return self.json("GET", _path(task_id))
 
     def cancel(self, task_id: str) -> dict[str, Any]:
-        return self._json("POST", _path(task_id, "/cancel"))
+        return self.json("POST", _path(task_id, "/cancel"))
 
     def models(self) -> list[dict[str, Any]]:
-        models: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
+        models: list[dict[str, Any]] = self.json("GET", "/v1/models")["data"]
         return models
 
     def ready(self) -> bool:
         """Whether the gateway answers and can take tasks."""
         try:
-            self._json("GET", "/readyz")
+            self.json("GET", "/readyz")
         except Failure:
             return False
         return True
@@ -123,20 +123,30 @@ class Gateway:
                     yield choice["delta"].get("content") or ""
         raise Failure(f"the answer from {self.url} broke off", Exit.UNREACHABLE)
 
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         with self._request(method, path, body) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
 
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[HTTPResponse]:
+        """A request with a JSON body, or none."""
+        if body is None:
+            return self.opened(method, path, None, {})
+        return self.opened(method, path, json.dumps(body), {"content-type": "application/json"})
+
     @contextmanager
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+    def opened(
+        self, method: str, path: str, body: str | Iterable[bytes] | None, headers: Mapping[str, str]
+    ) -> Iterator[HTTPResponse]:
+        """The answer to a request, to be read within the block."""
         make = HTTPSConnection if self._tls else HTTPConnection
         connection = make(self._host, self._port, timeout=SILENCE_S)
-        headers = {"content-type": "application/json"} if body is not None else {}
         try:
-            connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
+            connection.request(method, self._base + path, body, headers)
             response = connection.getresponse()
-            if response.status not in (200, 202, 204):
+            if response.status not in (200, 202, 204, 206):
                 raise Refused(response.status, _error(response))
             yield response
         except (OSError, HTTPException, ValueError) as error:

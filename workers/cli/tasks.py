@@ -145,7 +145,7 @@ def submit(
         "prompt_logprobs": prompt_logprobs,
         "timeout": timeout,
         "tenant": tenant,
-        "metadata": dict(map(_pair, metadata)) if metadata else None,
+        "metadata": dict(map(pair, metadata)) if metadata else None,
         "ttl": ttl,
     }
     # Unset fields are left out: defaults and validation are the gateway's.
@@ -254,7 +254,8 @@ def _bias(text: str) -> tuple[str, float]:
         raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None
 
 
-def _pair(text: str) -> tuple[str, str]:
+def pair(text: str) -> tuple[str, str]:
+    """The key and the text of an option KEY=TEXT. Raises Failure."""
     key, equals, value = text.partition("=")
     if not equals:
         raise Failure(f"--metadata is {text!r}; it must be KEY=TEXT")

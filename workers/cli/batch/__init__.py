@@ -1,0 +1,8 @@
+"""`penstock batch`: files of requests, through a gateway.
+
+commands (what is typed) -> client (files and batches over HTTP) -> results (waits, and writes what came of a batch)
+"""
+
+from workers.cli.batch.commands import add_to
+
+__all__ = ["add_to"]
