@@ -37,7 +37,8 @@ _IMPORTS = """
     celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
     workers.pool.consumer workers.pool.engine_pool workers.pool.request workers.runtime.worker
-    producers.gateway producers.gateway.app uvicorn uvicorn.protocols.http.httptools_impl uvloop
+    producers.gateway producers.gateway.app producers.gateway.batches.endpoints
+    uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes
     tests.frozen
 """

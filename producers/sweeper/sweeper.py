@@ -31,6 +31,7 @@ from producers.contract import keys
 from producers.store import protocol
 from producers.store.blobs import FolderBlobs
 from producers.sweeper import unsent as submits
+from producers.sweeper.batches.duty import EVERY_S as BATCHES_EVERY_S
 from producers.sweeper.batches.duty import Batches
 from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import WINDOW
@@ -198,7 +199,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         group.create_task(basics)
         if endpoints is not None:
             batches = Batches(client, blobs, endpoints, partial(_count, client), window=settings.batch_lines)
-            group.create_task(batches.run())
+            group.create_task(batches.run(min(BATCHES_EVERY_S, settings.every)))
         group.create_task(_repeat(client, tell, settings.every))
         group.create_task(_repeat(client, pack, settings.every))
         group.create_task(_repeat(client, returned, settings.every))

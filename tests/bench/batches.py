@@ -13,18 +13,19 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import repeat
 from typing import Any, Final
 
 from redis import Redis
 
 from producers import AsyncClient
-from producers.connection.script import arun
 from producers.contract import keys
 from producers.gateway.batches.endpoints import LineEndpoints
-from producers.store import batches, files
+from producers.store import batches
 from producers.store.blobs import FolderBlobs
 from producers.sweeper.batches.duty import Batches
+from tests.chaos.batching import lines, make
 from tests.processes import valkey
 
 CARD: Final = {
@@ -48,34 +49,14 @@ BODIES: Final[Mapping[str, dict[str, Any]]] = {
 }
 
 
-def input_lines(url: str, count: int) -> Iterator[bytes]:
-    for number in range(count):
-        body = {"model": "m", "temperature": 0.0, **BODIES[url]}
-        yield json.dumps({"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}).encode() + b"\n"
-
-
-async def make_batch(client: AsyncClient, blobs: FolderBlobs, url: str, lines: Iterator[bytes]) -> str:
-    """An input file, and a batch for it. Returns the batch's id."""
-    now_ms = int(time.time() * 1000)
-    file_id, batch_id = files.new_id(now_ms), batches.new_id(now_ms)
-    await files.note(client.store, file_id)
-    with blobs.writer() as writer:
-        for line in lines:
-            writer.write(line)
-        writer.commit(file_id)
-    await arun(client.store, files.made(files.File(file_id, writer.size, "in.jsonl", files.BATCH, now_ms // 1000)))
-    fields = {"endpoint": url, "input_file": file_id, "completion_window": "24h"}
-    await arun(client.store, batches.create(batch_id, 24 * 3600, fields))
-    return batch_id
-
-
 async def measure(redis_url: str, redis: Redis, url: str, count: int) -> dict[str, Any]:
     redis.flushall()
     redis.hset(keys.MODELS, "m", json.dumps(CARD))
     with tempfile.TemporaryDirectory() as folder:
         async with AsyncClient(redis_url) as client:
             blobs, endpoints = FolderBlobs(folder), LineEndpoints(client)
-            batch_id = await make_batch(client, blobs, url, input_lines(url, count))
+            body = {"model": "m", "temperature": 0.0, **BODIES[url]}
+            batch_id, _ = make(redis, blobs, url, lines(repeat(body, count), url))
 
             async def counted(done: dict[str, int]) -> None:
                 pass

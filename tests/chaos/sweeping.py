@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -21,8 +20,9 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.events import encode_token
 from producers.store import protocol
-from producers.sweeper.sweeper import SweeperSettings, lead
+from producers.sweeper.sweeper import SweeperSettings
 from tests.warm import template
+from workers.cli.processes import sweep
 
 POOL = keys.Pool("tiny", "1", "chaos")
 QUEUE = POOL.version_queue
@@ -60,14 +60,7 @@ class Sweeper:
 
 
 def _sweep(url: str, name: str, fields: dict[str, Any]) -> None:
-    async def go() -> None:
-        async with AsyncClient(url) as client:
-            task = asyncio.create_task(lead(client, SweeperSettings(url, url, name, **fields)))
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-    asyncio.run(go())
+    asyncio.run(sweep(SweeperSettings(url, url, name, **fields)))
 
 
 class Left:

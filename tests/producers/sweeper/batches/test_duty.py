@@ -1,0 +1,204 @@
+"""How batches end: cancelled, late, refused as a whole, or with lines that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.connection.script import run
+from producers.contract import keys
+from producers.gateway.batches.endpoints import LineEndpoints
+from producers.store import batches, files, protocol
+from producers.sweeper.batches.duty import Batches
+from producers.sweeper.deadlines import expire_late
+from tests.chaos.batching import BAD, GOOD, Job, Serving, make
+from tests.producers.fake_worker import FakeWorker
+
+pytestmark = pytest.mark.usefixtures("model")
+
+
+@asynccontextmanager
+async def sweeping(url: str, job: Job, **sizes: int) -> AsyncIterator[AsyncClient]:
+    """The leader's part in batches, and in deadlines, with small blocks."""
+    async with AsyncClient(url) as client:
+        endpoints = LineEndpoints(client)
+
+        async def counted(done: dict[str, int]) -> None:
+            pass
+
+        async def late() -> None:
+            while True:
+                await client.run(expire_late())
+                await asyncio.sleep(0.05)
+
+        duty = Batches(client, job.blobs, endpoints, counted, **({"block": 4, "part": 4} | sizes))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(duty.run(0.02)), group.create_task(late())]
+            yield client
+            for task in tasks:
+                task.cancel()
+        endpoints.close()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what it waits for is in the store
+            await asyncio.sleep(0.01)
+
+
+def codes(job: Job) -> dict[str, str]:
+    """Each line of the error file: its own error's code, or the status of its answer."""
+    return {
+        name: line["error"]["code"] if line["error"] else str(line["response"]["status_code"])
+        for name, line in job.lines("error").items()
+    }
+
+
+async def test_what_ran_is_in_the_output_of_a_cancelled_batch(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
+) -> None:
+    """What was never begun, waited, or was never expanded is among the errors."""
+    job = Job(valkey, tmp_path, [GOOD, BAD] + [GOOD] * 8)
+    async with sweeping(valkey_url, job, window=6):
+        await until(lambda: valkey.zcard(keys.SUBMITTING) == 0 and job.read().count("line") == 6)
+        worker.serve(batches.task_id(job.id, 0))
+        running = batches.task_id(job.id, 2)
+        worker.claim(running)
+        assert run(valkey, batches.cancel(job.id)) == [1, b"cancelling"]
+        await until(lambda: valkey.hexists(keys.task(running), "cancel"))
+        assert job.read().status == "cancelling", "a line still runs"
+        worker.finish(running, [0])
+        await until(job.ended)
+    assert job.read().status == "cancelled"
+    assert list(job.lines("output")) == ["r0"]
+    assert codes(job) == {"r1": "400"} | {f"r{k}": "batch_cancelled" for k in range(2, 10)}
+    assert job.faults() == []
+
+
+async def test_what_is_not_done_at_the_deadline_is_expired(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
+) -> None:
+    job = Job(valkey, tmp_path, [GOOD, BAD] + [GOOD] * 8)
+    async with sweeping(valkey_url, job, window=6):
+        await until(lambda: valkey.zcard(keys.SUBMITTING) == 0 and job.read().count("line") == 6)
+        worker.serve(batches.task_id(job.id, 0))
+        begun = batches.task_id(job.id, 2)
+        worker.claim(begun)
+        worker.append(begun, 0, ["Hello"])
+        run(valkey, protocol.release(begun, worker.claims[begun]))
+        valkey.hset(keys.batch(job.id), "deadline", 1)
+        for line in range(2, 6):
+            valkey.hset(keys.task(batches.task_id(job.id, line)), "deadline", 1)
+            valkey.zadd(keys.DEADLINES, {batches.task_id(job.id, line): 1})
+        await until(job.ended)
+    assert job.read().status == "expired"
+    assert list(job.lines("output")) == ["r0"]
+    assert codes(job) == {"r1": "400"} | {f"r{k}": "batch_expired" for k in range(2, 10)}
+    assert job.faults() == []
+
+
+async def test_a_line_that_fails_has_the_answer_that_a_caller_would_have(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
+) -> None:
+    job = Job(valkey, tmp_path, [GOOD] * 3)
+    async with sweeping(valkey_url, job):
+        await until(lambda: job.read().count("line") == 3 and not valkey.zcard(keys.SUBMITTING))
+        first, second, third = (batches.task_id(job.id, line) for line in range(3))
+        worker.claim(first)
+        worker.finish(first, [0], status="failed", error={"code": "context_length_exceeded", "message": "Too long."})
+        worker.settle(first)
+        worker.serve(second)
+        valkey.delete(keys.task(third))  # by hand
+        await until(job.ended)
+    assert codes(job) == {"r0": "400", "r2": "line_lost"}
+    assert job.lines("error")["r0"]["response"]["body"]["error"]["message"] == "Too long."
+    answer = job.lines("output")["r1"]["response"]
+    assert answer["request_id"] == second
+    assert answer["body"]["choices"][0]["text"] == "Hello, world"
+    assert job.read().status == "completed"
+    assert job.faults() == []
+
+
+async def test_lines_with_log_probabilities_and_blocks_are_answered(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
+) -> None:
+    """A model without a tokenizer has nothing to spell them with: that is the line's error, and not the batch's."""
+    job = Job(valkey, tmp_path, [GOOD | {"logprobs": 1}, GOOD])
+    async with sweeping(valkey_url, job):
+        await until(lambda: job.read().count("line") == 2 and not valkey.zcard(keys.SUBMITTING))
+        worker.serve(batches.task_id(job.id, 0))
+        worker.serve(batches.task_id(job.id, 1), ["\u2028"] * 3)
+        await until(job.ended)
+    assert codes(job) == {"r0": "400"}
+    (name,) = (value for field, value in job.read().fields.items() if field == "output_file")
+    whole = (tmp_path / name).read_bytes()
+    assert whole.isascii(), "some readers end a line at U+2028"
+    assert len(whole.decode().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reasons"),
+    [
+        (b"{]\n", [("invalid_json_line", 1)]),
+        (
+            b'\n{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "huge"}}',
+            [("model_not_found", 2)],
+        ),
+        (b"\n", [("empty_file", None)]),
+    ],
+)
+async def test_a_bad_input_fails_the_whole_batch(
+    valkey: Redis, valkey_url: str, tmp_path: Path, content: bytes, reasons: Sequence[tuple[str, int | None]]
+) -> None:
+    job = Job(valkey, tmp_path, [])
+    run(valkey, batches.fail(job.id, []))
+    job.id, job.input = make(valkey, job.blobs, "/v1/completions", [content])
+    async with sweeping(valkey_url, job):
+        await until(job.ended)
+    batch = job.read()
+    assert batch.status == "failed"
+    assert [(reason["code"], reason["line"]) for reason in batch.json("reasons")] == reasons
+    assert not valkey.keys(keys.task("*"))
+
+
+async def test_an_input_that_is_gone_fails_the_batch(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    """Its lines are cancelled, and nothing of them is left."""
+    job = Job(valkey, tmp_path, [GOOD] * 10)
+    async with sweeping(valkey_url, job, window=6) as client:
+        await until(lambda: job.read().count("line") == 6)
+        await files.remove(client.store, job.blobs, job.input)
+        for line in range(4):
+            name = batches.task_id(job.id, line)
+            await until(lambda name=name: valkey.hget(keys.task(name), "status") == b"queued")
+            FakeWorker(valkey).serve(name)
+        await until(job.ended)
+    assert job.read().status == "failed"
+    assert job.read().json("reasons")[0]["code"] == "input_file_gone"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("part-")]
+    assert {valkey.hget(name, "ttl") for name in valkey.keys(keys.task("*"))} <= {b"60"}
+
+
+async def test_the_store_holds_a_window_of_the_lines(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    job = Job(valkey, tmp_path, [GOOD] * 50)
+    most = 0
+    with Serving(valkey):
+        async with sweeping(valkey_url, job, window=8):
+
+            def look() -> bool:
+                nonlocal most
+                most = max(most, len(valkey.keys(keys.task("*"))))
+                return job.ended()
+
+            await until(look)
+    assert 4 < most <= 8 + 8, "written lines that were not settled stay for a minute"
+    assert job.read().status == "completed"
+    assert len(job.lines("output")) == 50
+    assert job.faults() == []
