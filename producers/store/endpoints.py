@@ -10,6 +10,7 @@ and may be called again.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -24,6 +25,7 @@ from producers.contract import keys
 from producers.contract.ids import timed_id
 from producers.contract.webhook import new_secret
 from producers.store import outbox
+from producers.store.outbox import Row
 from producers.store.protocol import PACKAGE
 
 PREFIX: Final = "whe_"
@@ -181,6 +183,19 @@ async def send_test(store: Redis, endpoint: Endpoint, event_type: str) -> str:
     name = f"{webhook_id}.{endpoint.id}"
     await arun(store, outbox.put(name, row))
     return name
+
+
+async def tested(store: Redis, endpoint: Endpoint, event_type: str, patience_s: float) -> Row | None:
+    """`send_test`, and wait for the end of its only try. None if nobody has tried it after `patience_s` seconds."""
+    name = await send_test(store, endpoint, event_type)
+    give_up, pause = time.monotonic() + patience_s, 0.01
+    while time.monotonic() < give_up:
+        row = await outbox.get(store, name)
+        if row is not None and row.attempts:
+            return row
+        await asyncio.sleep(pause)
+        pause = min(0.25, 1.5 * pause)
+    return None
 
 
 def _swap(name: str, field: str, old: str, new: str, most: int = 0) -> Call:

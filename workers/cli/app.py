@@ -18,6 +18,7 @@ from workers.cli.models import commands as models
 from workers.cli.models import quantize, warm
 from workers.cli.options import todays_name
 from workers.cli.terminal.stdout import guarded
+from workers.cli.webhooks import commands as webhooks
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +42,7 @@ for group in (
     drain,
     dlq,
     tenants,
+    webhooks,
     bench,
     chaos,
     completion,

@@ -85,6 +85,16 @@ def _proxies(proxies: list[str] | None) -> list[str] | None:
     return proxies
 
 
+def _networks(networks: list[str] | None) -> list[str] | None:
+    """Checks an allow-list. Raises typer.BadParameter for what is no network."""
+    for network in networks or ():
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}; give a network (10.0.0.0/8) or an address") from None
+    return networks
+
+
 def _provider(notice: str | None) -> str | None:
     if notice not in (None, "aws"):
         raise typer.BadParameter(f"{notice!r} is unknown; the only provider is aws")
@@ -223,6 +233,17 @@ ProxyHeaders = Annotated[
         callback=_proxies,
         help="Believe X-Forwarded-For and X-Forwarded-Proto of the proxy at this address or network (10.0.0.0/8), or * "
         "for any. May be repeated. Unset: no proxy.",
+    ),
+]
+
+
+WebhookAllow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CIDR",
+        callback=_networks,
+        help="Let webhooks call addresses of this network though they are not public, also by http:// and on any port: "
+        "10.0.0.0/8, 127.0.0.0/8. May be repeated. Unset: none.",
     ),
 ]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -40,6 +39,7 @@ from workers.cli.options import (
     SpotMetadataUrl,
     SpotProvider,
     Threads,
+    WebhookAllow,
     check_spot,
     finite,
     health_ports,
@@ -47,6 +47,7 @@ from workers.cli.options import (
     said_again,
     speculation,
 )
+from workers.cli.starting import checked_level, look_at_servers, refusing_bad_urls, set_up_logging
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -243,6 +244,7 @@ def gateway(
     proxy_headers: ProxyHeaders = None,
     files_dir: FilesDir = None,
     max_file: MaxFile = 2 << 30,
+    webhook_allow: WebhookAllow = None,
     await_model: Annotated[
         list[str] | None,
         typer.Option(help="Answer /readyz with 503 until a worker serves this model. May be repeated."),
@@ -255,7 +257,7 @@ def gateway(
 
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
-    _log(log_level)
+    set_up_logging(log_level)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
     settings = GatewaySettings(
         broker,
@@ -271,9 +273,10 @@ def gateway(
         awaited=tuple(await_model or ()),
         files_dir=str(files_dir or FILES_DIR),
         max_file=max_file,
+        webhook_allow=tuple(webhook_allow or ()),
     )
-    with _bad_urls():
-        _look_at(broker, store)
+    with refusing_bad_urls():
+        look_at_servers(broker, store)
         serve(settings, listener)
 
 
@@ -309,7 +312,7 @@ def sweeper(
 
     from producers.sweeper.sweeper import SweeperSettings
 
-    _log(log_level)
+    set_up_logging(log_level)
     settings = SweeperSettings(
         broker,
         store or broker,
@@ -321,8 +324,8 @@ def sweeper(
     )
     if name is not None:
         settings = replace(settings, name=name)
-    with _bad_urls():
-        _look_at(broker, store)
+    with refusing_bad_urls():
+        look_at_servers(broker, store)
         asyncio.run(sweep(settings))
 
 
@@ -369,34 +372,3 @@ def open_port(host: str, port: int) -> Any:
         raise Failure(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --port (0: any free)"
         ) from error
-
-
-def _look_at(broker: str, store: str | None) -> None:
-    """Check broker and store. Raises ServerRefused for an unusable server; waits for one that does not answer."""
-    from producers.store.servers import check_server
-
-    for url, role in {store or broker: "store", broker: "broker"}.items():
-        check_server(url, role, must_answer=False)
-
-
-@contextmanager
-def _bad_urls() -> Iterator[None]:
-    from producers.store.servers import ServerRefused
-
-    try:
-        yield
-    except (ValueError, ServerRefused) as error:
-        raise Failure(str(error)) from error
-
-
-def _log(level: str) -> None:
-    import logging
-
-    logging.basicConfig(level=checked_level(level), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-def checked_level(name: str) -> str:
-    """The log level as Python's logging names it. Raises Failure for an unknown one."""
-    if name.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise Failure(f"--log-level is {name!r}; it must be debug, info, warning or error")
-    return name.upper()

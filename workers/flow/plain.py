@@ -41,12 +41,6 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         task = Task.parse({"model": served.model, "tier": _tier(headers), **kwargs})
         if task.model != served.model:
             raise InvalidTask(f"this queue serves model {served.model!r}, not {task.model!r}", param="model")
-        if task.webhook is not None:
-            raise InvalidTask(
-                "webhook is not taken from a plain Celery message; link another task to this one, or let a webhook "
-                'endpoint ask for Celery tasks ("celery": true)',
-                param="webhook",
-            )
         task = task.resolved(served.card)
     except InvalidTask as exc:
         # A webhook may hold a secret, which is not shown with the record.
@@ -55,6 +49,8 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n}
     if task.ttl is not None:
         fields["ttl"] = task.ttl
+    if task.webhook is not None:
+        fields |= task.webhook.fields()
     deadline = _deadline_ms(now_ms, headers, task)
     if deadline is not None:
         fields["deadline"] = deadline

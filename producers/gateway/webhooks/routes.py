@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from producers.contract.webhook import EVENT_TYPES
 from producers.errors import shown
-from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import errors
@@ -29,7 +28,7 @@ from producers.gateway.webhooks.views import (
     EndpointWithSecret,
     EventTypes,
 )
-from producers.store import endpoints, outbox
+from producers.store import endpoints
 from producers.store.endpoints import MAX_ENDPOINTS, Endpoint, Secrets, TooManyEndpoints
 
 router = APIRouter(prefix="/v1", tags=["webhooks"])
@@ -178,29 +177,18 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     gateway = gateway_of(request)
     event_type = (await fields_of(request, TEST))["event_type"]
     one = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
-    name = await endpoints.send_test(gateway.client.store, one, event_type)
-    status = await _tried(gateway, name, one.url)
-    return EndpointTested(webhook_endpoint_id=endpoint_id, event_type=event_type, status_code=status)
-
-
-async def _tried(gateway: Gateway, name: str, url: str) -> int:
-    """The HTTP status that a row's first try got. Raises Problem if it got none, or nobody tries."""
-    give_up, pause = time.monotonic() + TEST_S, 0.01
-    while time.monotonic() < give_up:
-        row = await outbox.get(gateway.client.store, name)
-        if row is not None and row.attempts:
-            status, error = row.attempts[-1].status, row.attempts[-1].error
-            if status is None:
-                raise Problem(424, f"There was no answer from {url}: {error}", code="webhook_failed", param="url")
-            return status
-        await asyncio.sleep(pause)
-        pause = min(0.25, 1.5 * pause)
-    raise Problem(
-        503,
-        f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`.",
-        code="webhooks_stopped",
-        headers={"x-should-retry": "false"},
-    )
+    row = await endpoints.tested(gateway.client.store, one, event_type, TEST_S)
+    if row is None:
+        raise Problem(
+            503,
+            f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`.",
+            code="webhooks_stopped",
+            headers={"x-should-retry": "false"},
+        )
+    tried = row.attempts[-1]
+    if tried.status is None:
+        raise Problem(424, f"There was no answer from {one.url}: {tried.error}", code="webhook_failed", param="url")
+    return EndpointTested(webhook_endpoint_id=endpoint_id, event_type=event_type, status_code=tried.status)
 
 
 def _found(one: Endpoint | None, endpoint_id: str) -> Endpoint:

@@ -104,7 +104,7 @@ def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypat
 def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[GatewaySettings] = []
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
-    monkeypatch.setattr("workers.cli.processes._look_at", lambda broker, store: None)
+    monkeypatch.setattr("workers.cli.processes.look_at_servers", lambda broker, store: None)
     origins = ("https://a.example", "http://localhost:3000")
     said = ("--max-queued", "60", "--max-queued-per-tenant", "6", *(f"--cors-origin={origin}" for origin in origins))
     said += ("--proxy-headers", "10.0.0.0/8", "--proxy-headers", "::1")

@@ -1,7 +1,7 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless a broker is given) -> gateway, workers, sweeper -> wait until all serve
-    stop:   gateway stops listening -> workers drain -> sweeper, the gateway's streams end -> valkey
+    start:  valkey (unless a broker is given) -> gateway, workers, sweeper, webhooks -> wait until all serve
+    stop:   gateway stops listening -> workers drain -> sweeper, webhooks, the gateway's streams end -> valkey
 
 Once all run, a child that dies is restarted. A worker that was told to drain, or that drained for a spot notice, stays
 stopped.
@@ -35,6 +35,7 @@ from workers.library import Found
 from workers.runtime.signals import coming
 
 STREAMS_END_S: Final = 5.0
+WEBHOOKS_DRAIN_S: Final = 5.0
 VALKEY_STOP_S: Final = 15.0
 
 
@@ -58,6 +59,7 @@ class Plan:
     log_level: str = "warning"
     worker_options: tuple[str, ...] = ()
     gateway_options: tuple[str, ...] = ()
+    webhooks_options: tuple[str, ...] = ()
     health_ports: tuple[int | None, ...] = ()
     """A port for each worker, in the order of models and their workers; empty: no ports."""
     files_dir: Path | None = None
@@ -83,6 +85,7 @@ class System:
     _gateway: Child | None = field(init=False, default=None)
     _workers: list[Child] = field(init=False, default_factory=list)
     _sweeper: Child | None = field(init=False, default=None)
+    _webhooks: Child | None = field(init=False, default=None)
 
     @property
     def url(self) -> str:
@@ -93,7 +96,8 @@ class System:
     @property
     def children(self) -> list[Child]:
         """The children that were started."""
-        return [child for child in (self._valkey, self._gateway, *self._workers, self._sweeper) if child is not None]
+        every = (self._valkey, self._gateway, *self._workers, self._sweeper, self._webhooks)
+        return [child for child in every if child is not None]
 
     async def start(self) -> None:
         """Start all processes and wait until they serve. Raises Failure if one cannot start or dies before that."""
@@ -123,6 +127,8 @@ class System:
             await child.start()
         self._sweeper = Child(self._sweeper_program(), self.say)
         await self._sweeper.start()
+        self._webhooks = Child(self._webhooks_program(), self.say)
+        await self._webhooks.start()
         await self._all_serve()
         for worker in self._workers:
             worker.give_up = lambda status, deaths: TOLD if status == 0 else None
@@ -137,6 +143,8 @@ class System:
         await asyncio.gather(*(child.stop(self.plan.drain + HAND_BACK_S) for child in self._workers))
         if self._sweeper is not None:
             await self._sweeper.stop(STREAMS_END_S)
+        if self._webhooks is not None:  # the last events of the workers that drained; the rest waits in the outbox
+            await self._webhooks.stop(WEBHOOKS_DRAIN_S + STREAMS_END_S)
         if self._gateway is not None:
             await self._gateway.stop(STREAMS_END_S)
         await self._stop_valkey()
@@ -202,6 +210,11 @@ class System:
     def _sweeper_program(self) -> Program:
         argv = [*PENSTOCK, "sweeper", "--log-level", self.plan.log_level, *self.plan.files]
         return Program("sweeper", argv, self._urls())
+
+    def _webhooks_program(self) -> Program:
+        argv = [*PENSTOCK, "webhooks", "run", "--log-level", self.plan.log_level]
+        argv += ["--drain-timeout", str(WEBHOOKS_DRAIN_S), *self.plan.webhooks_options]
+        return Program("webhooks", argv, self._urls())
 
     def _worker_programs(self) -> list[Program]:
         plan, programs = self.plan, []

@@ -37,6 +37,7 @@ from workers.cli.options import (
     SpotMetadataUrl,
     SpotProvider,
     Threads,
+    WebhookAllow,
     check_spot,
     finite,
     health_ports,
@@ -61,7 +62,15 @@ OF_WORKERS: Final = (
     *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
     *("speculate", "draft_model", "speculate_tokens"),
 )
-OF_THE_GATEWAY: Final = ("max_queued", "max_queued_per_tenant", "cors_origin", "proxy_headers", "max_file")
+OF_THE_GATEWAY: Final = (
+    "max_queued",
+    "max_queued_per_tenant",
+    "cors_origin",
+    "proxy_headers",
+    "max_file",
+    "webhook_allow",
+)
+OF_WEBHOOKS: Final = ("webhook_allow",)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -126,13 +135,14 @@ def up(
     proxy_headers: ProxyHeaders = None,
     files_dir: FilesDir = None,
     max_file: MaxFile = 2 << 30,
+    webhook_allow: WebhookAllow = None,
     drain_timeout: Annotated[
         float,
         typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C."),
     ] = 30.0,
     log_level: LogLevel = "warning",
 ) -> None:
-    """Start the whole system here: Valkey, a gateway, workers and a sweeper. Ctrl-C drains and stops it.
+    """Start the whole system here: Valkey, a gateway, workers, a sweeper, webhooks. Ctrl-C drains and stops it.
 
     Queued tasks are kept for the next start.
     """
@@ -141,7 +151,7 @@ def up(
 
     from workers.cli.exits import Failure
     from workers.cli.gpus.choice import choose, gpus_here
-    from workers.cli.processes import checked_level
+    from workers.cli.starting import checked_level
 
     with needs("gateway"), needs("worker"):
         from workers.cli.local.system import Plan, System, conduct
@@ -183,6 +193,7 @@ def up(
         level,
         worker_options=tuple(said_again(context, only=OF_WORKERS)),
         gateway_options=tuple(said_again(context, only=OF_THE_GATEWAY)),
+        webhooks_options=tuple(said_again(context, only=OF_WEBHOOKS)),
         health_ports=tuple(ports),
         files_dir=files_dir,
     )
@@ -190,7 +201,7 @@ def up(
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
     say(
         "up",
-        f"starting {server}, a gateway, a sweeper, "
+        f"starting {server}, a gateway, a sweeper, a webhooks process, "
         f"{each * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
     finished = asyncio.run(conduct(System(plan, say), _serve))
@@ -213,10 +224,19 @@ async def _serve(system: System) -> None:
         f"  models  {', '.join(models)}\n"
         f"  broker  {shown(system.broker)}{kept}\n"
         + (f"  workers {health}\n" if health else "")
+        + f"  webhooks to public https:// URLs{_allowed(system)}\n"
         + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
         f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()
+
+
+def _allowed(system: System) -> str:
+    """The words for other receivers of webhooks."""
+    allowed = system.plan.webhooks_options[1::2]
+    if allowed:
+        return f", and to {', '.join(allowed)}"
+    return "; to receivers on this machine with --webhook-allow 127.0.0.0/8"
 
 
 def how_to_end() -> str:

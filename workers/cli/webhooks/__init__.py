@@ -1,0 +1,1 @@
+"""`penstock webhooks`: run delivers; ls, show and replay look after deliveries; listen receives them here."""

@@ -1,0 +1,160 @@
+"""`penstock webhooks`: the process that delivers, its endpoints and secrets. Deliveries are in `deliveries`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from workers.cli.admin.dlq import with_client
+from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs
+from workers.cli.options import LogLevel, WebhookAllow, finite
+from workers.cli.processes import AnyBroker, Broker, Store
+from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging
+from workers.cli.terminal.show import printable
+from workers.cli.webhooks import deliveries, listen
+
+if TYPE_CHECKING:
+    from producers.client.aio import AsyncClient
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+Tenant = Annotated[str | None, typer.Option(help="The tenant. Unset: tasks without one.")]
+#: Time (s) for which a test waits for a delivery.
+TEST_S = 25.0
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    group = typer.Typer(no_args_is_help=True, help="Webhooks: the process that delivers them, and its deliveries.")
+    examples: dict[str, tuple[Callable[..., None], str]] = {
+        "run": (run, "penstock webhooks run --broker redis://10.0.0.5:6379/0 --webhook-allow 10.0.0.0/8"),
+        "ls": (deliveries.listed, "penstock webhooks ls --state dead"),
+        "show": (deliveries.show, "penstock webhooks show evt_5f0d3c"),
+        "replay": (deliveries.replay, "penstock webhooks replay --endpoint whe_019 --since 2026-11-20T08:00"),
+        "endpoints": (endpoints_listed, "penstock webhooks endpoints"),
+        "test": (send_test, "penstock webhooks test whe_019 --event-type batch.completed"),
+        "secret": (secret, "penstock webhooks secret --tenant acme --rotate"),
+        "listen": (listen.listen, "penstock webhooks listen --port 9000"),
+    }
+    for name, (command, example) in examples.items():
+        status = PROCESS_STATUS if name in ("run", "listen") else OPERATOR_STATUS
+        group.command(name, epilog=f"Example: {example}\n\n{status}")(command)
+    app.add_typer(group, name="webhooks", rich_help_panel="Operations")
+
+
+def run(
+    broker: Broker,
+    store: Store = None,
+    webhook_allow: WebhookAllow = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds that running deliveries may go on after SIGTERM."),
+    ] = 25.0,
+    health_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Deliver webhooks, until SIGTERM. Any number of such processes may run."""
+    import asyncio
+
+    with needs("webhooks"):
+        from workers.errors import Refused
+        from workers.webhooks import process
+        from workers.webhooks.settings import WebhookSettings
+    set_up_logging(log_level)
+    allowed = tuple(webhook_allow or ())
+    settings = WebhookSettings(store or broker, allowed, drain=drain_timeout, health_port=health_port)
+    with refusing_bad_urls():
+        look_at_servers(store or broker, None)
+        try:
+            asyncio.run(process.run(settings))
+        except Refused as refusal:
+            raise Failure(str(refusal)) from refusal
+
+
+def endpoints_listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
+    """List the endpoints, the newest first."""
+
+    async def work(client: AsyncClient) -> None:
+        from producers.store import endpoints
+
+        found = await endpoints.every(client.store)
+        for one in found:
+            about = {
+                "id": one.id,
+                "url": one.url,
+                "event_types": list(one.event_types),
+                "tenant": one.tenant,
+                "celery": one.celery,
+                "disabled_because": one.disabled_because,
+            }
+            if as_json:
+                typer.echo(json.dumps(about))
+                continue
+            state = "" if one.enabled else f"  disabled: {one.disabled_because}"
+            whose = "" if one.tenant is None else f"  tenant {one.tenant}"
+            line = f"{one.id}  {one.url}  {', '.join(one.event_types)}{whose}{state}"
+            typer.echo(printable(line, sys.stdout.isatty()))
+        if not found and not as_json:
+            typer.echo("There are no endpoints; POST /v1/webhook_endpoints makes one.")
+
+    with_client(broker, store, work)
+
+
+def send_test(
+    endpoint: Annotated[str, typer.Argument(help="The endpoint's id; penstock webhooks endpoints shows all.")],
+    event_type: Annotated[str, typer.Option(help="The type of the made-up event.")] = "response.completed",
+    broker: AnyBroker = None,
+    store: Store = None,
+) -> None:
+    """Deliver a made-up event to an endpoint once, and show what it answers. Exit status 1: it was not delivered."""
+
+    async def work(client: AsyncClient) -> None:
+        from producers.contract.webhook import EVENT_TYPES
+        from producers.store import endpoints
+
+        if event_type not in EVENT_TYPES:
+            raise Failure(f"--event-type is {event_type!r}; there are {', '.join(EVENT_TYPES)}")
+        one = await endpoints.get(client.store, endpoint)
+        if one is None:
+            raise Failure(f"there is no endpoint {endpoint}; penstock webhooks endpoints shows all")
+        row = await endpoints.tested(client.store, one, event_type, TEST_S)
+        if row is None:
+            raise Failure(f"nobody delivered it within {TEST_S:g} s: start `penstock webhooks run`", Exit.TASK_FAILED)
+        deliveries.say(deliveries.described(row))
+        if row.state != "delivered":
+            raise typer.Exit(Exit.TASK_FAILED)
+
+    with_client(broker, store, work)
+
+
+def secret(
+    tenant: Tenant = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Make a new secret. The old one signs beside it for 24 hours.")
+    ] = False,
+    drop_old: Annotated[
+        bool, typer.Option("--drop-old", help="With --rotate: the old secret signs no longer.")
+    ] = False,
+    broker: AnyBroker = None,
+    store: Store = None,
+) -> None:
+    """Show the secret that signs the webhooks of a tenant's tasks which name none of their own."""
+
+    async def work(client: AsyncClient) -> None:
+        from producers.store import endpoints
+
+        if drop_old and not rotate:
+            raise Failure("--drop-old needs --rotate")
+        if rotate:
+            found = await endpoints.rotate_own(client.store, tenant, keep_old=not drop_old)
+        else:
+            found = await endpoints.own_secrets(client.store, tenant)
+        typer.echo(found.secret)
+
+    with_client(broker, store, work)
