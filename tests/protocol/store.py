@@ -162,6 +162,7 @@ class Pair(RuleBasedStateMachine):
             assert not fields
             assert not stored.entries
             assert not stored.listed
+            assert not stored.unsettled
             return
         nexts = tuple(int(fields.get(f"next:{c}", 0)) for c in range(TASKS[t]))
         assert set(fields) <= FIELDS | {f"next:{c}" for c in range(TASKS[t])}

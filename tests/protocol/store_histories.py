@@ -252,6 +252,27 @@ def end_in_two_lives(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def be_deleted(kind: type[StoreMachine]) -> None:
+    """While it waits, while it runs, once it has ended, once it is settled, and once its stream is compacted."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    for far in range(5):
+        machine.admit("t1", "mine", False)
+        if far > 0:
+            machine.claim("t1", "i1", False, False, False)
+            machine.append([("t1", False, True, 0, 0, 2)])
+        if far > 1:
+            machine.finish("t1", True, "completed", 9)
+        if far > 2:
+            machine.settle("t1")
+        if far > 3:
+            machine.compact("t1", True, False)
+        machine.delete("t1", True)
+        machine.again()
+    assert machine.past["t1 cancelled own"] == 2
+    machine.teardown()
+
+
 #: All of them.
 HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     be_late,
@@ -260,6 +281,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     go_on_after_the_end,
     end_and_not_settle,
     keep_the_letter,
+    be_deleted,
     cancel_what_the_dead_left,
     cancel_what_dies_then,
     come_late,

@@ -47,6 +47,8 @@ SMALL = {
     "pools-lapse": with_faults(SCENARIOS["pools-lapse"], expire=1, drain=1),
     "versions": with_faults(SCENARIOS["versions"], crash=1, drain=1),
     "outbox": with_faults(SCENARIOS["outbox"], crash=1, cancel=1, dcrash=1),
+    "delete": with_faults(SCENARIOS["delete"], delete=1, crash=1),
+    "delete-running": with_faults(SCENARIOS["delete-running"], delete=1, crash=1, lost=1),
     "outbox-rows": with_faults(SCENARIOS["outbox-rows"], stall=1, refuse=2),
     "outbox-undone": with_faults(SCENARIOS["outbox-undone"], undo=1, unmark=1, dcrash=1),
     **{
@@ -68,6 +70,7 @@ SMALL = {
             "versions-sent",
             "outbox-plain",
             "outbox-unread",
+            "delete-producer",
         )
     },
 }

@@ -284,6 +284,29 @@ class StoreMachine(Pair):
 
         self.do(step)
 
+    @rule(t=tasks, now=rarely)
+    @precondition(lambda self: any(self.model.values()))
+    def delete(self, t: str, now: bool) -> None:
+        if not now:
+            return
+
+        def step() -> None:
+            r = self.model[t]
+            answer = text(self.server.run(protocol.delete(t)))
+            expected, last = scripts.delete(r, ALL)
+            assert answer == expected
+            if r is None or last is None:
+                return
+            if last is not r and r.owner in self.live:
+                self.controls = [*self.controls, (keys.control(r.owner), f"cancel {t}")]
+            self.past += rows_of(t, last.told)
+            self.model[t] = None
+
+        self.do(step)
+        if self.model[t] is None and self.published[t]:
+            assert json.loads(self.published[t][-1])["end"]
+            self.published[t] = []
+
     @rule(t=tasks, valid=mostly, now=rarely)
     @precondition(lambda self: any(self.model.values()))
     def expire(self, t: str, valid: bool, now: bool) -> None:

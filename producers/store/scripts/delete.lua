@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- DELETE | a record: it, its stream and its blocks are gone, and it leaves every index; a task that is not final is
 -- cancelled first, in the same script, so that its readers get an end. No record: nothing.
--- A live owner is told to cancel. Whatever it, a message or a sweeper still does finds no record: APPEND and FINISH say
+-- A live owner is told to stop. Whatever it, a message or a sweeper still does finds no record: APPEND and FINISH say
 -- `other`, CLAIM says `done`.
 -- KEYS: task, stream, result   ARGV: id
 -- Answers: the status before | gone
@@ -12,7 +12,7 @@ if not r[1] then
   return 'gone'
 end
 if not FINAL[r[1]] then
-  if r[2] then
+  if r[2] and redis.call('EXISTS', 'penstock:lease:' .. r[2]) == 1 then
     redis.call('PUBLISH', 'penstock:control:' .. r[2], 'cancel ' .. id)
   end
   finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)

@@ -101,6 +101,10 @@ def client_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
         accepted, status, r2 = scripts.cancel(r, s.ls, rules)
         s2 = store(s, t, r2)
         yield f"CANCEL {t} -> {status}", False, haunt(s2, t, cancelled=accepted)._replace(budget=b)
+    if (b := spend(s, "delete")) and r and "admit" not in s.prods:
+        status, last = scripts.delete(r, rules)
+        s2 = haunt(store(s, t, last), t, spared=True)  # only tasks without links are deleted
+        yield f"DELETE {t}, {status} before", False, s2._replace(recs=put(s2.recs, t, None), budget=b)
 
 
 def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:

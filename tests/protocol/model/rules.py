@@ -54,6 +54,9 @@ RULES: dict[str, Rule] = {
         "cancel", "EXPIRE also ends what was cancelled while a worker had it, or before it was sent, and nobody has"
     ),
     "expire_cancel": Rule("cancel", "EXPIRE under an accepted cancel writes cancelled"),
+    "delete_ends": Rule(
+        "delete", "DELETE makes final what has not ended, with terminal entry and rows, before it goes; in one script"
+    ),
     "late_begun": Rule(
         "cancel", "past its deadline, a task that was ever taken up is incomplete, and keeps what it has; others fail"
     ),

@@ -123,6 +123,9 @@ _LIST = [
     _world("outbox-plain", posts=1, workers=(0,), plain=True, crash=1, ttl=1, dcrash=1, length=1),
     _world("outbox-rows", posts=2, workers=(0,), dcrash=1, stall=1, refuse=2, lost=1, replay=1, length=0),
     _world("outbox-undone", posts=1, workers=(0,), undo=1, unmark=1, dcrash=1, refuse=1, length=0),
+    _world("delete", posts=1, workers=(0,), delete=1, crash=1, expire=1, lost=1, length=1),
+    _world("delete-running", delete=1, crash=1, expire=1, lost=1, drain=1),
+    _world("delete-producer", sent=False, delete=1, pcrash=1, lost=1, crash=1, length=1),
     _world("two", tasks=2, length=1, crash=1, expire=1, cancel=1),
 ]
 

@@ -287,6 +287,15 @@ def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str
     return True, "cancelled", _final(r, "cancelled", rules, claim=None, owner=None)
 
 
+def delete(r: Rec | None, rules: Rules) -> tuple[str, Rec | None]:
+    """The status before it, and the record as its readers and its rows have it last. There is none afterwards."""
+    if r is None:
+        return "gone", r
+    if r.status in FINAL or "delete_ends" not in rules:
+        return r.status, r
+    return r.status, _final(r, "cancelled", rules)
+
+
 def unread(
     r: Rec | None, lease: int | None, over: int, now: int, live: Container[Any], rules: Rules
 ) -> tuple[tuple[bool, str] | None, int | None, Rec | None]:

@@ -13,6 +13,7 @@ from tests.protocol.model.scripts import FINAL, QUEUED, Rec
 #: that loses the ACK, too, so that a live worker has it in flight again, and does not know it. Of the outbox: `dcrash`:
 #: a deliverer is killed; `stall`: a row's lease ends while its deliverer lives; `refuse`: the receiver refuses, or its
 #: answer is lost; `unmark`: a failover loses what became of a row, and keeps its final; `replay`: an operator asks.
+#: `delete`: whoever was told of a task deletes it.
 FAULTS = (
     "crash",
     "expire",
@@ -37,6 +38,7 @@ FAULTS = (
     "refuse",
     "unmark",
     "replay",
+    "delete",
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
