@@ -302,8 +302,8 @@ class Task(BaseModel):
         return cls.parse(read_json(body))
 
     def to_json(self) -> str:
-        """The task as JSON for its record, with its prompt or its messages; its webhook is kept apart."""
-        return self.model_dump_json(exclude={"messages" if self.messages is None else "prompt"})
+        """The task as JSON for its record, without what is as by default; its webhook is kept apart."""
+        return self.model_dump_json(exclude_defaults=True)
 
     @property
     def prompt_tokens(self) -> int | None:

@@ -65,6 +65,8 @@ class EnginePool(BasePool):
             else:
                 self._beside.put(partial(self._run_beside, side, target, args, callback, accept_callback, request))
             return None
+        # The tracer would decode the body again, which the consumer has done: without a content type it takes it as is.
+        args = (name, args[1], headers, request.message.payload, None, None)
         delivery: Delivery | None = self.runtime.celery.take_job(uuid, Job(target, args, callback, request))
         # Active from here on, so that `inspect` shows it. A request terminated before it came here is revoked at once.
         accept_callback(next(self._pids), time.monotonic())

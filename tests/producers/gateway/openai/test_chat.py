@@ -82,11 +82,11 @@ def test_parameters_reach_the_task(chat: Ask, answering: Answering) -> None:
     )  # fmt: skip
     task = answering.records[0].task
     wanted = {
-        "temperature": 0.25, "top_p": 0.5, "top_k": 7, "n": 1, "seed": 11, "stop": ["a", "b"], "max_tokens": 9,
+        "temperature": 0.25, "top_p": 0.5, "top_k": 7, "seed": 11, "stop": ["a", "b"], "max_tokens": 9,
         "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3], "logprobs": 4, "tier": "flex",
         "metadata": {"k": "v"},
     }  # fmt: skip
-    assert {name: task[name] for name in wanted} == wanted
+    assert {name: task.get(name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_minus_one_asks_for_any_seed(chat: Ask, answering: Answering) -> None:
 
 def test_no_alternatives_need_no_logprobs(chat: Ask, answering: Answering) -> None:
     assert chat(top_logprobs=0, logprobs=False).json()["choices"][0]["logprobs"] is None
-    assert answering.records[0].task["logprobs"] is None
+    assert "logprobs" not in answering.records[0].task
 
 
 def test_what_asks_for_nothing_is_taken(chat: Ask, answering: Answering) -> None:
@@ -128,7 +128,7 @@ def test_what_asks_for_nothing_is_taken(chat: Ask, answering: Answering) -> None
 def test_a_model_decides_what_was_left_open(chat: Ask, answering: Answering) -> None:
     chat(temperature=None)
     task = answering.records[0].task
-    assert (task["temperature"], task["max_tokens"]) == (CARD.defaults["temperature"], None)
+    assert (task["temperature"], task.get("max_tokens")) == (CARD.defaults["temperature"], None)
 
 
 @pytest.mark.parametrize(
