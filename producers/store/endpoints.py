@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Self
 
 from redis.asyncio import Redis
 
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
@@ -27,6 +29,8 @@ from producers.contract.webhook import new_secret
 from producers.store import outbox
 from producers.store.outbox import Row
 from producers.store.protocol import PACKAGE
+
+log = logging.getLogger(__name__)
 
 PREFIX: Final = "whe_"
 #: Most endpoints: each final end looks at all of them.
@@ -83,11 +87,16 @@ class Endpoint:
     disabled_because: str | None = None
 
     @classmethod
-    def parse(cls, raw: Any) -> Endpoint:
-        fields = json.loads(raw)
-        fields["event_types"] = tuple(fields["event_types"])
-        fields["secrets"] = Secrets(**fields["secrets"])
-        return cls(**fields)
+    def parse(cls, raw: Any) -> Endpoint | None:
+        """None for what cannot be read: one such endpoint must not keep others from their events."""
+        try:
+            said = json.loads(raw)
+            secrets = Secrets(**{one.name: said["secrets"][one.name] for one in fields(Secrets)})
+            known = {one.name: said[one.name] for one in fields(cls) if one.name in said}
+            return cls(**known | {"event_types": tuple(said["event_types"]), "secrets": secrets})
+        except (ValueError, TypeError, KeyError) as error:
+            warn_throttled(log, "an endpoint in %s cannot be read: %s", keys.WEBHOOK_ENDPOINTS, error)
+            return None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -119,13 +128,14 @@ async def get_many(store: Redis, ids: Sequence[str]) -> dict[str, Endpoint]:
     if not ids:
         return {}
     found = await store.execute_command("HMGET", keys.WEBHOOK_ENDPOINTS, *ids)
-    return {name: Endpoint.parse(raw) for name, raw in zip(ids, found, strict=True) if raw is not None}
+    read = {name: Endpoint.parse(raw) for name, raw in zip(ids, found, strict=True) if raw is not None}
+    return {name: one for name, one in read.items() if one is not None}
 
 
 async def every(store: Redis) -> list[Endpoint]:
     """All of them, the newest first."""
     found = await store.execute_command("HVALS", keys.WEBHOOK_ENDPOINTS)
-    return sorted(map(Endpoint.parse, found), key=lambda one: one.id, reverse=True)
+    return sorted(filter(None, map(Endpoint.parse, found)), key=lambda one: one.id, reverse=True)
 
 
 async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpoint]) -> Endpoint | None:
@@ -134,7 +144,8 @@ async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpo
     None where there is none.
     """
     while (raw := await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)) is not None:
-        old = Endpoint.parse(raw)
+        if (old := Endpoint.parse(raw)) is None:
+            return None
         new = how(old)
         if new == old or await arun(store, _swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), new.to_json())):
             return new

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, cast
 
 from redis.asyncio import Redis
@@ -87,22 +87,25 @@ class Row:
 
     @classmethod
     def parse(cls, name: str, raw: Sequence[Any]) -> Row:
-        """`raw`: field, value, ... as HGETALL answers a script."""
-        fields = {text(k): text(v) for k, v in zip(raw[::2], raw[1::2], strict=True)}
+        """`raw`: field, value, ... as HGETALL answers a script.
+
+        A row that is broken, or of another version, is read as far as it goes: it must not hold up those taken with it.
+        """
+        said = {text(k): text(v) for k, v in zip(raw[::2], raw[1::2], strict=True)}
         return cls(
             name=name,
-            webhook_id=fields["webhook_id"],
-            type=fields["type"],
-            object=fields["object"],
-            at=int(fields["at"]),
-            url=fields["url"],
-            state=cast(State, fields["state"]),
-            endpoint=fields.get("endpoint"),
-            secret=fields.get("secret"),
-            tenant=fields.get("tenant"),
-            model=fields.get("model"),
-            tries=int(fields.get("tries", 0)),
-            attempts=tuple(Attempt(**one) for one in json.loads(fields.get("attempts", "[]"))),
+            webhook_id=said.get("webhook_id", ""),
+            type=said.get("type", ""),
+            object=said.get("object", ""),
+            at=int(said.get("at", 0)),
+            url=said.get("url", ""),
+            state=cast(State, said.get("state", "due")),
+            endpoint=said.get("endpoint"),
+            secret=said.get("secret"),
+            tenant=said.get("tenant"),
+            model=said.get("model"),
+            tries=int(said.get("tries", 0)),
+            attempts=_attempts(said.get("attempts", "[]")),
         )
 
     def _with(self, attempt: Attempt) -> str:
@@ -114,6 +117,14 @@ def put(name: str, fields: Mapping[str, str]) -> Call:
     """PUT: a row that no script writes, due now. Answers 1, or 0 if there is such a row."""
     pairs = [part for item in fields.items() for part in item]
     return Call(script(PACKAGE, "outbox_put"), (keys.webhook_row(name), keys.WEBHOOKS_DUE), (name, *pairs))
+
+
+def _attempts(raw: str) -> tuple[Attempt, ...]:
+    known = [one.name for one in fields(Attempt)]
+    try:
+        return tuple(Attempt(**{name: one[name] for name in known if name in one}) for one in json.loads(raw))
+    except (ValueError, TypeError):
+        return ()
 
 
 def take(holder: str, n: int, lease_ms: int) -> Call:

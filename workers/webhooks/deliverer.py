@@ -151,16 +151,18 @@ class Deliverer:
         delay = next_delay(self._settings.schedule, row.tries + 1, outcome.retry_after_s)
         if outcome.gone:
             delay = None
-            await self._disable(row.endpoint)
+            await self._disable(row.endpoint, target.url)
         if delay is None or row.webhook_id.startswith(TEST_PREFIX):
             return outbox.dead(row, holder, outcome.attempt)
         return outbox.retry(row, holder, int(delay * 1000), outcome.attempt)
 
-    async def _disable(self, endpoint_id: str | None) -> None:
+    async def _disable(self, endpoint_id: str | None, url: str) -> None:
         if endpoint_id is None:
             return
 
         def disabled(one: Endpoint) -> Endpoint:
+            if one.url != url:  # it has moved meanwhile
+                return one
             return replace(one, enabled=False, disabled_because="it answered 410 Gone", updated_at=int(time.time()))
 
         try:

@@ -49,7 +49,7 @@ async def targets(store: Redis, rows: Sequence[Row]) -> list[Target | str]:
 
 def _of_endpoint(one: Endpoint | None) -> Target | str:
     if one is None:
-        return "the endpoint was deleted"
+        return "the endpoint was deleted, or cannot be read"
     if not one.enabled:
         return f"the endpoint is disabled: {one.disabled_because}"
     return Target(one.url, one.secrets.signing(time.time()), one.id)

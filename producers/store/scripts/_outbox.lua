@@ -89,6 +89,6 @@ local function outbox_task(task, id, status)
   if r[1] == 'task' or r[1] == 'response' or r[2] then
     local object = r[1] == 'response' and 'resp_' .. id or id
     local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7] }
-    outbox_event('response.' .. status, object, r[3], of)
+    outbox_event('response.' .. status, object, r[3] or '', of)
   end
 end
