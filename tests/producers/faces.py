@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from producers import AsyncClient, AsyncHandle, Client, Event, Handle, Record, Result
+from producers import AsyncClient, AsyncHandle, Client, Event, Handle, Record, Result, TaskPage
 from producers.client.portal import Portal
 
 
@@ -22,6 +22,10 @@ class AsyncFace:
     def get(self, task_id: str) -> AsyncHandleFace:
         return AsyncHandleFace(self.portal, self.client.get(task_id))
 
+    @property
+    def tasks(self) -> AsyncTasksFace:
+        return AsyncTasksFace(self.portal, self.client)
+
     def models(self) -> list[dict[str, Any]]:
         return self.portal.call(self.client.models())
 
@@ -29,6 +33,20 @@ class AsyncFace:
         if self.portal.usable:
             self.portal.call(self.client.aclose())
             self.portal.close()
+
+
+class AsyncTasksFace:
+    def __init__(self, portal: Portal, client: AsyncClient) -> None:
+        self.portal = portal
+        self.client = client
+
+    def list(self, **wanted: Any) -> TaskPage:
+        return self.portal.call(self.client.tasks.list(**wanted))
+
+    def retry(self, task_id: str, *, idempotency_key: str | None = None) -> AsyncHandleFace:
+        return AsyncHandleFace(
+            self.portal, self.portal.call(self.client.tasks.retry(task_id, idempotency_key=idempotency_key))
+        )
 
 
 class AsyncHandleFace:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import batch, completion, processes, tasks
+from workers.cli import batch, completion, listing, processes, tasks
 from workers.cli.admin import bench, chaos, dlq, drain, tenants
 from workers.cli.completion import COMPLETE
 from workers.cli.demo import command as demo
@@ -34,6 +34,7 @@ for group in (
     run,
     chat,
     tasks,
+    listing,
     batch,
     models,
     quantize,

@@ -7,8 +7,9 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from workers.cli.exits import Exit, Failure
 
@@ -17,6 +18,8 @@ SILENCE_S: Final = 30.0
 #: Time (s) for which a broken stream is retried.
 PATIENCE_S: Final = 30.0
 
+#: No further headers.
+NONE: Final[Mapping[str, str]] = MappingProxyType({})
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 
 
@@ -59,9 +62,21 @@ class Gateway:
         self._port = port
         self._base = parts.path.rstrip("/")
 
-    def submit(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Submit a task. Returns the gateway's answer, with the task's `id`."""
-        return self.json("POST", "/v1/tasks", task)
+    def submit(self, task: Mapping[str, Any], key: str | None = None) -> dict[str, Any]:
+        """Submit a task, once for each `key`. Returns the gateway's answer, with the task's `id`."""
+        return self.json("POST", "/v1/tasks", task, {} if key is None else {"idempotency-key": key})
+
+    def tasks(self, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """All tasks that match a list's parameters, as many of them in a call as `limit` says."""
+        page: dict[str, Any] = {"has_more": True, "last_id": None}
+        while page["has_more"]:
+            after = {"after": page["last_id"]} if page["last_id"] else {}
+            page = self.json("GET", f"/v1/tasks?{urlencode({**query, **after})}")
+            yield from page["data"]
+
+    def retry(self, task_id: str) -> dict[str, Any]:
+        """Submit a final task again. Returns the new task."""
+        return self.json("POST", _path(task_id, "/retry"))
 
     def task(self, task_id: str) -> dict[str, Any]:
         return self.json("GET", _path(task_id))
@@ -123,18 +138,20 @@ class Gateway:
                     yield choice["delta"].get("content") or ""
         raise Failure(f"the answer from {self.url} broke off", Exit.UNREACHABLE)
 
-    def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        with self._request(method, path, body) as response:
+    def json(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        with self._request(method, path, body, headers or {}) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
 
     def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] = NONE
     ) -> AbstractContextManager[HTTPResponse]:
         """A request with a JSON body, or none."""
         if body is None:
-            return self.opened(method, path, None, {})
-        return self.opened(method, path, json.dumps(body), {"content-type": "application/json"})
+            return self.opened(method, path, None, headers)
+        return self.opened(method, path, json.dumps(body), {"content-type": "application/json", **headers})
 
     @contextmanager
     def opened(

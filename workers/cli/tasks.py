@@ -110,11 +110,15 @@ def submit(
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="Metadata kept with the task. May be repeated.")
     ] = None,
     ttl: Annotated[int | None, typer.Option(help="Seconds for which the result is kept.")] = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="A name of this task: for 24 hours, the same KEY submits nothing twice."),
+    ] = None,
     as_json: Json = False,
     url: Url = DEFAULT_URL,
 ) -> None:
     """Submit a task and print its id, or with --stream its text as it comes."""
-    gateway = _gateway(url)
+    gateway = gateway_at(url)
     text = text_from(sys.stdin.read) if prompt == "-" else prompt
     asked = {
         "model": model,
@@ -149,7 +153,8 @@ def submit(
         "ttl": ttl,
     }
     # Unset fields are left out: defaults and validation are the gateway's.
-    task = gateway.submit({name: value for name, value in asked.items() if value is not None})
+    fields = {name: value for name, value in asked.items() if value is not None}
+    task = gateway.submit(fields, idempotency_key)
     if stream:
         if not as_json:
             typer.echo(f"task {task['id']}", err=True)
@@ -165,7 +170,7 @@ def tail(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Print a task's text as it comes, from any position."""
-    gateway = _gateway(url)
+    gateway = gateway_at(url)
     _follow(gateway, gateway.task(task_id), start, as_json)
 
 
@@ -181,7 +186,7 @@ def result(
     from workers.cli.client import FINAL
     from workers.cli.terminal.show import choices, printable
 
-    gateway = _gateway(url)
+    gateway = gateway_at(url)
     give_up = None if timeout is None else time.monotonic() + timeout
     pause = 0.02
     while (task := gateway.task(task_id))["status"] not in FINAL:
@@ -201,7 +206,7 @@ def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> No
 
     Exit status 1: the task had ended before.
     """
-    answer = _gateway(url).cancel(task_id)
+    answer = gateway_at(url).cancel(task_id)
     if as_json:
         typer.echo(json.dumps(answer))
     elif answer["accepted"]:
@@ -240,7 +245,8 @@ def _end(task_id: str, status: str, error: dict[str, Any] | None) -> None:
         raise Failure(f"task {task_id} {what}{': ' + error['message'] if error else ''}", Exit.TASK_FAILED)
 
 
-def _gateway(url: str) -> Gateway:
+def gateway_at(url: str) -> Gateway:
+    """The gateway's client. Raises Failure for a bad URL."""
     from workers.cli.client import Gateway
 
     return Gateway(url)
@@ -255,6 +261,7 @@ def _bias(text: str) -> tuple[str, float]:
 
 
 def pair(text: str) -> tuple[str, str]:
+    """The two sides of `--metadata KEY=TEXT`. Raises Failure."""
     """The key and the text of an option KEY=TEXT. Raises Failure."""
     key, equals, value = text.partition("=")
     if not equals:

@@ -1,4 +1,4 @@
-"""`submit`, `tail`, `result`, `cancel` against a real gateway: what they print, and their exit status."""
+"""`submit`, `tail`, `result`, `cancel`, `tasks` against a real gateway: what they print, and their exit status."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from redis import Redis
 
 from engine.text import ChatTemplate, Tokenizer
+from producers.client import listing
 from producers.contract import keys
 from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
@@ -288,3 +289,30 @@ def test_a_stream_goes_on_with_another_gateway_at_the_same_place(penstock: Run, 
 
     threading.Thread(target=go_on, daemon=True).start()
     assert penstock("tail", task_id) == Ran(0, "ab\n", "")
+
+
+class TestTasks:
+    def test_ls_prints_a_line_a_task_over_all_parts(
+        self, penstock: Run, worker: FakeWorker, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(listing, "LOOKED", 2)
+        made = [submitted(penstock, "--metadata", f"n={number % 2}") for number in range(5)]
+        now = int(valkey.time()[0]) * 1000
+        valkey.zadd(keys.TASKS, {task_id: now + number for number, task_id in enumerate(made)})
+        worker.serve(made[0], ["x", "y"])
+        lines = penstock("tasks", "ls").out.splitlines()
+        assert [line.split()[0] for line in lines] == made[::-1]
+        assert lines[-1].split()[1:4] == ["completed", "tiny", "default"]
+        assert lines[-1].endswith("  2")
+        assert penstock("tasks", "ls", "--limit", "2", "--oldest-first").out.count("\n") == 2
+        ran = penstock("tasks", "ls", "--metadata", "n=1", "--status", "queued", "--since", "3600", "--json")
+        assert [json.loads(line)["id"] for line in ran.out.splitlines()] == [made[3], made[1]]
+
+    def test_retry_prints_the_new_id(self, penstock: Run, worker: FakeWorker, valkey: Redis) -> None:
+        task_id = submitted(penstock)
+        assert penstock("tasks", "retry", task_id).status == 2
+        worker.serve(task_id)
+        assert task_of(valkey, penstock("tasks", "retry", task_id).out.strip()) == task_of(valkey, task_id)
+
+    def test_a_key_submits_once(self, penstock: Run) -> None:
+        assert len({submitted(penstock, "--idempotency-key", "k") for _ in range(2)}) == 1

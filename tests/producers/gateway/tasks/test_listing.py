@@ -40,10 +40,16 @@ def flat(found: list[list[str]]) -> list[str]:
     return list(chain.from_iterable(found))
 
 
+def apart(valkey: Redis, made: list[str]) -> None:
+    """Let them be submitted a millisecond after each other: within one, tasks are listed by id."""
+    valkey.zadd(keys.TASKS, {task_id: 1_790_000_000_000 + n for n, task_id in enumerate(made)})
+
+
 def test_tasks_are_listed_the_latest_first_without_their_outputs(
-    http: httpx.Client, submit: Submit, worker: FakeWorker
+    http: httpx.Client, submit: Submit, worker: FakeWorker, valkey: Redis
 ) -> None:
     first, second = submit(metadata={"a": "b"}, tenant="acme"), submit(tier="flex")
+    apart(valkey, [first, second])
     worker.serve(first, ["x"])
     page = http.get("/v1/tasks").json()
     assert (page["object"], page["first_id"], page["last_id"], page["has_more"]) == ("list", second, first, False)
@@ -81,11 +87,12 @@ def test_parts_have_every_task_once_also_those_of_one_millisecond(
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 def test_a_sparse_filter_looks_at_few_tasks_in_a_call_and_goes_on(
-    http: httpx.Client, submit: Submit, monkeypatch: pytest.MonkeyPatch, order: str
+    http: httpx.Client, submit: Submit, valkey: Redis, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     monkeypatch.setattr(listing, "LOOKED", 3)
     monkeypatch.setattr(listing, "PAGE", 2)
     made = [submit(tier="flex" if number in (0, 8) else "default") for number in range(9)]
+    apart(valkey, made)
     found = parts(http, tier="flex", order=order)
     assert len(found) > 2
     assert [] in found
@@ -96,6 +103,7 @@ def test_filters(http: httpx.Client, submit: Submit, worker: FakeWorker, valkey:
     done = submit(tier="priority", tenant="acme", metadata={"user": "1", "kind": "a[b]"})
     worker.serve(done, ["x"])
     waits = submit(tenant="other", metadata={"user": "2"})
+    apart(valkey, [done, waits])
     for name, value in (
         ("status", "completed"),
         ("tier", "priority"),
@@ -108,9 +116,10 @@ def test_filters(http: httpx.Client, submit: Submit, worker: FakeWorker, valkey:
     assert ids(http, model="tiny") == [waits, done]
     assert ids(http, model="huge") == ids(http, **{"metadata[user]": "1", "tenant": "other"}) == []
     valkey.zadd(keys.TASKS, {done: 1_790_000_000_250})
-    assert ids(http, created_before=1_790_000_000.251) == [done]
-    assert ids(http, created_before=1_790_000_000.25) == ids(http, created_after=9e9) == []
-    assert ids(http, created_after=1_790_000_000.25) == [waits]
+    assert ids(http, created_before=1_790_000_000.251) == ids(http, created_after=1_790_000_000) == [done, waits]
+    assert ids(http, created_before=1_790_000_000.25) == [waits]
+    assert ids(http, created_after=1_790_000_000.001) == [done]
+    assert ids(http, created_after=9e9) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""`client.tasks` and idempotency keys, of both clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers import IdempotencyKeyReused, InvalidQuery, InvalidTask, TaskExists, TaskNotFinal, TaskNotFound
+from producers.broker.redis import keys as broker_keys
+from producers.contract import keys
+from tests.producers.conftest import QUEUE
+from tests.producers.faces import Face
+from tests.producers.fake_worker import FakeWorker
+
+
+def queued(valkey: Redis) -> int:
+    return int(valkey.llen(broker_keys.tier_list(QUEUE, "default")))
+
+
+class TestList:
+    def test_gives_typed_tasks_and_where_to_go_on(self, client: Face, worker: FakeWorker, valkey: Redis) -> None:
+        made = [client.submit(model="tiny", prompt=[1], metadata={"n": str(n)}).id for n in range(3)]
+        valkey.zadd(keys.TASKS, {task_id: 1_790_000_000_000 + n for n, task_id in enumerate(made)})
+        worker.serve(made[0], ["x"])
+        first = client.tasks.list(limit=2, order="asc")
+        assert (first.tasks[0].id, len(first), first.next) == (made[0], 2, first.tasks[1].id)
+        (last,) = client.tasks.list(limit=2, order="asc", after=first.next)
+        assert {task.id for task in (*first, last)} == set(made)
+        task = first.tasks[0]
+        assert (task.status, task.metadata) == ("completed", {"n": "0"})
+        assert task.usage == {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 1}
+        assert task.times["created"] <= task.times["finished"]
+        assert [task.id for task in client.tasks.list(status="queued", metadata={"n": "1"})] == [made[1]]
+        assert client.tasks.list().next is None
+
+    @pytest.mark.parametrize(
+        "wanted", [{"limit": 0}, {"status": "done"}, {"after": "a b"}, {"created_after": float("nan")}]
+    )
+    def test_refuses_what_cannot_be_listed(self, client: Face, wanted: dict[str, Any]) -> None:
+        with pytest.raises(InvalidQuery) as refused:
+            client.tasks.list(**wanted)
+        assert refused.value.param in wanted
+
+
+class TestRetry:
+    def test_submits_a_final_task_again(self, client: Face, worker: FakeWorker, valkey: Redis) -> None:
+        old = client.submit(model="tiny", prompt=[1], metadata={"a": "b"})
+        with pytest.raises(TaskNotFinal):
+            client.tasks.retry(old.id)
+        worker.serve(old.id)
+        new = client.tasks.retry(old.id, idempotency_key="k")
+        assert new.status().task == old.status().task
+        (listed,) = client.tasks.list(status="queued")
+        assert (listed.id, listed.retried_from) == (new.id, old.id)
+        assert client.tasks.retry(old.id, idempotency_key="k").id == new.id != client.tasks.retry(old.id).id
+        with pytest.raises(TaskNotFound):
+            client.tasks.retry("nobody")
+
+
+class TestIdempotencyKey:
+    def test_the_same_task_is_submitted_once(self, client: Face, valkey: Redis) -> None:
+        first = client.submit(model="tiny", prompt=[1], idempotency_key="k")
+        assert client.submit(model="tiny", prompt=[1], idempotency_key="k").id == first.id
+        valkey.delete(keys.task(first.id))
+        assert client.submit(model="tiny", prompt=[1], idempotency_key="k").id == first.id
+        assert queued(valkey) == 1
+        others: list[dict[str, Any]] = [{"prompt": [2]}, {"prompt": [1], "task_id": "mine"}]
+        for other in others:
+            with pytest.raises(IdempotencyKeyReused):
+                client.submit(model="tiny", idempotency_key="k", **other)
+
+    def test_a_task_that_is_refused_takes_no_key(self, client: Face, valkey: Redis) -> None:
+        bad: list[dict[str, Any]] = [
+            {"prompt": [1], "idempotency_key": "a b"},
+            {"prompt": [5000], "idempotency_key": "k"},
+        ]
+        for fields in bad:
+            with pytest.raises(InvalidTask):
+                client.submit(model="tiny", **fields)
+        assert client.submit(model="tiny", prompt=[1], idempotency_key="k").id
+
+    def test_a_stranger_with_the_chosen_id_is_not_taken_for_ones_own(self, client: Face) -> None:
+        client.submit(model="tiny", prompt=[1], task_id="mine")
+        for _ in range(2):
+            with pytest.raises(TaskExists):
+                client.submit(model="tiny", prompt=[2], task_id="mine", idempotency_key="k")
