@@ -1,8 +1,8 @@
 """How fast a batch's input becomes queued tasks: `python -m tests.bench.batches`.
 
 A real Valkey, the sweeper's part in batches in this process, no worker: the input is checked, then its lines are made
-and sent. The time counts from the first line on, without the check, which has its own row. Memory: this process's
-largest, which is the bench's own as well.
+and sent, as many as are to be in the store at a time (`--window`; unset: all). The check has a rate of its own. Memory
+is this process's peak: with a large input and a small window it is what a sweeper needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Mapping
 from itertools import repeat
 from typing import Any, Final
 
@@ -41,30 +40,36 @@ CARD: Final = {
     "defaults": {},
     "files": {},
 }
-TEXT: Final = "The penstock feeds the turbine, and the turbine feeds the grid. " * 4
-BODIES: Final[Mapping[str, dict[str, Any]]] = {
-    "/v1/completions": {"prompt": TEXT, "max_tokens": 64},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 64},
-    "/v1/responses": {"input": TEXT, "max_output_tokens": 64},
-}
+TEXT: Final = "The penstock feeds the turbine, and the turbine feeds the grid. "
+URLS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
-async def measure(redis_url: str, redis: Redis, url: str, count: int) -> dict[str, Any]:
+def _body(url: str, text: str) -> dict[str, Any]:
+    if url == "/v1/completions":
+        return {"prompt": text, "max_tokens": 64}
+    if url == "/v1/responses":
+        return {"input": text, "max_output_tokens": 64}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 64}
+
+
+async def measure(redis_url: str, redis: Redis, url: str, count: int, window: int, text: str) -> dict[str, Any]:
     redis.flushall()
     redis.hset(keys.MODELS, "m", json.dumps(CARD))
     with tempfile.TemporaryDirectory() as folder:
         async with AsyncClient(redis_url) as client:
             blobs, endpoints = FolderBlobs(folder), LineEndpoints(client)
-            body = {"model": "m", "temperature": 0.0, **BODIES[url]}
-            batch_id, _ = make(redis, blobs, url, lines(repeat(body, count), url))
+            body = {"model": "m", "temperature": 0.0, **_body(url, text)}
+            batch_id, file_id = make(redis, blobs, url, lines(repeat(body, count), url))
+
+            size = blobs.size(file_id)
 
             async def counted(done: dict[str, int]) -> None:
                 pass
 
             begun, cpu = time.perf_counter(), time.process_time()
-            sweeping = asyncio.create_task(Batches(client, blobs, endpoints, counted, window=count).run(0.05))
+            sweeping = asyncio.create_task(Batches(client, blobs, endpoints, counted, window=window).run(0.05))
             queue, checked, sent = keys.version_queue("m", "1"), 0.0, 0
-            while sent < count:
+            while sent < window:
                 await asyncio.sleep(0.02)
                 batch = await batches.read(client.store, batch_id)
                 if batch is not None and batch.status == "in_progress" and not checked:
@@ -78,9 +83,10 @@ async def measure(redis_url: str, redis: Redis, url: str, count: int) -> dict[st
         "url": url,
         "lines": count,
         "checked_lines_per_s": round(count / (checked - begun)),
-        "expanded_lines_per_s": round(count / (ended - checked)),
-        "expanded_lines_per_cpu_s": round(count / cpu),
-        "store_bytes_per_line": round(redis.info("memory")["used_memory"] / count),
+        "input_mb": round(size / 1e6),
+        "expanded_lines_per_s": round(window / (ended - checked)),
+        "expanded_lines_per_cpu_s": round(window / cpu),
+        "store_bytes_per_line": round(redis.info("memory")["used_memory"] / window),
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 
@@ -88,11 +94,15 @@ async def measure(redis_url: str, redis: Redis, url: str, count: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=20_000)
-    parser.add_argument("--urls", default=",".join(BODIES), help="endpoints, separated by commas")
+    parser.add_argument("--window", type=int, help="lines that are made; unset: all")
+    parser.add_argument("--repeat", type=int, default=4, help="prompts have 64 times as many characters")
+    parser.add_argument("--urls", default=",".join(URLS), help="endpoints, separated by commas")
     arguments = parser.parse_args()
     with valkey() as (url, redis):
         for endpoint in arguments.urls.split(","):
-            print(json.dumps(asyncio.run(measure(url, redis, endpoint, arguments.lines))), flush=True)
+            window = min(arguments.window or arguments.lines, arguments.lines)
+            found = measure(url, redis, endpoint, arguments.lines, window, TEXT * arguments.repeat)
+            print(json.dumps(asyncio.run(found)), flush=True)
 
 
 if __name__ == "__main__":

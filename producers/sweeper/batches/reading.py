@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from producers.store.batches import Batch
 from producers.store.blobs import Blobs, lines
-from producers.sweeper.batches.validate import Request, is_blank, request_of
+from producers.sweeper.batches.validate import BadLine, Request, is_blank, request_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Requests:
 def read_requests(blobs: Blobs, batch: Batch, first: int, offset: int, most: int, size: int) -> Requests:
     """Up to `most` requests that have up to `size` bytes, or one. `offset`: where the request `first` begins.
 
-    Blocks. Raises BlobNotFound and OSError; BadLine if the input is not what was validated.
+    Blocks. Raises BlobNotFound and OSError; BadLine if the input is not what was checked.
     """
     requests: list[Request] = []
     ends: list[int] = []
@@ -35,4 +35,6 @@ def read_requests(blobs: Blobs, batch: Batch, first: int, offset: int, most: int
         ends.append(line.end)
         if len(requests) == most:
             break
+    if not requests:
+        raise BadLine(f"it has {first} requests, and had more when it was checked")
     return Requests(first, requests, ends)
