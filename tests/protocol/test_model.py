@@ -49,6 +49,7 @@ SMALL = {
     "outbox": with_faults(SCENARIOS["outbox"], crash=1, cancel=1, dcrash=1),
     "delete": with_faults(SCENARIOS["delete"], delete=1, crash=1),
     "delete-running": with_faults(SCENARIOS["delete-running"], delete=1, crash=1, lost=1),
+    "delete-producer": with_faults(SCENARIOS["delete-producer"], delete=1, pcrash=1),
     "outbox-rows": with_faults(SCENARIOS["outbox-rows"], stall=1, refuse=2),
     "outbox-undone": with_faults(SCENARIOS["outbox-undone"], undo=1, unmark=1, dcrash=1),
     **{
@@ -70,7 +71,6 @@ SMALL = {
             "versions-sent",
             "outbox-plain",
             "outbox-unread",
-            "delete-producer",
         )
     },
 }
