@@ -15,10 +15,12 @@ import pytest
 from tests.conformance.javascript import run_source
 from tests.processes import free_port
 from tests.workers.cli.local.test_up import Up
+from workers.cli.processes import PENSTOCK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
 LANGUAGES = ("bash", "python", "javascript")
 #: One of each section in `make test`, each time another language.
 EXAMPLES = [
@@ -75,6 +77,24 @@ def test_an_example_runs(running: Running, section: str, language: str, source: 
     assert ran.returncode == 0, ran.stderr
     assert re.search(SAYS[section], ran.stdout, re.DOTALL), ran.stdout
     assert not re.search(r'"error": ?\{', ran.stdout), ran.stdout
+
+
+def test_the_readmes_response_calls_back(running: Running) -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    (source,) = re.findall(r"^```python\n([^`]*\"webhook\".*?)^```$", text, re.M | re.S)
+    assert len(source.splitlines()) == 10, "ten lines, it says"
+    port = free_port()
+    listen = [*PENSTOCK, "webhooks", "listen", "--port", str(port)]
+    with subprocess.Popen(listen, cwd=running.folder, stdout=-1, stderr=-1, text=True) as listening:
+        try:
+            assert "listening" in listening.stderr.readline()  # type: ignore[union-attr]
+            ran = running.run("python", source.replace("9000", str(port)))
+            response_id, status = ran.stdout.split()
+            assert (ran.returncode, status) == (0, "queued")
+            told = listening.stdout.readline()  # type: ignore[union-attr]
+            assert re.match(rf"response\.\w+  {response_id}  evt_\w+  verified\n", told), told
+        finally:
+            listening.kill()
 
 
 def test_every_section_has_every_language() -> None:
