@@ -50,7 +50,7 @@ local function outbox_row(name, fields, of)
   local t = redis.call('TIME')
   redis.call('HSET', row, 'at', t[1], 'state', 'due', unpack(fields))
   redis.call('ZADD', 'penstock:webhooks:due', t[1] * 1000 + math.floor(t[2] / 1000), name)
-  redis.call('PUBLISH', 'penstock:webhooks:wake', '')
+  redis.pcall('PUBLISH', 'penstock:webhooks:wake', '') -- a user without this channel waits for the next look
 end
 
 local function outbox_event(event, object, created, of)

@@ -127,6 +127,22 @@ def test_rows_are_written_when_memory_is_full(server: Server) -> None:
         server.redis.config_set("maxmemory", 0)
 
 
+def test_a_user_who_may_not_wake_deliverers_writes_all_rows(server: Server, valkey_url: str) -> None:
+    server.redis.acl_setuser(
+        "narrow", enabled=True, nopass=True, commands=["+@all"], keys=["*"], channels=["penstock:tokens:*"]
+    )
+    try:
+        for name in ("one", "two"):
+            endpoint(server, name)
+        run(server.redis, protocol.admit("t", "n", server.now(), ASKED | OWN | {"origin": "task"}))
+        run(server.redis, protocol.queued("t"))
+        with Redis.from_url(valkey_url, username="narrow", password="none") as narrow:
+            assert run(narrow, protocol.cancel("t")) == [1, b"cancelled"]
+    finally:
+        server.redis.acl_deluser("narrow")
+    assert told(server) == {(name, "cancelled") for name in ("own", "one", "two")}
+
+
 @pytest.mark.parametrize(
     ("status", "event"), [("finalizing", "completed"), ("cancelling", "cancelled"), ("", "failed")]
 )
