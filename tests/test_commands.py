@@ -35,6 +35,7 @@ TINY = {
     "tests.bench.checkpoints": ["MODEL MODEL --workload W1 --rounds 1 --threads 1"],
     "tests.bench.compaction": ["--tokens 1000"],
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
+    "tests.bench.files": ["--lines 1000"],
     "tests.bench.flame": ["STACKS --title Steps --out OUT"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
     "tests.bench.plan": ["--sequences 2 --steps 3"],

@@ -27,6 +27,7 @@ class System:
     store: Redis
     worker: Worker
     url: str
+    files_dir: str
 
     def status(self, task_id: str) -> str | None:
         """`task_id` may have the prefix of an OpenAI id."""
@@ -68,4 +69,4 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             worker.wait_until(lambda: bool(worker.incarnations), 180)
             files = str(tmp_path_factory.mktemp("files"))
             with gateway(store_url, files_dir=files) as (url, _):
-                yield System(store_url, store, worker, url)
+                yield System(store_url, store, worker, url, files)

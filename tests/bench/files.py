@@ -1,0 +1,158 @@
+"""Memory that a large batch's input takes, and its speed: `python -m tests.bench.files`.
+
+Real processes: `penstock gateway`, `penstock sweeper` and Valkey, no worker. A file is uploaded, downloaded, checked as
+a batch's input, and its first lines are made and sent, until as many wait as a sweeper sends ahead. Each row has the
+process that does it, and the most memory that it had until then (VmHWM). Speeds are in MB (10^6 bytes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, Final
+
+from redis import Redis
+
+from producers.contract import keys
+from producers.sweeper.batches.expand import WINDOW
+from tests.bench.batches import CARD
+from tests.processes import free_port, valkey
+
+URL: Final = "/v1/completions"
+LINE: Final = (
+    '{"custom_id": "request-%012d", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": '
+    '"The penstock feeds the turbine, and the turbine feeds the grid, request %012d.", "max_tokens": 16}}\n'
+)
+#: Lines that are sent in one piece.
+LINES: Final = 4096
+
+
+def pieces(count: int) -> Iterator[bytes]:
+    """A batch's input of so many lines, each with an id of its own."""
+    for first in range(0, count, LINES):
+        yield "".join(LINE % (k, k) for k in range(first, min(first + LINES, count))).encode()
+
+
+class Process:
+    """A penstock process."""
+
+    def __init__(self, *args: str) -> None:
+        self._process = subprocess.Popen([sys.executable, "-m", "workers.cli", *args, "--log-level", "warning"])
+
+    @property
+    def most_mb(self) -> float:
+        """The most memory that it had so far."""
+        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) * 1024 / 1e6, 1)
+        raise RuntimeError("this kernel tells no VmHWM")
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+class Gateway(Process):
+    """A gateway process on a port of its own."""
+
+    def __init__(self, *args: str) -> None:
+        self.port = free_port()
+        super().__init__("gateway", "--port", str(self.port), *args)
+        while True:
+            try:
+                self.call("GET", "/readyz")
+                return
+            except OSError:
+                time.sleep(0.05)
+
+    @contextmanager
+    def opened(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Iterator[Any]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
+        try:
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
+            yield answer
+        finally:
+            connection.close()
+
+    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        content = None if body is None else json.dumps(body)
+        with self.opened(method, path, content, {"content-type": "application/json"}) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    def upload(self, count: int, size: int) -> str:
+        head = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\ncontent-disposition: '
+        head += b'form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+        tail = b"\r\n--b--\r\n"
+        length = len(head) + size + len(tail)
+        headers = {"content-type": "multipart/form-data; boundary=b", "content-length": str(length)}
+
+        def body() -> Iterator[bytes]:
+            yield head
+            yield from pieces(count)
+            yield tail
+
+        with self.opened("POST", "/v1/files", body(), headers) as answer:
+            file_id: str = json.load(answer)["id"]
+            return file_id
+
+
+def row(what: str, process: str, most_mb: float, seconds: float, size: int, lines: int) -> None:
+    speed = {"mb_per_s": round(size / 1e6 / seconds, 1), "lines_per_s": round(lines / seconds)}
+    print(json.dumps({"what": what, "process": process, "most_mb": most_mb, "seconds": round(seconds, 1)} | speed))
+
+
+def measure(url: str, redis: Redis, folder: str, count: int) -> None:
+    size = count * len(LINE % (0, 0))
+    redis.hset(keys.MODELS, "m", json.dumps(CARD))
+    options = ("--broker", url, "--files-dir", folder)
+    with Gateway(*options, "--max-file", str(size)) as gateway:
+        print(
+            json.dumps({"what": "nothing yet", "process": "gateway", "most_mb": gateway.most_mb, "file_mb": size / 1e6})
+        )
+        began = time.perf_counter()
+        file_id = gateway.upload(count, size)
+        row("upload", "gateway", gateway.most_mb, time.perf_counter() - began, size, count)
+        began, read = time.perf_counter(), 0
+        with gateway.opened("GET", f"/v1/files/{file_id}/content") as answer:
+            while piece := answer.read(1 << 20):
+                read += len(piece)
+        assert read == size
+        row("download", "gateway", gateway.most_mb, time.perf_counter() - began, size, count)
+        with Process("sweeper", *options) as sweeper:
+            asked = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}
+            batch_id = gateway.call("POST", "/v1/batches", asked)["id"]
+            began = time.perf_counter()
+            while (batch := gateway.call("GET", f"/v1/batches/{batch_id}"))["status"] == "validating":
+                time.sleep(0.05)
+            assert batch["request_counts"]["total"] == count, batch
+            row("check", "sweeper", sweeper.most_mb, time.perf_counter() - began, size, count)
+            began, made = time.perf_counter(), min(count, WINDOW)
+            while int(redis.hget(keys.batch(batch_id), "line") or 0) < made:
+                time.sleep(0.05)
+            row("first lines", "sweeper", sweeper.most_mb, time.perf_counter() - began, made * size // count, made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=int, default=10_000_000, help="of the file, 223 bytes each")
+    args = parser.parse_args()
+    with valkey() as (url, redis), tempfile.TemporaryDirectory() as folder:
+        measure(url, redis, folder, args.lines)
+
+
+if __name__ == "__main__":
+    main()
