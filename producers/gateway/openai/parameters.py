@@ -107,24 +107,26 @@ class Asked:
         except UnknownModel:
             raise
         except InvalidTask as error:
-            message, param = self._worded(str(error), error.param)
+            message, param = worded(self.names, str(error), error.param)
             raise InvalidTask(message, param=param, code=error.code) from None
         except Problem as error:
-            error.message, error.param = self._worded(error.message, error.param)
+            error.message, error.param = worded(self.names, error.message, error.param)
             raise
-
-    def _worded(self, message: str, param: str | None) -> tuple[str, str | None]:
-        for ours, theirs in self.names.items():
-            if ours != "prompt":
-                message = re.sub(rf"\b{ours}\b", theirs, message)
-            elif param == ours:  # elsewhere in a message, `prompt` is a plain word
-                message = re.sub(rf"^{ours}\b", theirs, message)
-        return message, self.names.get(param or "", param)
 
     def task(self, prompt: Any, **fields: Any) -> Task:
         """The task of one prompt. Raises InvalidTask."""
         with self.in_its_words():
             return Task(**({"model": self.model, "prompt": prompt, "ttl": KEPT_S} | self.fields | fields))
+
+
+def worded(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
+    """An error's message and parameter in the caller's words. `names`: a task's field -> the caller's name for it."""
+    for ours, theirs in names.items():
+        if ours != "prompt":
+            message = re.sub(rf"\b{ours}\b", theirs, message)
+        elif param == ours:  # elsewhere in a message, `prompt` is a plain word
+            message = re.sub(rf"^{ours}\b", theirs, message)
+    return message, names.get(param or "", param)
 
 
 def request_body(

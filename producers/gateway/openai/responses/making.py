@@ -17,7 +17,7 @@ from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.responses import conversation
 from producers.gateway.openai.responses.answer import answer, opened, scorer_of, waited
 from producers.gateway.openai.responses.items import Item
-from producers.gateway.openai.responses.request import Wanted
+from producers.gateway.openai.responses.request import Wanted, bounded
 from producers.gateway.openai.responses.story import Story
 from producers.gateway.openai.responses.stream import ResponseStream
 from producers.gateway.openai.responses.view import About, Output
@@ -38,7 +38,7 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     items = [*await _before(gateway, wanted, task.tenant), *wanted.items]
     task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
     with wanted.asked.in_its_words():
-        task = task.resolved(known.card)
+        task = bounded(task, known.card).resolved(known.card)
     more = wanted.more(task, items, known.now_ms())
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
     kind = _background if wanted.background else _foreground

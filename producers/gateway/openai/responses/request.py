@@ -15,6 +15,8 @@ from producers.gateway.openai.responses.items import INPUT, Item, read_input
 from producers.store.protocol import DEFAULT_TTL_S
 
 MAX_TOP_LOGPROBS: Final = 20
+#: Most log probabilities of an output, alternatives included. Each reader of a stream collects them for its end.
+MAX_LOGPROBS: Final = 1 << 17
 #: What `include` may name. Of all but log probabilities there is nothing here, so they add nothing.
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDABLE: Final = (
@@ -156,6 +158,25 @@ def read_response(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wanted
         | {"tools": [], "tool_choice": body.get("tool_choice") or "auto"}
         | {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "reasoning": {}},
     )
+
+
+def bounded(task: Task, card: Mapping[str, Any]) -> Task:
+    """The task with at most MAX_LOGPROBS log probabilities. Raises Problem if it asks for more."""
+    if task.logprobs is None:
+        return task
+    most = MAX_LOGPROBS // (task.logprobs + 1)
+    if task.max_tokens is None:
+        left = int(card["context_length"]) - len(task.prompt)
+        return task.model_copy(update={"max_tokens": max(1, min(most, left))})
+    if task.max_tokens > most:
+        raise Problem(
+            400,
+            f"top_logprobs is {task.logprobs}: with it, max_output_tokens is at most {most}, not {task.max_tokens}; "
+            "lower one of them",
+            code="invalid_value",
+            param="top_logprobs",
+        )
+    return task
 
 
 def included(value: Any) -> list[str]:

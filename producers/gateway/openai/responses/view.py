@@ -14,9 +14,12 @@ from typing import Any, Final, Self
 from producers.contract.events import Event, Token
 from producers.contract.record import Record
 from producers.gateway.openai.logprobs import ChatLogprobs
+from producers.gateway.openai.parameters import worded
 from producers.gateway.openai.responses.items import Item
 
 PREFIX: Final = "resp_"
+#: A task's field -> the name that a response has for it.
+NAMES: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input", "prompt_ids": "input"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,10 @@ def _reason(record: Record) -> str:
 
 def _error(record: Record) -> dict[str, Any] | None:
     error = record.json("error")
-    return error and {name: error.get(name) for name in ("code", "message", "param")}
+    if not error:
+        return None
+    message, param = worded(NAMES, error["message"], error.get("param"))
+    return {"code": error["code"], "message": message, "param": param}
 
 
 def _usage(record: Record) -> dict[str, Any]:

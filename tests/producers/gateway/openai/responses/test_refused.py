@@ -8,6 +8,9 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers.contract.task import Task
+from producers.gateway.http.errors import Problem
+from producers.gateway.openai.responses.request import MAX_LOGPROBS, bounded
 from tests.producers.gateway.openai.conftest import nothing_written, send
 from tests.producers.gateway.openai.test_parameters import http, model, valkey  # noqa: F401 - one gateway for all
 
@@ -106,3 +109,14 @@ def test_by_name(
 def test_queries_and_ids(http: httpx.Client, path: str, param: str | None, status: int) -> None:  # noqa: F811
     answer = http.get(f"/v1/responses/{path}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_log_probabilities_have_a_limit() -> None:
+    """Whatever the context is; they are in memory as often as the stream has readers."""
+    card = {"context_length": 100_000}
+    task = Task(model="x", prompt=[1], logprobs=20)
+    assert bounded(task, card).max_tokens == MAX_LOGPROBS // 21
+    assert bounded(task, {"context_length": 100}).max_tokens == 99
+    with pytest.raises(Problem) as caught:
+        bounded(task.model_copy(update={"max_tokens": 7000}), card)
+    assert caught.value.param == "top_logprobs"

@@ -79,7 +79,7 @@ async def test_the_asyncio_client(door: Door, answering: Answering) -> None:
 
 def test_each_end_is_told(client: OpenAI, answering: Answering) -> None:
     """Status and reason of what was cut, what failed, and what never began."""
-    failed = {"code": "dead_lettered", "message": "given up"}
+    failed = {"code": "dead_lettered", "message": "given up; lower max_tokens", "param": "max_tokens"}
 
     def fails(worker: FakeWorker, record: Record) -> None:
         worker.finish(record.id, [0], status="failed", reasons=[], error=failed)
@@ -97,7 +97,8 @@ def test_each_end_is_told(client: OpenAI, answering: Answering) -> None:
     assert cut["response"]["output"][0]["status"] == "incomplete"
     assert (broken["type"], broken["response"]["output"]) == ("response.failed", [])
     assert broken["sequence_number"] == 2, "what never began was never in progress"
-    assert broken["response"]["error"]["code"] == "dead_lettered"
+    error = {"code": "dead_lettered", "message": "given up; lower max_output_tokens", "param": "max_output_tokens"}
+    assert broken["response"]["error"] == error
     assert (ended["type"], ended["response"]["incomplete_details"]) == ("response.incomplete", {"reason": "deadline"})
     assert ended["response"]["error"]["code"] == "expired"
     answering.scripts = [fails]
