@@ -25,9 +25,11 @@ MAX_LINES: Final = 10_000_000
 MAX_CUSTOM_ID: Final = 512
 #: Errors after which no more are looked for.
 MAX_ERRORS: Final = 100
-#: Sets that the hashes of custom_ids are split into: each is small, and all are sorted one after the other.
-_BUCKETS: Final = 1024
-_64_BITS: Final = (1 << 64) - 1
+#: Bits of a custom_id's hash that say in which bucket the other bits are. Each bucket is small.
+_BUCKET_BITS: Final = 14
+#: Bits of a hash, of which 4 bytes are kept. In a file of ten million ids two have the same by chance every other time;
+#: the second pass then finds that they differ.
+_BITS: Final = _BUCKET_BITS + 32
 _BOM: Final = b"\xef\xbb\xbf"
 
 
@@ -176,25 +178,32 @@ def _check_model(model: str, models: Collection[str]) -> None:
         raise BadLine(f"there is no model {shown(model)}{hint}", code="model_not_found", param="body.model")
 
 
+def _hash(text: str) -> int:
+    """Keyed by the process, so nobody can make texts that collide."""
+    return hash(text) & ((1 << _BITS) - 1)
+
+
 class _Hashes:
-    """Hashes of texts, 8 bytes each, to find those that come twice."""
+    """Hashes of texts, 4 bytes each, to find those that come twice."""
 
     def __init__(self) -> None:
-        self._buckets = [array("Q") for _ in range(_BUCKETS)]
+        self._buckets = [array("I") for _ in range(1 << _BUCKET_BITS)]
 
     def add(self, text: str) -> None:
-        value = hash(text) & _64_BITS  # keyed by the process, so nobody can make texts that collide
-        self._buckets[value % _BUCKETS].append(value)
+        value = _hash(text)
+        self._buckets[value >> 32].append(value & 0xFFFFFFFF)
 
     def repeated(self, most: int) -> frozenset[int]:
         """Up to `most` hashes that came more than once."""
         found: set[int] = set()
-        for bucket in self._buckets:
+        for place, bucket in enumerate(self._buckets):
             if len(set(bucket)) == len(bucket):
                 continue
             seen: set[int] = set()
             for value in bucket:
-                (found if value in seen else seen).add(value)
+                if value in seen:
+                    found.add(place << 32 | value)
+                seen.add(value)
                 if len(found) >= most:
                     return frozenset(found)
         return frozenset(found)
@@ -210,7 +219,7 @@ def _repeats(lines: Iterable[Line], url: str, hashes: frozenset[int], most: int,
             custom_id = request_of(line, url).custom_id
         except BadLine:
             continue
-        if hash(custom_id) & _64_BITS not in hashes:
+        if _hash(custom_id) not in hashes:
             continue
         if custom_id in first:
             message = f"custom_id {shown(custom_id)} is that of line {first[custom_id]} already; each must be unique"

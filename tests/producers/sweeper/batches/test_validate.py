@@ -116,4 +116,4 @@ assert len(hashes.repeated(9)) == 1
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=100)
-    assert int(done.stdout) < 60_000, "KB"
+    assert int(done.stdout) < 40_000, "KB"
