@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import openai
 import pytest
@@ -22,6 +23,8 @@ MESSAGES = [
     {"role": "user", "content": "Write the function add(a, b)."},
 ]
 PROMPT = "def read(path):\n"
+BODY = {"model": "tiny", "prompt": "import ", "max_tokens": 5}
+LINE = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": BODY})
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +276,40 @@ async def test_many_calls_at_once(system: System) -> None:
         texts = await asyncio.gather(*(stream(seed) for seed in range(16)))
     assert all(texts[k] == texts[k % 4] for k in range(16))
     assert len(set(texts)) > 1
+
+
+@pytest.fixture
+async def asking(system: System) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+async def test_models_and_webhook_endpoints(asking: AsyncOpenAI) -> None:
+    assert [model.id async for model in asking.models.list()] == ["tiny"]
+    made = await asking.webhooks.create(name="a", url="https://1.1.1.1/", event_types=["batch.completed"])
+    assert (await asking.webhooks.update(made.id, name="b")).name == "b"
+    rotated = await asking.webhooks.rotate_secret(made.id, keep_old_secret_active_for_24_hours=True)
+    assert rotated.signing_secret != made.signing_secret
+    assert [one.id async for one in asking.webhooks.list()] == [made.id]
+    assert (await asking.webhooks.delete(made.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await asking.webhooks.retrieve(made.id)
+
+
+async def test_a_batch_made_many_times_with_one_key_is_one_and_is_cancelled(asking: AsyncOpenAI) -> None:
+    file = await asking.files.create(file=("in.jsonl", LINE.encode()), purpose="batch")
+    ids = await asyncio.gather(
+        *(
+            asking.batches.create(
+                input_file_id=file.id,
+                endpoint="/v1/completions",
+                completion_window="24h",
+                extra_headers={"Idempotency-Key": "one"},
+            )
+            for _ in range(8)
+        )
+    )
+    (batch_id,) = {one.id for one in ids}
+    assert [one.id async for one in asking.batches.list()] == [batch_id]
+    assert (await asking.batches.cancel(batch_id)).status in ("cancelling", "cancelled")
+    assert (await asking.batches.retrieve(batch_id)).input_file_id == file.id
