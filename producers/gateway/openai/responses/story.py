@@ -72,7 +72,7 @@ class Story:
     def _token(self, token: Token) -> bytes:
         begin = b"" if self.output.begun else self._begin()
         text, logprobs = self.output.add(token)
-        if not (text or logprobs):
+        if not text and token.logprobs is None:
             return begin
         delta = f'{self._place}, "delta": "{text}", "logprobs": [{logprobs}]'
         return begin + self._event("response.output_text.delta", delta)

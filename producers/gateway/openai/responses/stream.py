@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from producers.client.aio import AsyncHandle
 from producers.contract.events import End, Event, Token
+from producers.errors import TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, problem_of
 from producers.gateway.http.sse import LiveStream
@@ -65,11 +66,14 @@ class ResponseStream(LiveStream):
 
     async def _frames(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
         async with aclosing(self._events(batches, handle)) as chunks:
-            async for chunk in chunks:
-                told = self._story.number - 1
-                if chunk:
-                    yield chunk
-                    self._told = max(self._told, told)
+            try:
+                async for chunk in chunks:
+                    told = self._story.number - 1
+                    if chunk:
+                        yield chunk
+                        self._told = max(self._told, told)
+            except TaskNotFound:
+                raise Problem(404, "The response was deleted.", code="response_not_found") from None
 
     async def _events(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
         story = self._story

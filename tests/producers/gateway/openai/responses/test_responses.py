@@ -106,7 +106,7 @@ def test_each_end_is_told(client: OpenAI, answering: Answering) -> None:
         client.responses.create(**ASKED)
 
 
-def test_log_probabilities_are_in_deltas_and_in_the_whole(client: OpenAI, answering: Answering) -> None:
+def test_log_probabilities_are_in_deltas_and_in_the_whole(client: OpenAI, answering: Answering, valkey: Redis) -> None:
     answering.scripts = [says("a", "", logprobs=[(-0.5, ((5, -0.5), (6, -1.0)))])]
     live = told(client.responses.create(**ASKED, stream=True, include=["message.output_text.logprobs"], top_logprobs=2))
     deltas = [event["logprobs"] for event in live if event["type"] == "response.output_text.delta"]
@@ -114,7 +114,12 @@ def test_log_probabilities_are_in_deltas_and_in_the_whole(client: OpenAI, answer
     assert [top["logprob"] for top in deltas[0][0]["top_logprobs"]] == [-0.5, -1.0]
     (part,) = live[-1]["response"]["output"][0]["content"]
     assert part["logprobs"] == [*deltas[0], *deltas[1]]
-    assert client.responses.retrieve(live[0]["response"]["id"]).to_dict() == live[-1]["response"]
+    response_id = live[0]["response"]["id"]
+    assert client.responses.retrieve(response_id).to_dict() == live[-1]["response"]
+    valkey.hset(keys.task(task_id(response_id)), "version", "another")
+    again = told(client.responses.retrieve(response_id, stream=True))
+    assert [event["type"] for event in again] == [event["type"] for event in live], "whatever its tokenizer is now"
+    assert [event["logprobs"] for event in again if "delta" in event] == [[], []]
 
 
 class TestConversation:
@@ -233,9 +238,10 @@ class TestEnding:
     def test_a_deleted_one_is_unknown_and_leaves_nothing(
         self, client: OpenAI, holding: Answering, valkey: Redis, alive: bool
     ) -> None:
-        made = client.responses.create(**ASKED, background=True)
+        events = iter(client.responses.create(**ASKED, background=True, stream=True))
+        made = next(events).response
         name = task_id(made.id)
-        until(lambda: valkey.exists(keys.stream(name)))
+        until(lambda: next(events).type == "response.output_text.delta")
         with valkey.pubsub() as control:
             control.subscribe(keys.control(holding.worker.incarnation))
             until(lambda: control.get_message(timeout=1))
@@ -244,6 +250,8 @@ class TestEnding:
             client.responses.delete(made.id)
             if alive:
                 assert until(lambda: control.get_message(timeout=1))["data"] == f"cancel {name}".encode()
+        last = list(events)[-1]
+        assert (last.type, last.code, last.sequence_number) == ("error", "response_not_found", 5)
         assert holding.worker.append(name, 1, ["more"])[0] == "other"
         assert holding.worker.finish(name, [1]) == ["other"]
         for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
