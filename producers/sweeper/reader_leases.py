@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
@@ -63,7 +64,8 @@ class ReaderLeases:
         self._lease_ms = int(lease_s * 1000)
         self._every_s = lease_s / RENEWALS
         self._patience_s = patience_s
-        self._held: set[str] = set()
+        #: Task id -> its readers in this process: requests with one Idempotency-Key share their tasks.
+        self._held: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -78,7 +80,11 @@ class ReaderLeases:
 
         If the store is away, the leases lapse.
         """
-        self._held.difference_update(task_ids)
+        for task_id in task_ids:
+            if self._held[task_id] > 1:
+                self._held[task_id] -= 1
+            else:
+                self._held.pop(task_id, None)
         ended = [task_id for task_id in task_ids if task_id not in lapse]
         try:
             if ended:

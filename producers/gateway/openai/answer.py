@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -14,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from producers.client.submission import Known
 from producers.contract.events import End
 from producers.gateway.context import Gateway
+from producers.gateway.http import idempotency
 from producers.gateway.http.errors import body_of, problem_of
 from producers.gateway.http.sse import LiveStream
 from producers.gateway.openai.parameters import Asked
@@ -29,12 +29,12 @@ INLINE: Final = 1000
 REASONS: Final = ("stop", "length")
 
 
-def head(kind: str, prefix: str, task_id: str, known: Known) -> dict[str, Any]:
-    """The first fields of an answer or chunk. The id contains the task's id in `/v1/tasks`."""
+def head(kind: str, prefix: str, foreground: Foreground, known: Known) -> dict[str, Any]:
+    """The first fields of an answer or chunk. The id contains the first task's id in `/v1/tasks`."""
     return {
-        "id": f"{prefix}-{task_id}",
+        "id": f"{prefix}-{foreground.ids[0]}",
         "object": kind,
-        "created": int(time.time()),
+        "created": int(foreground.created),
         "model": known.card["name"],
         "system_fingerprint": fingerprint(known),
     }
@@ -51,7 +51,9 @@ async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awa
     with asked.in_its_words():
         try:
             await foreground.submit()
-            return await answer()
+            response = await answer()
+            response.headers.update(idempotency.REPLAYED if foreground.replayed else {})
+            return response
         except BaseException:
             await foreground.close()
             raise

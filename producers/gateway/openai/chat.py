@@ -25,7 +25,7 @@ from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
 from producers.gateway.openai.outputs import News, news
 from producers.gateway.openai.parameters import RESPONSES, Asked, count, flag, read, refusal, request_body
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
-from producers.gateway.tasks.foreground import Foreground
+from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
 
@@ -79,9 +79,10 @@ async def create(request: Request) -> Response:
     task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(known.card))]
-    foreground = Foreground(gateway, [task])
+    with asked.in_its_words():
+        foreground = await keyed(request, gateway, [task])
     kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-    first = head(kind, "chatcmpl", foreground.ids[0], known) | {"service_tier": asked.service_tier}
+    first = head(kind, "chatcmpl", foreground, known) | {"service_tier": asked.service_tier}
 
     async def answer() -> Response:
         if asked.stream:

@@ -24,7 +24,7 @@ from producers.gateway.openai.outputs import News, news, weight
 from producers.gateway.openai.parameters import RESPONSES, request_body
 from producers.gateway.openai.prompts import OWN, RENAMED, Completion, read_completion
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
-from producers.gateway.tasks.foreground import Foreground
+from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -48,8 +48,9 @@ async def create(request: Request) -> Response:
     tokenizer = await gateway.prompts.tokenizer(known.card) if wanted.logprobs else None
     echoes = await _echoes(gateway, known.card, wanted, tasks, tokenizer)
     scorers = _scorers(wanted, tokenizer, echoes)
-    foreground = Foreground(gateway, tasks)
-    first = head("text_completion", "cmpl", foreground.ids[0], known)
+    with asked.in_its_words():
+        foreground = await keyed(request, gateway, tasks)
+    first = head("text_completion", "cmpl", foreground, known)
     if asked.tier_given:
         first["service_tier"] = asked.service_tier
 

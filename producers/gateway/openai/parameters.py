@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from producers.contract.task import MAX_SEED, Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
+from producers.gateway.http import idempotency
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.tenant import TENANT, tenant_of
 from producers.gateway.tasks.views import errors
@@ -73,7 +74,7 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
 #: The endpoints' answers for OpenAPI: complete, or as a stream.
 RESPONSES: Final = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}},
-    **errors(404, 409, 413, 415, 429, 504),
+    **errors(404, 409, 413, 415, 422, 429, 504),
 }
 #: Stream options of OpenAI, and vLLM's `continuous_usage_stats`, which load generators use.
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
@@ -165,7 +166,7 @@ def request_body(
         schema["not"] = {"anyOf": [{"required": names} for names in alike]}
     tenant = {"name": TENANT, "in": "header", "description": "the tenant whose turn it is", "schema": task["tenant"]}
     return {
-        "parameters": [tenant],
+        "parameters": [tenant, idempotency.PARAMETER],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
     }
 

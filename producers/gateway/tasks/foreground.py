@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -20,8 +21,10 @@ from producers.contract.events import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
+from producers.gateway.http import idempotency
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
+from producers.store.idempotency import KEPT_S, Entry
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,8 @@ ONCE: Final = {"x-should-retry": "false"}
 class Foreground:
     """The tasks of one request. Always call `close`.
 
-    `more`: fields of their records beside the tasks' own. `ids`: the tasks' ids, if they were chosen before.
+    `more`: fields of their records beside the tasks' own. `ids`: the tasks' ids, if they were chosen before. `entry`:
+    what the request's Idempotency-Key stands for, see `keyed`.
     """
 
     def __init__(
@@ -49,33 +53,51 @@ class Foreground:
         tasks: Sequence[Task],
         more: Mapping[str, str | int] | None = None,
         ids: Sequence[str] | None = None,
+        entry: Entry | None = None,
     ) -> None:
         self._gateway = gateway
         self._tasks = tasks
         self._more = more or {}
         self.ids: Final = ids or [str(uuid.uuid4()) for _ in tasks]
         self._open = set(self.ids)
-        self._held = list(self.ids)
+        self._held: list[str] = []
+        self._entry = entry
+        #: Whether an earlier request submitted some of them.
+        self.replayed = False
+
+    @property
+    def created(self) -> float:
+        """When they were asked for first (unix seconds)."""
+        return time.time() if self._entry is None else self._entry.at / 1000
 
     async def submit(self) -> None:
         """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
         client, metrics = self._gateway.client, self._gateway.metrics
-        await self._gateway.admission.enter(self._tasks)
+        if self._entry is None or self._entry.state != "made":
+            await self._gateway.admission.enter(self._tasks)
         await self._gateway.readers.enter(self.ids)
+        self._held = list(self.ids)
         submits = [client.admit(task, name, self._more) for task, name in zip(self._tasks, self.ids, strict=True)]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
             taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
-            self._open -= taken  # they are another request's, which has their leases
-            self._held = [name for name in self.ids if name not in taken]
-            failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
-            if failed is not None:
-                raise failed
+            self.replayed = bool(taken)
+            if self._entry is None:  # they are another request's, which has their leases
+                self._open -= taken
+                self._held = [name for name in self.ids if name not in taken]
+            failed = [answer for answer in answers if isinstance(answer, BaseException) and not self._shared(answer)]
+            if failed:
+                raise failed[0]
         except BaseException:
             await self.close()
             raise
-        for task in self._tasks:
-            metrics.submitted(task.model, task.tier)
+        for task, name in zip(self._tasks, self.ids, strict=True):
+            if name not in taken:
+                metrics.submitted(task.model, task.tier)
+
+    def _shared(self, answer: BaseException) -> bool:
+        """Whether a submit found the task of an earlier request with the same key."""
+        return self._entry is not None and isinstance(answer, TaskExists)
 
     async def events(self) -> AsyncGenerator[list[tuple[int, Event]]]:
         """All events of all tasks, as (task's number, event), in batches as they come.
@@ -106,13 +128,16 @@ class Foreground:
         return self._gateway.client.get(self.ids[number]).batches(start)
 
     async def close(self) -> None:
-        """Cancel the tasks that have not ended. If the store is away, they end when their reader leases lapse."""
+        """Cancel the tasks that have not ended. If the store is away, they end when their reader leases lapse.
+
+        So do those of a request with a key, so that its next try finds them.
+        """
         await asyncio.shield(asyncio.create_task(self._close()))
 
     async def _close(self) -> None:
         client = self._gateway.client
-        missed = set()
-        for name in self._open:
+        missed = set(self._open) if self._entry is not None else set()
+        for name in self._open - missed:
             try:
                 await client.get(name).cancel()
             except TaskNotFound:
@@ -121,7 +146,26 @@ class Foreground:
                 logger.warning("task %s of a caller who left is not cancelled yet: %s", name, said(error))
                 missed.add(name)
         self._open.clear()
-        await self._gateway.readers.leave(self._held, lapse=missed)
+        held, self._held = self._held, []
+        await self._gateway.readers.leave(held, lapse=missed)
+
+
+async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Foreground:
+    """The tasks of a request; those of an earlier one with the same Idempotency-Key and body, if there was one.
+
+    With a key they are kept as long as it is, and run on for a reader lease when their caller leaves. Raises
+    InvalidTask, UnknownModel or Problem.
+    """
+    if idempotency.HEADER in request.headers:
+        for task in tasks:  # a request to be refused takes no key
+            task.check(await gateway.client.card(task.model))
+    entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
+    if entry is None:
+        return Foreground(gateway, tasks)
+    first = uuid.UUID(entry.id)
+    ids = [entry.id, *(str(uuid.uuid5(first, str(number))) for number in range(1, len(tasks)))]
+    kept = [task.model_copy(update={"ttl": KEPT_S}) for task in tasks]
+    return Foreground(gateway, kept, {"idempotency": entry.name}, ids, entry)
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:
