@@ -206,7 +206,6 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         group.create_task(_repeat(client, prune, settings.seldom))
         group.create_task(_repeat(client, tidy, settings.seldom))
         group.create_task(_repeat(client, trim, settings.seldom))
-
         group.create_task(_repeat(client, expire_files, settings.seldom))
 
 

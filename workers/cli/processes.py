@@ -302,9 +302,13 @@ def sweeper(
         float, typer.Option(min=1, callback=finite, help="The same as the gateways' --reader-lease.")
     ] = 15.0,
     files_dir: FilesDir = None,
+    max_batch_lines: Annotated[
+        int,
+        typer.Option(min=1, help="Lines of one batch that are queued, or wait to be written, at a time."),
+    ] = 20_000,
     log_level: LogLevel = "info",
 ) -> None:
-    """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Compact finished streams.
+    """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Run batches. Compact streams.
 
     Any number may run: one leads, and another takes over within seconds when it dies.
     """
@@ -321,6 +325,7 @@ def sweeper(
         compact_after=compact_after,
         letters_kept=dead_letter_days * 24 * 3600,
         files_dir=str(files_dir or FILES_DIR),
+        batch_lines=max_batch_lines,
     )
     if name is not None:
         settings = replace(settings, name=name)
