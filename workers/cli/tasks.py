@@ -110,6 +110,9 @@ def submit(
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="Metadata kept with the task. May be repeated.")
     ] = None,
     ttl: Annotated[int | None, typer.Option(help="Seconds for which the result is kept.")] = None,
+    webhook: Annotated[
+        str | None, typer.Option(metavar="URL", help="Call this https:// URL when the task has ended.")
+    ] = None,
     idempotency_key: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="A name of this task: for 24 hours, the same KEY submits nothing twice."),
@@ -151,6 +154,7 @@ def submit(
         "tenant": tenant,
         "metadata": dict(map(pair, metadata)) if metadata else None,
         "ttl": ttl,
+        "webhook": None if webhook is None else {"url": webhook},
     }
     # Unset fields are left out: defaults and validation are the gateway's.
     fields = {name: value for name, value in asked.items() if value is not None}

@@ -57,12 +57,8 @@ class Listener(Process):
         return found
 
 
-def finished(door: Door, worker: FakeWorker, webhook: dict[str, Any]) -> str:
-    """The id of a task with this webhook, which a worker has completed."""
-    body = {"model": "tiny", "prompt": "def", "webhook": webhook}
-    answer = httpx.post(f"{door.url}/v1/tasks", json=body)
-    assert answer.status_code == 202, answer.text
-    task_id: str = answer.json()["id"]
+def finished(worker: FakeWorker, task_id: str) -> str:
+    """The id of a task, which a worker has completed."""
     assert worker.take(QUEUE, 30) == task_id
     worker.serve(task_id)
     return task_id
@@ -73,7 +69,8 @@ def test_a_task_calls_back_and_its_delivery_is_shown_and_replayed(
 ) -> None:
     events = ["response.completed", "response.in_progress"]
     with Listener(valkey_url) as listener:
-        task_id = finished(door, worker, {"url": listener.url, "events": events})
+        body = {"model": "tiny", "prompt": "def", "webhook": {"url": listener.url, "events": events}}
+        task_id = finished(worker, httpx.post(f"{door.url}/v1/tasks", json=body).json()["id"])
         first = {event["type"]: event for event in listener.events(2)}
         assert sorted(first) == events
         assert {event["data"]["id"] for event in first.values()} == {task_id}
@@ -92,11 +89,14 @@ def test_a_task_calls_back_and_its_delivery_is_shown_and_replayed(
         assert process.stop() == 0
 
 
-def test_what_the_page_says_verifies_an_event(door: Door, worker: FakeWorker, process: Process, webhooks: Run) -> None:
+def test_what_the_page_says_verifies_an_event(
+    door: Door, worker: FakeWorker, process: Process, webhooks: Run, run: Run
+) -> None:
     (source,) = [one for one in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "unwrap" in one]
     (placeholder,) = re.findall(r"whsec_[A-Za-z0-9+/=]+", source)
     with Receiver() as receiver:
-        task_id = finished(door, worker, {"url": f"{receiver.url}/ok"})
+        asked = run("submit", "tiny", "def", "--webhook", f"{receiver.url}/ok", "--url", door.url)
+        task_id = finished(worker, asked.out.strip())
         event = receiver.event()
     names: dict[str, Any] = {}
     exec(source.replace(placeholder, webhooks("secret").out.strip()), names)
