@@ -57,6 +57,11 @@ class Secrets:
     def new(cls) -> Self:
         return cls(new_secret())
 
+    @classmethod
+    def parse(cls, said: Any) -> Self:
+        """Fields of a later version are left out. Raises ValueError, TypeError or KeyError."""
+        return cls(**{one.name: said[one.name] for one in fields(cls)})
+
     def signing(self, now: float) -> list[str]:
         """The secrets to sign with, the newest first."""
         return [self.secret, self.old] if self.old is not None and now < self.old_until else [self.secret]
@@ -91,7 +96,7 @@ class Endpoint:
         """None for what cannot be read: one such endpoint must not keep others from their events."""
         try:
             said = json.loads(raw)
-            secrets = Secrets(**{one.name: said["secrets"][one.name] for one in fields(Secrets)})
+            secrets = Secrets.parse(said["secrets"])
             known = {one.name: said[one.name] for one in fields(cls) if one.name in said}
             return cls(**known | {"event_types": tuple(said["event_types"]), "secrets": secrets})
         except (ValueError, TypeError, KeyError) as error:
@@ -171,7 +176,7 @@ async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secret
     fresh = Secrets.new()
     while True:
         raw = await store.execute_command("HGET", keys.WEBHOOK_SECRETS, tenant or "")
-        old = None if raw is None else Secrets(**json.loads(raw))
+        old = None if raw is None else Secrets.parse(json.loads(raw))
         new = fresh if old is None else how(old)
         if new == old:
             return new

@@ -62,6 +62,9 @@ class Deliverer:
                 except FAILURES as error:
                     warn_throttled(log, "the store does not answer, trying again: %s", error)
                     pause = LOOK_S
+                except Exception:  # rows that were taken are due again when their lease ends; others must not wait
+                    log.exception("a round failed here, going on")
+                    pause = LOOK_S
                 await self._rest(pause)
             await self._drain()
         finally:

@@ -37,7 +37,7 @@ async def targets(store: Redis, rows: Sequence[Row]) -> list[Target | str]:
     """For each row a target, or why it has none. Raises redis.exceptions.RedisError or OSError."""
     named = await endpoints.get_many(store, list({row.endpoint for row in rows if row.endpoint is not None}))
     own = {row.tenant for row in rows if row.endpoint is None and row.secret is None}
-    secrets = {tenant: (await endpoints.own_secrets(store, tenant)).signing(time.time()) for tenant in own}
+    secrets = {tenant: await _of_tenant(store, tenant) for tenant in own}
     found: list[Target | str] = []
     for row in rows:
         if row.endpoint is not None:
@@ -55,5 +55,14 @@ def _of_endpoint(one: Endpoint | None) -> Target | str:
     return Target(one.url, one.secrets.signing(time.time()), one.id)
 
 
-def _of_task(row: Row, secrets: Mapping[str | None, Sequence[str]]) -> Target:
-    return Target(row.url, [row.secret] if row.secret is not None else secrets[row.tenant], f"of {row.tenant or ''}")
+async def _of_tenant(store: Redis, tenant: str | None) -> Sequence[str]:
+    """The secrets that sign now; none if what is stored cannot be read."""
+    try:
+        return (await endpoints.own_secrets(store, tenant)).signing(time.time())
+    except (ValueError, TypeError, KeyError):
+        return ()
+
+
+def _of_task(row: Row, secrets: Mapping[str | None, Sequence[str]]) -> Target | str:
+    signing = [row.secret] if row.secret is not None else secrets[row.tenant]
+    return Target(row.url, signing, f"of {row.tenant or ''}") if signing else "the tenant's secret cannot be read"

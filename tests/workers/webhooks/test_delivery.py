@@ -200,14 +200,17 @@ def test_a_name_is_what_tls_asks_for_and_verifies(valkey_url: str, valkey: Redis
 def test_what_cannot_be_read_holds_up_nobody_else(
     valkey_url: str, valkey: Redis, receiver: Receiver, secret: str
 ) -> None:
-    """An endpoint that is no JSON, one of a later version, and a row of which only the name is left."""
+    """An endpoint and a secret that are no JSON, an endpoint of a later version, a row of which little is left."""
     later = {**json.loads(Endpoint("whe_1", f"{receiver.url}/ok", "n", (), Secrets.new(), 1, 1).to_json()), "new": 1}
     valkey.hset(keys.WEBHOOK_ENDPOINTS, mapping={"whe_0": "{", "whe_1": json.dumps(later)})
     broken = put(valkey, "broken", f"{receiver.url}/ok", endpoint="whe_0")
+    valkey.hset(keys.WEBHOOK_SECRETS, "acme", "{")
+    unsigned = put(valkey, "unsigned", f"{receiver.url}/ok", tenant="acme")
     valkey.hset(keys.webhook_row("bare"), "attempts", "{")
     valkey.zadd(keys.WEBHOOKS_DUE, {"bare": 1})
     fine = [put(valkey, "later", "", endpoint="whe_1"), put(valkey, "fine", f"{receiver.url}/ok", secret)]
     with WebhooksProcess(valkey_url) as process:
         for name in fine:
             assert ended(process, valkey, name).state == "delivered"
-        assert "cannot be read" in ended(process, valkey, broken).attempts[0].error
+        for name in (broken, unsigned):
+            assert "cannot be read" in ended(process, valkey, name).attempts[0].error
