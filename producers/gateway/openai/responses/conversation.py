@@ -23,6 +23,8 @@ from producers.gateway.openai.responses.view import PREFIX, About
 
 #: Codes of an error that a shorter prompt cures.
 TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded")
+#: Share of the context that truncation leaves for an output without max_output_tokens: one in so many.
+ROOM: Final = 4
 #: Roles of messages that stay at the beginning of a conversation.
 STAY: Final = ("system", "developer")
 
@@ -93,6 +95,8 @@ async def fitted(
         async def filled(at: int) -> Task:
             full = task.model_copy(update={"prompt": await _prompt(gateway, card, wanted, left(at))})
             full.check(card)
+            if full.max_tokens is None and at < len(starts) - 1:
+                full.model_copy(update={"max_tokens": int(card["context_length"]) // ROOM}).check(card)
             return full
 
         full, at = await _first_that_fits(filled, len(starts))

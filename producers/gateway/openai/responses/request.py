@@ -64,6 +64,8 @@ UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "image": (),
 }
 STREAM_OPTIONS: Final = ("include_obfuscation",)
+#: A task's field -> the name that a response has for it, where they differ.
+NAMES: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input", "prompt_ids": "input"}
 #: Parameters that the response shows as they came.
 SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "max_output_tokens", "previous_response_id")
 
@@ -146,7 +148,7 @@ def read_response(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wanted
     if top or LOGPROBS in included(own.get("include", [])):
         asked.fields["logprobs"] = top or 0
     return Wanted(
-        asked=replace(asked, names=asked.names | {"logprobs": "top_logprobs"}),
+        asked=replace(asked, names=asked.names | NAMES),
         items=read_input(own["input"]),
         instructions=_string(own, "instructions"),
         previous=_string(own, "previous_response_id"),

@@ -16,10 +16,9 @@ from producers.contract.record import Record
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import worded
 from producers.gateway.openai.responses.items import Item
+from producers.gateway.openai.responses.request import NAMES
 
 PREFIX: Final = "resp_"
-#: A task's field -> the name that a response has for it.
-NAMES: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input", "prompt_ids": "input"}
 
 
 @dataclass(frozen=True, slots=True)

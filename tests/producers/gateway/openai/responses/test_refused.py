@@ -31,7 +31,7 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "unsupported_parameter", "item_reference"),
     ({"input": [{"type": "function_call_output"}]}, "input[0].type", "unsupported_parameter", "messages alone"),
     ({"input": "\ud800"}, "input", "invalid_value", "lone surrogate"),
-    ({"input": "x " * 3000}, "input", "context_length_exceeded", "1024"),
+    ({"input": "x " * 3000}, "input", "context_length_exceeded", "lower max_output_tokens"),
     ({"instructions": 5}, "instructions", "invalid_type", "a string"),
     ({"instructions": "\ud800"}, "instructions", "invalid_value", "lone surrogate"),
     ({"max_output_tokens": -1}, "max_output_tokens", "invalid_value", "-1"),

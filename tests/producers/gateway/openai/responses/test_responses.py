@@ -172,6 +172,10 @@ class TestConversation:
         assert left[0] == "You write Python."
         assert 1 < len(left) < len(turns)
         assert left[1:] == [str(turn["content"]) for turn in turns[len(turns) - len(left) + 1 :]]
+        client.responses.create(model="tiny", input=turns, truncation="auto")
+        assert len(answering.records[-1].task["prompt"]) <= 1024 * 3 // 4, "there is room for an answer"
+        client.responses.create(model="tiny", input="word " * 450, truncation="auto")
+        assert len(answering.records[-1].task["prompt"]) > 1024 * 3 // 4, "as far as there can be"
         with pytest.raises(openai.BadRequestError):
             client.responses.create(model="tiny", input=long * 9, truncation="auto")
 
