@@ -69,6 +69,12 @@ class Door:
         """Of requests that begin from now on."""
         self._server.config.http_protocol_class.receive = seconds
 
+    async def look_whether_late(self) -> None:
+        """As each connection's timer does; run it."""
+        for connection in list(self._server.server_state.connections):
+            connection._is_late()  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+
     def end_streams(self) -> None:
         self._loop.call_soon_threadsafe(self.app.state.streams.end)
 

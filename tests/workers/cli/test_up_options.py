@@ -173,6 +173,18 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
         assert [one.broker for one in workers] == [URL, URL]
 
 
+@pytest.mark.parametrize(("said", "folder"), [(("--data-dir", "d"), "d/files"), (("--files-dir", "f"), "f")])
+def test_gateway_and_sweeper_have_the_same_folder_for_files(
+    conducted: Conducted, said: tuple[str, ...], folder: str
+) -> None:
+    system = conducted(*said)
+    with socket.socket() as listener:
+        system._listener = listener
+        for program in (system._gateway_program(), system._sweeper_program()):
+            argv = list(program.argv)
+            assert argv[argv.index("--files-dir") + 1] == str(Path(folder))
+
+
 def test_how_to_end_it_is_said_where_ctrl_c_is_not_heard() -> None:
     assert up.how_to_end() == "Ctrl-C"
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell without job control has it for `penstock up &`

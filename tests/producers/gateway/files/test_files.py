@@ -237,6 +237,19 @@ def test_a_key_makes_one_file(send: Send, folder: Path, valkey: Redis) -> None:
     assert send(**key).json()["error"]["param"] == "Idempotency-Key"
 
 
+def test_an_upload_may_take_long_as_long_as_it_comes_in(door: Door, folder: Path) -> None:
+    """The times at which the connection looks whether it is late are the test's."""
+    begun = form(PURPOSE, FILE + b"x" * (2 << 20), end=b"")["content"]
+    with socket.create_connection(("127.0.0.1", door.port)) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        connection.sendall(f"{head}content-length: {4 << 20}\r\n\r\n".encode() + begun)
+        until(lambda: any(path.stat().st_size > 1.9e6 for path in (folder / ".incoming").glob("*")))
+        for late in (False, True):
+            door.run(door.look_whether_late())
+            assert door.connections == (0 if late else 1)
+    until(lambda: not there(folder))
+
+
 def test_an_upload_whose_caller_leaves_leaves_nothing(door: Door, folder: Path, valkey: Redis) -> None:
     begun = form(PURPOSE, FILE + b"x" * (1 << 20), end=b"")["content"]
     with socket.create_connection(("127.0.0.1", door.port)) as connection:
@@ -259,14 +272,8 @@ def test_kill_9_in_the_middle_of_an_upload_leaves_no_half_of_a_file(
         process.join()
 
     with gateway(valkey_url, sweep=False, files_dir=str(folder)) as (url, process):
-        until(lambda: httpx.get(f"{url}/livez").status_code == 200 if listening(url) else False)
+        assert httpx.get(f"{url}/livez", timeout=100).status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.post(f"{url}/v1/files", **form() | {"content": chunks()})
+            httpx.post(f"{url}/v1/files", timeout=100, **form() | {"content": chunks()})
     assert FolderBlobs(folder).clean(0) == 1
     assert there(folder) == valkey.keys("penstock:file*") == []
-
-
-def listening(url: str) -> bool:
-    parts = httpx.URL(url)
-    with socket.socket() as probe:
-        return probe.connect_ex((parts.host, parts.port or 0)) == 0
