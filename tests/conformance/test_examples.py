@@ -97,6 +97,16 @@ def test_the_readmes_response_calls_back(running: Running) -> None:
             listening.kill()
 
 
+def test_the_python_of_the_page_on_tasks_runs(running: Running) -> None:
+    source = "\n".join(re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "tasks.md").read_text(), re.M | re.S))
+    ran = running.run("python", source.replace("ws://127.0.0.1:8000", running.url.replace("http", "ws")))
+    assert ran.returncode == 0, ran.stderr
+    # The text; the line of the list; the retried task's stream, of the same seed.
+    found = re.fullmatch(r"(.*)\n\S{36} default \d{13} \{'prompt_tokens': \d+,.*?\}\n(.*)", ran.stdout, re.DOTALL)
+    assert found, ran.stdout
+    assert found[1] == found[2] != ""
+
+
 def test_every_section_has_every_language() -> None:
     assert [(one.values[0], one.values[1]) for one in EXAMPLES] == [
         (section, language) for section in SAYS for language in LANGUAGES
