@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 from redis import Redis
 
-from producers import IdempotencyKeyReused, InvalidQuery, InvalidTask, TaskExists, TaskNotFinal, TaskNotFound
+from producers import (
+    Client,
+    IdempotencyKeyReused,
+    InvalidQuery,
+    InvalidTask,
+    Task,
+    TaskExists,
+    TaskNotFinal,
+    TaskNotFound,
+)
 from producers.broker.redis import keys as broker_keys
+from producers.client.once import submit_once
+from producers.client.steps import Step, Steps
 from producers.contract import keys
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
@@ -17,6 +30,17 @@ from tests.producers.fake_worker import FakeWorker
 
 def queued(valkey: Redis) -> int:
     return int(valkey.llen(broker_keys.tier_list(QUEUE, "default")))
+
+
+def dies_after(calls: int, steps: Steps[str], perform: Callable[[Step], Any]) -> bool:
+    """Whether a client that performs so many steps and no more has not got to its end."""
+    try:
+        step = next(steps)
+        for _ in range(calls):
+            step = steps.send(perform(step))
+    except StopIteration:
+        return False
+    return True
 
 
 class TestList:
@@ -70,6 +94,23 @@ class TestIdempotencyKey:
         for other in others:
             with pytest.raises(IdempotencyKeyReused):
                 client.submit(model="tiny", idempotency_key="k", **other)
+
+    def test_a_client_that_dies_between_two_calls_is_repaired_by_the_next_try(
+        self, model: str, valkey: Redis, valkey_url: str
+    ) -> None:
+        with Client(valkey_url) as client:
+            task = Task(model="tiny", prompt=[1])
+            for calls in count():
+                steps = submit_once(client.directory, task, f"k{calls}", None, 1.0)
+                died = dies_after(calls, steps, client._perform)
+                before = set(valkey.keys(keys.task("*")))
+                first, second = (client.submit(task, idempotency_key=f"k{calls}").id for _ in range(2))
+                assert first == second
+                assert set(valkey.keys(keys.task("*"))) == before | {keys.task(first).encode()}
+                assert len(before) in (calls, calls + 1), "it had been made, or not"
+                if not died:
+                    break
+        assert calls > 3, "a card, a key, a record, a message"
 
     def test_a_task_that_is_refused_takes_no_key(self, client: Face, valkey: Redis) -> None:
         bad: list[dict[str, Any]] = [
