@@ -4,8 +4,9 @@ Each receiver (scheme, host, port, and whose it is) has a window: tries that may
 success, and is halved by each try without an answer or with that of an overload. A row beyond it is put off until the
 receiver should have room for it.
 
-Tries are quick or slow. A try that takes longer than a second, or goes to a receiver whose last one did, is slow. Slow
-tries have places of their own, so receivers who hang take the quick places for a second at most.
+Places are of three kinds. A try that takes longer than a second is slow, and so are those to a receiver whose last try
+was. Receivers of whom nothing is known may have half of the quick places. So those who hang take places from each other
+alone, and the other half of the quick places is for receivers who have answered.
 """
 
 from __future__ import annotations
@@ -14,20 +15,28 @@ import asyncio
 import random
 import time
 from collections import OrderedDict
-from typing import Final
+from typing import Final, Literal
 
-#: Places of quick and of slow tries. Each try has a socket.
-QUICK, SLOW = 256, 512
+Kind = Literal["quick", "new", "slow"]
+
+#: Places of quick tries, new receivers' included, and of slow ones. Each try has a socket.
+QUICK, SLOW = 256, 1024
+#: Places of receivers of whom nothing is known.
+NEW: Final = QUICK // 2
+#: Slow tries from which on a new or slow receiver may have only one try at a time.
+CROWD: Final = SLOW // 4
 #: A receiver's window at first, and the largest.
 FIRST_WINDOW, MAX_WINDOW = 4, 64
 #: Age (s) at which a try is slow.
 SLOW_AFTER_S: Final = 1.0
-#: Time (s) that a try takes at a receiver that nothing is known of.
+#: Time (s) that a try takes at a receiver of whom nothing is known.
 USUAL_S: Final = 0.1
 #: Weight of the last try in a receiver's mean time.
 NEWEST: Final = 0.2
 #: Longest time (s) for which a row is put off.
 LONGEST_S: Final = 30.0
+#: Shortest and longest time (s) for which a row is put off for want of a place.
+CROWDED_S: Final = (1.0, 3.0)
 #: Receivers that are remembered; those without a try that were used last go last.
 REMEMBERED: Final = 4096
 
@@ -35,13 +44,14 @@ REMEMBERED: Final = 4096
 class Receiver:
     """What is known of one receiver."""
 
-    __slots__ = ("line", "mean_s", "running", "slow", "window")
+    __slots__ = ("kind", "line", "mean_s", "running", "window")
 
     def __init__(self) -> None:
+        self.kind: Kind = "new"
+        """Of its next try's place."""
         self.running = 0
         self.window = float(FIRST_WINDOW)
         self.mean_s = USUAL_S
-        self.slow = False
         self.line = 0.0
         """Time (monotonic) at which the last row that was put off should have its turn."""
 
@@ -52,8 +62,8 @@ class Visit:
     def __init__(self, limits: Limits, receiver: Receiver) -> None:
         self._limits, self._receiver = limits, receiver
         self._began = time.monotonic()
-        self.slow = receiver.slow
-        limits.enter(self)
+        self._kind = receiver.kind
+        limits.taken[self._kind] += 1
         receiver.running += 1
         self._timer = asyncio.get_running_loop().call_later(SLOW_AFTER_S, self._takes_long)
 
@@ -62,59 +72,55 @@ class Visit:
         self._timer.cancel()
         one, took = self._receiver, time.monotonic() - self._began
         one.running -= 1
-        self._limits.leave(self)
         one.mean_s += NEWEST * (took - one.mean_s)
-        one.slow = took > SLOW_AFTER_S
+        one.kind = "slow" if took > SLOW_AFTER_S else "quick"
         if well is not None:
             one.window = min(MAX_WINDOW, one.window + 1) if well else max(1.0, one.window / 2)
+        self._limits.taken[self._kind] -= 1
+        self._limits.room.set()
 
     def _takes_long(self) -> None:
-        self._receiver.slow = True
-        if not self.slow and self._limits.slow < SLOW:
-            self._limits.leave(self)
-            self.slow = True
-            self._limits.enter(self)
+        self._receiver.kind = "slow"
+        taken = self._limits.taken
+        if self._kind != "slow" and taken["slow"] < SLOW:
+            taken[self._kind] -= 1
+            self._kind = "slow"
+            taken["slow"] += 1
+            self._limits.room.set()
 
 
 class Limits:
-    """The tries of one process. `room`: set when there may be a place for a quick try again."""
+    """The tries of one process. `taken`: places by kind; `room`: set when a place may be free again."""
 
     def __init__(self) -> None:
-        self.quick = self.slow = 0
+        self.taken: dict[Kind, int] = {"quick": 0, "new": 0, "slow": 0}
         self.room = asyncio.Event()
         self._receivers: OrderedDict[str, Receiver] = OrderedDict()
 
     @property
     def free(self) -> int:
         """Quick places that are free."""
-        return max(0, QUICK - self.quick)
+        return max(0, QUICK - self.taken["quick"] - self.taken["new"])
 
     def visit(self, receiver: str) -> Visit | None:
         """A place for a try at this receiver; None if it has no room now."""
         one = self._known(receiver)
-        crowded = one.slow and self.slow >= SLOW
-        # Once the slow places are half full, nobody may have more than one of them.
-        window = 1 if one.slow and self.slow > SLOW // 2 else int(one.window)
-        return None if crowded or one.running >= window else Visit(self, one)
+        narrow = one.kind != "quick" and self.taken["slow"] > CROWD
+        if self._crowded(one) or one.running >= (1 if narrow else int(one.window)):
+            return None
+        return Visit(self, one)
 
     def put_off_s(self, receiver: str) -> float:
         """Seconds until the next row of this receiver should have its turn, behind those put off before."""
         one, now = self._known(receiver), time.monotonic()
+        if self._crowded(one):
+            return random.uniform(*CROWDED_S)  # noqa: S311 - spreads load
         one.line = min(max(one.line, now) + one.mean_s / one.window, now + LONGEST_S)
         return (one.line - now) * random.uniform(0.8, 1.2)  # noqa: S311 - spreads load
 
-    def enter(self, visit: Visit) -> None:
-        if visit.slow:
-            self.slow += 1
-        else:
-            self.quick += 1
-
-    def leave(self, visit: Visit) -> None:
-        if visit.slow:
-            self.slow -= 1
-        else:
-            self.quick -= 1
-            self.room.set()
+    def _crowded(self, one: Receiver) -> bool:
+        """Whether there is no place of its kind."""
+        return self.taken["slow"] >= SLOW if one.kind == "slow" else one.kind == "new" and self.taken["new"] >= NEW
 
     def _known(self, receiver: str) -> Receiver:
         one = self._receivers.get(receiver)

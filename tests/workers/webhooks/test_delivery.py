@@ -149,10 +149,10 @@ def test_a_receiver_may_ask_for_time_and_one_that_is_gone_is_disabled(
 
 
 def test_receivers_that_hang_slow_nobody_else(valkey_url: str, valkey: Redis, receiver: Receiver, secret: str) -> None:
-    """More rows of one that hangs than there are places: all of the others' arrive while it still hangs."""
+    """More rows of those that hang than there are places: all of the others' arrive while they still hang."""
     with Receiver() as hanging:
         for number in range(600):
-            put(valkey, f"hang{number}", f"{hanging.url}/hang", secret)
+            put(valkey, f"hang{number}", f"{hanging.url}/hang", secret, tenant=f"t{number % 300}")
         good = [put(valkey, f"ok{number}", f"{receiver.url}/ok", secret) for number in range(100)]
         with WebhooksProcess(valkey_url, timeout=50.0, lease=120.0) as process:
             process.until(lambda: all(row_of(valkey, name).state == "delivered" for name in good))
