@@ -14,7 +14,7 @@ from producers.gateway.batches.request import SCHEMA, read
 from producers.gateway.batches.views import BatchList, BatchView
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
-from producers.gateway.http import idempotency, query, tenant
+from producers.gateway.http import idempotency, query, tenant, trace
 from producers.gateway.http.body import read_object
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import errors
@@ -63,7 +63,7 @@ async def create(request: Request, response: Response) -> BatchView:
         fields["idempotency"] = entry.name
     if owner is not None:
         fields["tenant"] = owner
-    await arun(gateway.client.store, batches.create(new_id, window_s, fields))
+    await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}))
     return BatchView.of(await _batch(gateway, new_id))
 
 

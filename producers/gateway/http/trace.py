@@ -23,13 +23,18 @@ def enter(headers: Headers) -> None:
     _fields.set(trace_fields(given[0]) if len(given) == 1 else {})
 
 
+def fields() -> Mapping[str, str]:
+    """The fields of the current request's trace, for what makes tasks later."""
+    return _fields.get()
+
+
 def suffix() -> str:
     """The end of a log line about the current request: ` trace=...`, or nothing."""
-    return trace_suffix(_fields.get())
+    return trace_suffix(fields())
 
 
 class TracedClient(AsyncClient):
     """The gateway's client. Its tasks belong to the trace of the request that makes them."""
 
     async def admit(self, task: Task, task_id: str | None = None, more: Mapping[str, str | int] = TASK) -> AsyncHandle:
-        return await super().admit(task, task_id, {**more, **_fields.get()})
+        return await super().admit(task, task_id, {**more, **fields()})

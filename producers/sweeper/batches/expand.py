@@ -20,6 +20,7 @@ from producers.client.aio import AsyncClient
 from producers.client.submission import record_fields
 from producers.connection.script import arun
 from producers.contract.message import Message
+from producers.contract.trace import trace_fields
 from producers.store import batches
 from producers.store.batches import Batch, Block
 from producers.store.blobs import Blobs
@@ -110,6 +111,7 @@ def _shared(batch: Batch) -> Mapping[str, str | int]:
         "origin": "batch",
         "batch": batch.id,
         "ttl": int(batch.fields["window"]) + batches.MARGIN_S,
+        **trace_fields(batch.fields.get("traceparent")),
     }
     return fields | ({"tenant": batch.tenant} if batch.tenant else {})
 

@@ -13,6 +13,7 @@ from redis import Redis
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import batches
+from tests.producers.contract.test_trace import GOOD
 from tests.producers.gateway.conftest import Door
 
 DAY = 24 * 3600
@@ -38,6 +39,7 @@ class TestOpenaisClient:
             completion_window="24h",
             metadata={"for": "me"},
             output_expires_after={"anchor": "created_at", "seconds": 3600},
+            extra_headers={"traceparent": GOOD},
         )
         assert (made.object, made.status, made.endpoint, made.input_file_id) == ("batch", "validating", CHATS, file_id)
         assert (made.completion_window, made.metadata) == ("24h", {"for": "me"})
@@ -52,7 +54,7 @@ class TestOpenaisClient:
             cancelled = client.batches.cancel(made.id)
             assert (cancelled.status, cancelled.cancelling_at is None) == ("cancelling", False)
         stored = {name.decode(): value.decode() for name, value in valkey.hgetall(keys.batch(made.id)).items()}
-        assert stored["output_kept"] == "3600"
+        assert (stored["output_kept"], stored["traceparent"]) == ("3600", GOOD)
 
     def test_a_failed_batch_says_why(self, client: openai.OpenAI, file_id: str, valkey: Redis) -> None:
         made = client.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="24h")

@@ -20,6 +20,7 @@ from producers.store import batches, files, protocol
 from producers.sweeper.batches.duty import Batches
 from producers.sweeper.deadlines import expire_late
 from tests.chaos.batching import BAD, GOOD, Job, Serving, make
+from tests.producers.contract.test_trace import GOOD as TRACEPARENT
 from tests.producers.fake_worker import FakeWorker
 
 pytestmark = pytest.mark.usefixtures("model")
@@ -66,9 +67,10 @@ async def test_what_ran_is_in_the_output_of_a_cancelled_batch(
     valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
 ) -> None:
     """What was never begun, waited, or was never expanded is among the errors."""
-    job = Job(valkey, tmp_path, [GOOD, BAD] + [GOOD] * 8)
+    job = Job(valkey, tmp_path, [GOOD, BAD] + [GOOD] * 8, traceparent=TRACEPARENT)
     async with sweeping(valkey_url, job, window=6):
         await until(lambda: valkey.zcard(keys.SUBMITTING) == 0 and job.read().count("line") == 6)
+        assert valkey.hget(keys.task(batches.task_id(job.id, 0)), "traceparent") == TRACEPARENT.encode()
         worker.serve(batches.task_id(job.id, 0))
         running = batches.task_id(job.id, 2)
         worker.claim(running)
