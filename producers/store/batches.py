@@ -196,8 +196,8 @@ async def parts(store: Redis, batch_id: str) -> list[Part]:
 def create(batch_id: str, window_s: int, fields: Mapping[str, str | int]) -> Call:
     """BATCH_CREATE: make a batch, `validating`. Answers `new` or `exists`.
 
-    `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `traceparent`, `output_kept`,
-    and `idempotency` (`producers.store.idempotency.Entry.name`).
+    `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `traceparent`,
+    `output_kept`, and `idempotency` (`producers.store.idempotency.Entry.name`).
     """
     pairs = [part for item in fields.items() for part in item]
     names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX)
