@@ -82,9 +82,6 @@ class Foreground:
             answers = await asyncio.gather(*submits, return_exceptions=True)
             taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
             self.replayed = bool(taken)
-            if self._entry is None:  # they are another request's, which has their leases
-                self._open -= taken
-                self._held = [name for name in self.ids if name not in taken]
             failed = [answer for answer in answers if isinstance(answer, BaseException) and not self._shared(answer)]
             if failed:
                 raise failed[0]

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
-from producers.contract.events import End, Event
+from producers.contract.events import Event
 from producers.contract.record import Record
 from producers.errors import UnknownModel
 from producers.gateway.context import Gateway
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.responses.view import About, Output
 from producers.gateway.tasks import outcome
-from producers.gateway.tasks.foreground import Foreground, answered, problem_of_end
+from producers.gateway.tasks.foreground import Foreground, answered
 
 
 class _Ended:
@@ -52,22 +52,20 @@ def opened(about: About, status: str) -> Response:
     return Response(json.dumps(about.open(status)), media_type="application/json")
 
 
-async def waited(request: Request, gateway: Gateway, about: About, foreground: Foreground | None = None) -> Response:
-    """The response once it has ended. Raises what `answered` and `outcome.collected` do, and Problem for one that
-    failed. A `foreground` ends with it."""
-    handle = gateway.client.get(about.task_id)
+async def waited(request: Request, gateway: Gateway, about: About, foreground: Foreground) -> Response:
+    """The response of a foreground task, once it has ended. Raises what `answered` and `outcome.collected` do, and
+    Problem for one that failed."""
 
     async def ended() -> None:
-        async with aclosing(handle.batches() if foreground is None else foreground.only()) as batches:
-            async for events in batches:
-                if isinstance(events[-1], End) and (problem := problem_of_end(events[-1])) is not None:
-                    raise problem
+        async with aclosing(foreground.events()) as batches:
+            async for _ in batches:
+                pass
 
     try:
         await answered(request, gateway, ended)
     finally:
-        if foreground is not None:
-            await foreground.close()
+        await foreground.close()
+    handle = gateway.client.get(about.task_id)
     return await answer(gateway, handle, await handle.status(), about)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from producers.contract.record import Record
 from producers.contract.task import Task
-from producers.errors import TaskExists
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.openai.answer import respond
@@ -52,7 +52,7 @@ async def _background(
     with wanted.asked.in_its_words():
         task_id, earlier = await submitted(request, gateway, task, more)
     if earlier is not None:
-        return await _again(request, gateway, wanted, task_id)
+        return await _again(gateway, wanted, earlier)
     about = About.of(task_id, more["response"])
     if wanted.asked.stream:
         return ResponseStream(Story(about, output), gateway.client.get(task_id), gateway)
@@ -62,37 +62,33 @@ async def _background(
 async def _foreground(
     request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
 ) -> Response:
-    """Submit the task, whose caller waits."""
+    """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None:
-        if entry.state == "made":
-            return await _again(request, gateway, wanted, entry.id)
         more["idempotency"] = entry.name
-    foreground = Foreground(gateway, [task], more, None if entry is None else [entry.id])
-    about = About.of(foreground.ids[0], more["response"])
+        if entry.state == "made":
+            await original(gateway, entry.id)  # one that was deleted is not made again
+    foreground = Foreground(gateway, [task], more, None if entry is None else [entry.id], entry)
 
     async def answer() -> Response:
+        name = foreground.ids[0]
+        kept = (await original(gateway, name)).fields["response"] if foreground.replayed else more["response"]
+        about = About.of(name, kept)
         if wanted.asked.stream:
-            return ResponseStream(Story(about, output), gateway.client.get(about.task_id), gateway, foreground)
+            return ResponseStream(Story(about, output), gateway.client.get(name), gateway, foreground)
         return await waited(request, gateway, about, foreground)
 
-    try:
-        return await respond(wanted.asked, foreground, answer)
-    except TaskExists:  # an equal request came at the same time
-        return await _again(request, gateway, wanted, about.task_id)
+    return await respond(wanted.asked, foreground, answer)
 
 
-async def _again(request: Request, gateway: Gateway, wanted: Wanted, task_id: str) -> Response:
-    """Answer with a response that an earlier request made, which this one's leaving does not cancel."""
-    record = await original(gateway, task_id)
-    handle, about = gateway.client.get(task_id), About.of(task_id, record.fields["response"])
+async def _again(gateway: Gateway, wanted: Wanted, record: Record) -> Response:
+    """Answer with a background response that an earlier request of this key made."""
+    handle, about = gateway.client.get(record.id), About.of(record.id, record.fields["response"])
     response: Response
     if wanted.asked.stream:
         response = ResponseStream(Story(about, Output(await scorer_of(gateway, record))), handle, gateway)
-    elif wanted.background:
-        response = await answer(gateway, handle, record, about)
     else:
-        response = await waited(request, gateway, about)
+        response = await answer(gateway, handle, record, about)
     response.headers.update(idempotency.REPLAYED)
     return response
 
