@@ -95,9 +95,25 @@ def run(redis: Redis, call: Call) -> Any:
 async def arun(redis: AsyncRedis, call: Call) -> Any:
     """`run` for redis.asyncio."""
     try:
-        return await redis.execute_command(*call.command)
+        return await aexecute(redis, *call.command)
     except NoScriptError:
-        return await redis.execute_command(*call.whole)
+        return await aexecute(redis, *call.whole)
+
+
+async def aexecute(redis: AsyncRedis, *command: Any) -> Any:
+    """The server's answer as it came. redis.asyncio's own `execute_command` takes twice the time of the processor."""
+    pool = redis.connection_pool
+    connection = await pool.get_connection()
+    try:
+        await connection.send_packed_command([pack_command(command)])
+        return await connection.read_response()
+    except ResponseError:
+        raise
+    except BaseException:  # also where the caller leaves: an answer that was not read must not be another's
+        await connection.disconnect(nowait=True)
+        raise
+    finally:
+        await pool.release(connection)
 
 
 def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:

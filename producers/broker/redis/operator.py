@@ -20,7 +20,7 @@ from producers.broker.values import (
     check_weight,
     sane_weights,
 )
-from producers.connection.script import arun, text
+from producers.connection.script import aexecute, arun, text
 from producers.connection.trouble import trouble
 from producers.contract import keys as contract_keys
 from producers.contract.message import Message
@@ -50,7 +50,7 @@ class RedisBroker(Broker):
         await self._redis.execute_command("PING")
 
     async def send(self, message: Message) -> None:
-        await self._redis.execute_command(*_push(message))
+        await aexecute(self._redis, *_push(message))
 
     async def send_many(self, messages: Sequence[Message]) -> None:
         lists: dict[str, list[str]] = {}

@@ -1,0 +1,73 @@
+"""A gateway process to be measured, and what it used; for the benches of HTTP."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from redis import Redis
+
+from tests.processes import ROOT, Worker, free_port
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving(*argv: str, ready: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process, once it answers GET `ready`; SIGTERM at the end."""
+    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{ready}", timeout=1):
+                    break
+            except OSError:
+                time.sleep(0.1)
+        else:
+            raise SystemExit(f"{' '.join(argv)} did not become ready")
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@contextmanager
+def gateway(url: str) -> Iterator[tuple[int, int]]:
+    """A gateway's port and process id. The store has the card of the model `stub`."""
+    with Worker(url, STUB_SEQS="512") as worker:
+        worker.wait_ready()
+        port = free_port()
+        options = ("--broker", url, "--store", url, "--port", str(port), "--max-queued", "100000000")
+        with serving("-m", "workers.cli", "gateway", *options, ready="/readyz", port=port) as process:
+            worker.stop()
+            yield port, process.pid
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has used, seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def rss_mb(pid: int) -> float:
+    """The most memory that a process ever had, in MB (10^6 bytes)."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def connections(redis: Redis, pid: int) -> int:
+    """How many connections to the server a process has."""
+    held = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    port = redis.connection_pool.connection_kwargs["port"]
+    here = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if _remote(line) == port}
+    return len(here & {name[8:-1] for name in held if name.startswith("socket:[")})
+
+
+def _remote(line: str) -> int:
+    return int(line.split()[2].partition(":")[2], 16)

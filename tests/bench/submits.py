@@ -1,0 +1,112 @@
+"""How many tasks a second one gateway process takes: `python -m tests.bench.submits`.
+
+A real Valkey and a gateway process, to which several connections POST tasks of token ids, one after the other each. In
+the same run: the same requests to a bare FastAPI application that parses the JSON and answers it, and the same number
+of Celery's `apply_async` to the same server. Rates are by the clock, and by the processor time of the process that
+serves (of this one, for Celery); the client is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import multiprocessing as mp
+import threading
+import time
+from typing import Any
+
+from celery import Celery
+from fastapi import FastAPI, Request, Response
+
+from tests.bench.gateways import cpu_s, gateway, serving
+from tests.processes import free_port, valkey
+
+BODY = json.dumps({"model": "stub", "prompt": list(range(100)), "max_tokens": 64})
+CONNECTIONS = 16
+
+echo = FastAPI()
+
+
+@echo.post("/v1/tasks")
+async def answer(request: Request) -> Response:
+    return Response(json.dumps(await request.json()), 202, media_type="application/json")
+
+
+def post(port: int, requests: int, done: Any) -> None:
+    """A process that sends the requests, and gives the seconds that all took."""
+
+    def some() -> None:
+        link = http.client.HTTPConnection("127.0.0.1", port)
+        for _ in range(requests // CONNECTIONS):
+            link.request("POST", "/v1/tasks", BODY, {"Content-Type": "application/json"})
+            reply = link.getresponse()
+            if reply.status != 202:
+                raise SystemExit(f"{reply.status}: {reply.read()!r}")
+            reply.read()
+
+    threads = [threading.Thread(target=some) for _ in range(CONNECTIONS)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.put(time.monotonic() - began)
+
+
+def rates(port: int, pid: int, requests: int) -> tuple[float, float]:
+    """Requests a second by the clock, and by the process's processor time."""
+    _posted(port, CONNECTIONS)
+    before = cpu_s(pid)
+    seconds = _posted(port, requests)
+    return requests / seconds, requests / (cpu_s(pid) - before)
+
+
+def _posted(port: int, requests: int) -> float:
+    spawn = mp.get_context("spawn")
+    done = spawn.Queue()
+    process = spawn.Process(target=post, args=(port, requests, done))
+    process.start()
+    seconds: float = done.get(timeout=600)
+    process.join()
+    return seconds
+
+
+def celery(url: str, tasks: int) -> tuple[float, float]:
+    """Messages a second that Celery sends, with the task in them."""
+    app = Celery(broker=url)
+    kwargs = json.loads(BODY)
+    with app.producer_pool.acquire(block=True) as producer:
+        app.send_task("bench", kwargs=kwargs, queue="bench", producer=producer, ignore_result=True)
+        began, before = time.monotonic(), time.process_time()
+        for _ in range(tasks):
+            app.send_task("bench", kwargs=kwargs, queue="bench", producer=producer, ignore_result=True)
+        return tasks / (time.monotonic() - began), tasks / (time.process_time() - before)
+
+
+def measure(tasks: int) -> dict[str, float]:
+    tasks -= tasks % CONNECTIONS
+    with valkey() as (url, _):
+        with gateway(url) as (port, pid):
+            penstock = rates(port, pid, tasks)
+        port = free_port()
+        argv = ("-m", "uvicorn", "tests.bench.submits:echo", "--port", str(port), "--no-access-log")
+        with serving(*argv, ready="/openapi.json", port=port) as process:
+            bare = rates(port, process.pid, tasks)
+        plain = celery(url, tasks)
+    pairs = {"gateway": penstock, "echo": bare, "celery": plain}
+    return {"tasks": tasks} | {
+        f"{name}_per_{unit}": rate
+        for name, two in pairs.items()
+        for unit, rate in zip(("s", "cpu_s"), two, strict=True)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=4800)
+    print(json.dumps(measure(parser.parse_args().tasks)))
+
+
+if __name__ == "__main__":
+    main()
