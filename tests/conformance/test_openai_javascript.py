@@ -56,8 +56,9 @@ def test_a_background_response_runs_by_itself_and_is_cancelled(said: dict[str, A
     assert said["cancelled"] == "cancelled"
 
 
-def test_files_and_webhook_endpoints(said: dict[str, Any]) -> None:
+def test_files_batches_and_webhook_endpoints(said: dict[str, Any]) -> None:
     assert (said["file"], said["fileDeleted"]) == ([3, "{}\n", True], True)
+    assert said["batch"] == ["validating", True, "cancelling"]
     assert said["hook"] == ["whsec_", "other"]
     assert (said["hooks"], said["rotated"], said["hookDeleted"]) == ([True], True, True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
@@ -15,7 +16,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.store import outbox, protocol
+from producers.store import files, outbox, protocol
 from producers.sweeper.reader_leases import hold
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.producers.conftest import POOL, QUEUE
@@ -71,6 +72,9 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     valkey.rpush(broker_keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
     await _called_back(client, valkey)
     valkey.set(keys.blob("00ff"), b"a tokenizer that no card names any more")
+    for file_id in ("file-over", "file-unmade"):
+        valkey.zadd(keys.FILE_NOTES, {file_id: 1})
+    run(valkey, files.made(files.File("file-over", 0, "x", "batch", 1, expires_at=2)))
     worker.die()
     # Everything waits for long enough already, but for what is yet to become so.
     _age(valkey)
@@ -103,7 +107,9 @@ def _time_passes(valkey: Redis) -> None:
             valkey.delete(name)
 
 
-async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str, worker: FakeWorker) -> None:
+async def test_nothing_grows_for_ever(
+    valkey: Redis, valkey_url: str, model: str, worker: FakeWorker, tmp_path: Path
+) -> None:
     for pool in (POOL, OLD):
         valkey.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
     settings = SweeperSettings(
@@ -119,6 +125,7 @@ async def test_nothing_grows_for_ever(valkey: Redis, valkey_url: str, model: str
         dead_kept=0.1,
         unneeded=0.2,
         retire_after=0.1,
+        files_dir=str(tmp_path),
     )
     async with AsyncClient(valkey_url) as client:
         await _load(client, valkey, worker)

@@ -60,6 +60,9 @@ said.cancelled = (await client.responses.cancel((await client.responses.create(l
 
 const file = await client.files.create({ file: await toFile(Buffer.from("{}\n"), "in.jsonl"), purpose: "batch" });
 said.file = [file.bytes, await (await client.files.content(file.id)).text(), (await client.files.list()).data[0].id === file.id];
+const batch = await client.batches.create({ input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h" });
+const [same] = (await client.batches.list({ limit: 1 })).data;
+said.batch = [batch.status, same.id === (await client.batches.retrieve(batch.id)).id, (await client.batches.cancel(batch.id)).status];
 said.fileDeleted = (await client.files.delete(file.id)).deleted;
 
 const hook = await client.webhooks.create({ name: "js", url: "https://1.1.1.1/", event_types: ["response.completed"] });
