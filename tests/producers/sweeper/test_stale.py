@@ -13,6 +13,7 @@ from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
+from producers.store import task_index
 from producers.store.model_files import unused
 from producers.sweeper.stale import Removed, Stale
 
@@ -77,3 +78,20 @@ async def test_lists_that_are_no_more_are_not_waited_for(aclient: AsyncClient, v
     valkey.hset(broker_keys.UNSERVED, mapping={"there": 1, "gone": 1})
     await Stale(aclient).sweep()
     assert valkey.hkeys(broker_keys.UNSERVED) == [b"there"]
+
+
+async def test_the_index_of_tasks_loses_what_has_no_record(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = {f"lives {number}": number for number in range(2000)}
+    with valkey.pipeline() as pipe:
+        for task_id in lives:
+            pipe.hset(keys.task(task_id), "status", "queued")
+        pipe.zadd(keys.TASKS, lives | {f"gone {number}": number for number in range(2000)})
+        pipe.execute()
+    assert (await Stale(aclient).sweep()).listed == 2000
+    monkeypatch.setattr(task_index, "CALLS", 1)  # a part of the index in each sweep
+    stale = Stale(aclient)
+    valkey.zadd(keys.TASKS, {"gone": 1})
+    assert sum([(await stale.sweep()).listed for _ in range(8)]) == 1
+    assert {name.decode() for name in valkey.zrange(keys.TASKS, 0, -1)} == lives.keys()
