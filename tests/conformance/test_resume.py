@@ -12,6 +12,7 @@ from openai import OpenAI
 
 from tests.conformance.conftest import System, gateway
 from tests.conformance.javascript import start
+from tests.processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -52,19 +53,28 @@ def in_python(url: str) -> Iterator[list[Any]]:
     yield ["id", last, response_id]
 
 
-@pytest.mark.parametrize("read", [in_python, in_javascript])
-def test_a_stream_goes_on_from_any_gateway(system: System, read: Read) -> None:
+def read_through_a_kill(system: System, read: Read) -> list[list[Any]]:
+    """All that a client sees, of which it had seen 20 events when its gateway was killed."""
     seen: list[list[Any]] = []
-    with gateway(system.store_url) as (url, process):
+    port = free_port()  # no connection may take it while nobody listens
+    with gateway(system.store_url, port) as (url, process):
         events = read(url)
         while len(seen) < 20:
             seen.append(next(events))
         process.kill()
         process.join()
-    with gateway(system.store_url, int(url.rpartition(":")[2])):
-        seen += events
-    *seen, (_, last, response_id) = seen
-    assert "broken" in [kind for kind, _, _ in seen[19:]], "the kill came too late"
+    with gateway(system.store_url, port):
+        return seen + list(events)
+
+
+@pytest.mark.parametrize("read", [in_python, in_javascript])
+def test_a_stream_goes_on_from_any_gateway(system: System, read: Read) -> None:
+    for _ in range(5):  # on a busy machine all may have been sent before the client had read 20 events
+        *seen, (_, last, response_id) = read_through_a_kill(system, read)
+        if "broken" in [kind for kind, _, _ in seen]:
+            break
+    else:
+        raise AssertionError("every kill came too late")
     seen = [event for event in seen if event[0] != "broken"]
     assert [number for _, number, _ in seen] == list(range(last + 1))
     text = "".join(delta for kind, _, delta in seen if kind == "response.output_text.delta")
