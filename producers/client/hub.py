@@ -33,39 +33,52 @@ CLOSED: Final = "the client is closed"
 class Subscription:
     """One reader's queue of messages."""
 
-    __slots__ = ("_inbox", "_wake", "channel", "closed", "stale")
+    __slots__ = ("_awake", "_inbox", "_waiter", "channel", "closed", "stale")
 
     def __init__(self, channel: bytes) -> None:
         self.channel = channel
         self.stale = False
         self.closed = False
         self._inbox: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+        self._awake = False
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, payload: bytes) -> None:
         if len(self._inbox) >= BACKLOG:
             self.mark_stale()
         self._inbox.append(payload)
-        self._wake.set()
+        self._wake()
 
     def mark_stale(self) -> None:
         self._inbox.clear()
         self.stale = True
-        self._wake.set()
+        self._wake()
 
     def close(self) -> None:
         self.closed = True
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._awake = True
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self, patience_s: float) -> list[bytes] | None:
         """The messages that came; None if the stream must be read, after possible losses or silence."""
-        if not self._wake.is_set():
+        if not self._awake:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(patience_s, self._end_wait)  # asyncio.timeout costs several times as much
             try:
-                async with asyncio.timeout(patience_s):
-                    await self._wake.wait()
-            except TimeoutError:
+                await self._waiter
+            finally:
+                timer.cancel()
+            if not self._awake:
                 return None
-        self._wake.clear()
+        self._awake = False
         if self.closed:
             raise PenstockError(CLOSED)
         if self.stale:

@@ -28,12 +28,12 @@ from producers.contract.events import Event, Logprobs, Prompt, Token
 from producers.errors import PenstockError
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of
+from producers.gateway.http.feed import Feed
 
 logger = logging.getLogger(__name__)
 
 #: The first line: the time (ms) after which an EventSource reconnects.
 PREAMBLE = b"retry: 1000\n\n"
-HEARTBEAT = b": still here\n\n"
 #: The JSON schema of an event, for OpenAPI.
 EVENT = {
     "type": "object",
@@ -165,27 +165,16 @@ class LiveStream(Response):
     async def _sent(self, stop: asyncio.Future[None]) -> AsyncGenerator[bytes]:
         if opening := self.opening():
             yield opening
-        coming: asyncio.Future[bytes | None] | None = None
+        feed = Feed(self._chunks, stop, self._heartbeat)
         try:
-            while True:
-                coming = asyncio.ensure_future(anext(self._chunks, None))
-                while not (await asyncio.wait((coming, stop), timeout=self._heartbeat, return_when="FIRST_COMPLETED"))[
-                    0
-                ]:
-                    yield HEARTBEAT
-                if not coming.done():
-                    if cut := self.cut():
-                        yield cut
-                    return
-                chunk = coming.result()
-                if chunk is None:
-                    return
+            while (chunk := await feed.next()) is not None:
                 yield chunk
+            if cut := self.cut() if stop.done() and not feed.ended else b"":
+                yield cut
         except (Problem, PenstockError, *FAILURES) as error:
             yield self.broken(error)
         finally:
-            if coming is not None and coming.cancel():
-                await asyncio.wait((coming,))
+            await feed.close()
 
 
 class EventStream(LiveStream):

@@ -1,0 +1,52 @@
+"""What a stream is to send next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from producers.gateway.http.feed import HEARTBEAT, Feed
+
+
+async def late(chunks: list[bytes]) -> AsyncGenerator[bytes]:
+    await asyncio.sleep(0.05)
+    for chunk in chunks:
+        yield chunk
+
+
+async def fed(chunks: AsyncGenerator[bytes]) -> list[bytes]:
+    feed = Feed(chunks, asyncio.get_running_loop().create_future(), heartbeat=0.005)
+    try:
+        return [chunk async for chunk in _all(feed)]
+    finally:
+        await feed.close()
+
+
+async def _all(feed: Feed) -> AsyncGenerator[bytes]:
+    while (chunk := await feed.next()) is not None:
+        yield chunk
+
+
+def test_heartbeats_come_before_a_late_chunk_and_lose_none() -> None:
+    sent = asyncio.run(fed(late([b"a", b"b", b"c"])))
+    assert sent[0] == HEARTBEAT
+    assert [chunk for chunk in sent if chunk != HEARTBEAT] == [b"a", b"b", b"c"]
+
+
+def test_what_the_chunks_raise_comes_after_the_chunks() -> None:
+    async def broken() -> AsyncGenerator[bytes]:
+        yield b"a"
+        raise OSError("the store is away")
+
+    async def first() -> None:
+        feed = Feed(broken(), asyncio.get_running_loop().create_future(), heartbeat=60)
+        assert await feed.next() == b"a"
+        try:
+            with pytest.raises(OSError, match="away"):
+                await feed.next()
+        finally:
+            await feed.close()
+
+    asyncio.run(first())
