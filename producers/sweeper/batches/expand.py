@@ -27,7 +27,7 @@ from producers.store.blobs import Blobs
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Planned
 from producers.sweeper.batches.reading import Requests, read_requests
 
-#: Most lines in a block, and their bytes; one longer line is a block, too.
+#: Most lines in a block, and their bytes; one longer line is a block, too. A block keeps the store busy for some 5 ms.
 BLOCK: Final = 250
 BLOCK_BYTES: Final = 1 << 20
 #: Most lines of a batch in the store, and their bytes in the input. Workers take thousands of lines a second at most.

@@ -31,7 +31,7 @@ from producers.sweeper.batches.output import ERROR, OUTPUT, Files, Outcome, unfi
 from producers.sweeper.batches.reading import Requests, read_requests
 
 #: Lines in a part, and their bytes in the input; the last part of a batch may have fewer lines.
-PART: Final = 1000
+PART: Final = 500
 PART_BYTES: Final = 4 << 20
 #: Records read in one round trip; and tokens whose events are in memory at a time, or one line's.
 PAGE: Final = 100
