@@ -53,6 +53,8 @@ REDUCED = {
     "tests.bench.consume": "--tasks 10",
     "tests.bench.fetch": "--backlog 64 --rounds 1 --tenants 1",
     "tests.bench.ttft": "--rounds 3",
+    "tests.bench.readers": "--readers 20 --tokens 2",
+    "tests.bench.submits": "--tasks 16",
     "tests.bench.overload": "--loads 1 --seconds 0.3 --alone 2 --rows 2 --output 8",
 }
 Record = dict[str, Any]
@@ -102,6 +104,26 @@ def _http(found: list[Record]) -> list[tuple[str, ...]]:
     return [("time to first token, one task at a time", "p50", "p95"), *rows]
 
 
+def _gateway(found: list[Record]) -> list[tuple[str, ...]]:
+    read, posted = found
+    rows = [(f"events to {read['readers']:,} readers", read["events_per_s"], read["events_per_cpu_s"])]
+    rows += [
+        (title, posted[f"{name}_per_s"], posted[f"{name}_per_cpu_s"])
+        for name, title in (
+            ("gateway", "tasks over HTTP"),
+            ("echo", "the same to a bare FastAPI echo"),
+            ("celery", "messages by Celery's `apply_async`"),
+        )
+    ]
+    p50, p99 = (f"{part}: {read[f'latency_ms_{part}']:.0f} ms" for part in ("p50", "p99"))
+    return [
+        ("one gateway process", "a second", "a processor second"),
+        *((title, f"{by_clock:,.0f}", f"{by_cpu:,.0f}") for title, by_clock, by_cpu in rows),
+        (f"from publishing to reading, at {read['share']:.0%} of the most events", p50, p99),
+        ("with these readers", f"{read['rss_mb']:.0f} MB", f"{read['connections']} connections to the store"),
+    ]
+
+
 def _overload(found: list[Record]) -> list[tuple[str, ...]]:
     capacity, alone, *loads, ratios = found
     heading = ("load", "tokens/s in time", "priority: time to first token, p50 and p95")
@@ -125,6 +147,7 @@ FIGURES = {
         ("tests.bench.publish --steps 1000", "tests.bench.consume --tasks 10000", "tests.bench.fetch"), _queue
     ),
     "http": Figure(("tests.bench.ttft --rounds 60",), _http),
+    "gateway": Figure(("tests.bench.readers", "tests.bench.submits"), _gateway),
     "engine": Figure((ENGINE.format("DIR"), ENGINE.format("DIR-INT8")), _engine),
     "overload": Figure(("tests.bench.overload --seconds 20 --loads 1 3",), _overload),
 }
