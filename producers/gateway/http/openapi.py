@@ -1,13 +1,25 @@
-"""The OpenAPI document: FastAPI's, without the answer that FastAPI adds to every route and that none here gives."""
+"""The OpenAPI document: FastAPI's, with examples, without the answer that FastAPI adds to every route by itself."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
 
 #: FastAPI's schemas for bad parameters. Our answer to those is a 400 of our own form (`errors`).
 _AUTOMATIC: Final = ("HTTPValidationError", "ValidationError")
+_MESSAGES: Final = [{"role": "user", "content": "Write the function add(a, b)."}]
+_EVENTS: Final = ["response.completed", "response.failed"]
+#: Bodies to begin with, for those who try an operation: path -> JSON. Made up from the schemas, they would be refused.
+EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
+    "/v1/tasks": {"model": "tiny", "prompt": "def main():", "max_tokens": 40},
+    "/v1/chat/completions": {"model": "tiny", "messages": _MESSAGES, "max_completion_tokens": 40},
+    "/v1/completions": {"model": "tiny", "prompt": "def main():", "max_tokens": 40},
+    "/v1/responses": {"model": "tiny", "input": "Write the function add(a, b).", "background": True},
+    "/v1/batches": {"input_file_id": "file-...", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/webhook_endpoints": {"url": "https://example.com/hook", "event_types": _EVENTS},
+}
 
 
 class Documented(FastAPI):
@@ -21,6 +33,8 @@ class Documented(FastAPI):
                     operation["summary"] = _first_sentence(operation["description"])
                 if _AUTOMATIC[0] in str(operation["responses"].get("422")):
                     del operation["responses"]["422"]
+            for path, example in EXAMPLES.items():
+                made["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"] = example
             for name in _AUTOMATIC:
                 made["components"]["schemas"].pop(name, None)
         return super().openapi()

@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import (
 
 from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
+from producers.gateway.http.openapi import EXAMPLES as EXAMPLES_TO_TRY
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
@@ -109,6 +110,23 @@ def test_something_is_made_for_every_parameter_of_a_path(open_door: Callable[...
     with httpx.Client(base_url=open_door(webhook_allow=("127.0.0.0/8",)).url, timeout=60) as http:
         for path in DOCUMENT["paths"]:
             assert made(http, path).keys() == set(re.findall("{([^}:]+)", path)), path
+
+
+@pytest.mark.parametrize("path", EXAMPLES_TO_TRY)
+def test_what_is_shown_to_be_tried_is_taken(
+    open_door: Callable[..., Door], model: str, answering: Answering, path: str
+) -> None:
+    body = EXAMPLES_TO_TRY[path]
+    content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    assert content["example"] == body
+    assert jsonschema_rs.is_valid(content["schema"], body)
+    if "example.com" in str(body):
+        return  # the gateway would look its address up
+    answer = httpx.post(f"{open_door().url}{path}", json=body, timeout=60)
+    if "..." in str(body):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
+    else:
+        assert answer.is_success, answer.text
 
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}
