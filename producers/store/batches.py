@@ -236,7 +236,10 @@ class Block:
 
 
 #: Fields of a line's record that may differ between lines.
-OWN: Final = ("task", "model", "version", "queue", "tier", "n", "tokens", "prompt_tokens", "deadline", "line")
+OWN: Final = (
+    *("task", "model", "version", "queue", "tier", "n", "tokens", "prompt_tokens", "deadline", "line"),
+    "response",
+)
 
 
 def expand(batch_id: str, block: Block, shared: Mapping[str, str | int]) -> Call:

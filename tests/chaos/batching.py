@@ -29,12 +29,14 @@ GOOD: Final = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4}
 class Job:
     """A batch of these bodies; a line's custom_id is `r` and its number."""
 
-    def __init__(self, redis: Redis, folder: Path, bodies: Sequence[Mapping[str, Any]], **fields: Any) -> None:
+    def __init__(
+        self, redis: Redis, folder: Path, bodies: Sequence[Mapping[str, Any]], url: str = URL, **fields: Any
+    ) -> None:
         self.redis = redis
         self.count = len(bodies)
         self.blobs = FolderBlobs(folder)
         self.folder = folder
-        self.id, self.input = make(redis, self.blobs, URL, lines(bodies), **fields)
+        self.id, self.input = make(redis, self.blobs, url, lines(bodies, url), **fields)
 
     def read(self) -> Batch:
         return Batch.parse(self.id, self.redis.hgetall(keys.batch(self.id)))

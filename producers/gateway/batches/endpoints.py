@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -21,8 +22,12 @@ from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.prompts import Prompts
 from producers.sweeper.batches.endpoint import Answer, Finished, Planned
 
+logger = logging.getLogger(__name__)
+
 #: A request's tier, unless it names another.
 TIER: Final = "batch"
+#: The answer to a line that meets a fault of this program.
+BROKEN: Final = Problem(500, "Something went wrong here; the sweeper's log says what.", code="internal")
 
 
 class LineEndpoints:
@@ -69,6 +74,9 @@ def _planned(path: str, body: Mapping[str, Any], known: Known | UnknownModel) ->
         task, more = read_line(path, body, known.card, known.now_ms(), **tier)
     except (Problem, InvalidTask) as error:
         return _refused(error)
+    except Exception:  # a fault of ours is the line's error: it must not hold up the batch for ever
+        logger.exception("a line of a batch for %s cannot be read", path)
+        return _refused(BROKEN)
     return Planned(task, known, more)
 
 
@@ -79,7 +87,11 @@ def _answer(path: str, one: Finished, tokenizer: Tokenizer | Answer | None) -> A
         return _refused(problem)
     if isinstance(tokenizer, Answer):
         return tokenizer
-    return Answer(200, _ascii(answer_line(path, one.record, one.events, tokenizer)))
+    try:
+        return Answer(200, _ascii(answer_line(path, one.record, one.events, tokenizer)))
+    except Exception:  # as above
+        logger.exception("task %s of a batch cannot be answered", one.record.id)
+        return _refused(BROKEN)
 
 
 def _scored(one: Finished) -> bool:

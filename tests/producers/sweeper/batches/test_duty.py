@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from producers.store import batches, files, protocol
 from producers.sweeper.batches.duty import Batches
 from producers.sweeper.deadlines import expire_late
 from tests.chaos.batching import BAD, GOOD, Job, Serving, make
+from tests.producers.conftest import CARD
 from tests.producers.contract.test_trace import GOOD as TRACEPARENT
 from tests.producers.fake_worker import FakeWorker
 
@@ -144,6 +146,26 @@ async def test_lines_with_log_probabilities_and_blocks_are_answered(
     whole = (tmp_path / name).read_bytes()
     assert whole.isascii(), "some readers end a line at U+2028"
     assert len(whole.decode().splitlines()) == 1
+
+
+async def test_a_response_in_a_line_is_answered(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
+) -> None:
+    """One that this version cannot answer is its line's error: the batch ends."""
+    valkey.hset(keys.MODELS, "tiny", json.dumps(CARD | {"capabilities": ["generate", "chat"]}))
+    body = {"model": "tiny", "input": "Hi", "max_output_tokens": 4, "metadata": {"a": "b"}}
+    job = Job(valkey, tmp_path, [body] * 2, url="/v1/responses")
+    async with sweeping(valkey_url, job):
+        await until(lambda: job.read().count("line") == 2 and not valkey.zcard(keys.SUBMITTING))
+        valkey.hset(keys.task(batches.task_id(job.id, 1)), "response", "{}")
+        for line in range(2):
+            worker.serve(batches.task_id(job.id, line))
+        await until(job.ended)
+    said = job.lines("output")["r0"]["response"]["body"]
+    assert (said["object"], said["status"], said["metadata"]) == ("response", "completed", {"a": "b"})
+    assert said["output"][0]["content"][0]["text"] == "Hello, world"
+    assert codes(job) == {"r1": "500"}
+    assert job.faults() == []
 
 
 @pytest.mark.parametrize(
