@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from producers.gateway.http.connection import CUT, cut_off
@@ -37,3 +38,8 @@ class Socket(WebSocketsSansIOProtocol):
         extensions: dict[str, Any] = self.scope["extensions"]  # with ours
         extensions[CUT] = lambda: cut_off(self.transport)
         await super().run_asgi()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """An HTTP answer completes the handshake, too: uvicorn would log an error for each."""
+        await super().send(message)
+        self.handshake_complete |= self.close_sent

@@ -90,7 +90,13 @@ def test_a_reader_of_a_gateway_that_stops_goes_on_at_another_one(
     ],
 )
 def test_what_is_refused_gets_an_error_in_place_of_the_handshake(
-    door: Door, submit: Submit, path: str, headers: dict[str, str], status: int, code: str
+    door: Door,
+    submit: Submit,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    headers: dict[str, str],
+    status: int,
+    code: str,
 ) -> None:
     with pytest.raises(InvalidStatus) as refused:
         opened(door, path.format(submit()), additional_headers=headers)
@@ -98,6 +104,7 @@ def test_what_is_refused_gets_an_error_in_place_of_the_handshake(
     assert response.body is not None
     assert (response.status_code, json.loads(response.body)["error"]["code"]) == (status, code)
     assert response.headers["x-request-id"]
+    assert not caplog.records, "nothing for an operator to see"
 
 
 def test_pages_of_its_own_and_of_allowed_origins_may_read(
