@@ -46,8 +46,6 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
     warnings.filterwarnings("ignore", category=SecurityWarning)
-    # And, each time that the broker was away, of a setting for tasks that cannot be acknowledged afterwards: these can.
-    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module="celery.worker.consumer")
     for name in ("celery.app.trace", "celery.worker.strategy"):  # a line or two for every task
         logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
     stopping = Stopping()
@@ -77,6 +75,9 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
         without_gossip=True,
         quiet=True,
     )
+    # Each time that the broker was away, Celery warns of tasks that cannot be acknowledged afterwards: these can. Only
+    # here, since its worker shows all such warnings from when it is made.
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module="celery.worker.consumer")
     # What is there now stays: a collection would take 140 ms to go through it, and come only once what tasks leave is a
     # quarter of it.
     gc.collect()
