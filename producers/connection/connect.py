@@ -235,7 +235,13 @@ def _read(url: str) -> tuple[str, sentinel.Sentinels | None]:
     if not is_redis(url):
         kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ValueError(f"{shown(url)!r} is not supported: a server's URL begins with {kinds}")
-    return _split(url) if sentinel.is_sentinel(url) else (url, None)
+    if sentinel.is_sentinel(url):
+        return _split(url)
+    parts = urlsplit(url)
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not database.isdecimal():  # redis-py would take database 0
+        raise ValueError(f"{database!r} is not the number of a database; the URL must end in one, as in /0")
+    return url, None
 
 
 #: Cached, so that a process's connections share Sentinels: when one moves, the others follow before they send.
