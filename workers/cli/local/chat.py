@@ -67,7 +67,7 @@ def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
         yield Gateway(url), model
         return
 
-    with needs("gateway"), needs("worker"):
+    with needs("gateway", "worker", "webhooks"):
         from workers.cli.local.background import running
     try:
         models = find_models([model], lambda line: typer.echo(line, err=True))
@@ -152,6 +152,10 @@ class Chat:
         except KeyboardInterrupt:
             shown.close()
             typer.echo("(stopped)", err=True)
+        except Failure as failure:
+            if self.turns and "maximum context length" in str(failure):
+                raise Failure(f"{failure} /reset starts a new conversation.", failure.status) from failure
+            raise
         finally:
             shown.close()
         self.turns += [message, {"role": "assistant", "content": "".join(answer)}]

@@ -163,6 +163,13 @@ class TestFailure:
         assert ran.status == 2
         assert "temperature" in ran.err
 
+    def test_of_a_conversation_that_is_too_long_says_how_to_begin_anew(
+        self, chat: Callable[..., Ran], scripted: Scripted
+    ) -> None:
+        full = {"error": {"message": "This model's maximum context length is 4 tokens."}}
+        ran = chat(Answers(scripted, ["all", "of it"], [full]).url, "1\n2\n")
+        assert ran.err.strip().endswith("is 4 tokens. /reset starts a new conversation.")
+
 
 #: Makes standard input the terminal from which a new session's Ctrl-C comes, and becomes the command.
 ON_A_TERMINAL = """
