@@ -39,9 +39,10 @@ class Failure(Exception):
 
 
 @contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Imports within this block need an extra of the distribution. Raises Failure, which names it."""
+def needs(*extras: str) -> Iterator[None]:
+    """Imports within this block need these extras of the distribution. Raises Failure, which names all of them."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise Failure(f"{error.name} is not installed; it comes with: pip install 'penstock[{extra}]'") from error
+        wanted = f"penstock[{','.join(extras)}]"
+        raise Failure(f"{error.name} is not installed; it comes with: pip install '{wanted}'") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from errno import EACCES, EADDRINUSE
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -374,6 +375,7 @@ def open_port(host: str, port: int) -> Any:
     try:
         return listen(host, port)
     except OSError as error:
+        other = "port with --port (0: any free)" if error.errno in (EADDRINUSE, EACCES) else "address with --host"
         raise Failure(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --port (0: any free)"
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another {other}"
         ) from error

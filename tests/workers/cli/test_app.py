@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import typer
 from tests.producers.gateway.conftest import until
 from tests.workers.cli.conftest import Run
 from workers.cli.app import app
+from workers.cli.exits import Failure, needs
 from workers.cli.options import RENAMED
 
 COMMANDS = ["up", "demo", "run", "chat", "models", "bench", "submit", "tail", "result", "cancel"]
@@ -98,13 +100,14 @@ def test_callers_commands_load_neither_engine_nor_server() -> None:
     [
         (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny"), "cannot reach the broker"),
         (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny", "--log-level", "loud"), "--log-level"),
-        (("gateway", "--broker", "amqp://x"), "is not supported"),
+        (("gateway", "--broker", "amqp://x", "--port", "0"), "is not supported"),
+        (("gateway", "--broker", "redis://x/one", "--port", "0"), "'one' is not the number of a database"),
         (("gateway", "--broker", "redis://x", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1 port 8000"),
         (("sweeper", "--broker", "amqp://x"), "is not supported"),
         (("up", "--store", "redis://x"), "--store needs --broker"),
         (("up", "--model", "nowhere/at/all", "--port", "0"), "no model 'nowhere/at/all'"),
         (("up", "--model", "tiny", "--model", "tiny", "--port", "0"), "two models are named 'tiny'"),
-        (("up", "--host", "256.1.1.1"), "cannot listen on 256.1.1.1"),
+        (("up", "--host", "256.1.1.1"), "choose another address with --host"),
         (("up", "--workers", "0"), "greater than or equal to 1"),
     ],
 )
@@ -112,3 +115,9 @@ def test_a_process_that_cannot_start_says_why_with_status_2(run: Run, args: tupl
     ran = run(*args)
     assert ran.status == 2
     assert says in " ".join(ran.err.split())
+
+
+def test_an_extra_that_is_missing_is_named_with_all_that_the_command_needs() -> None:
+    with pytest.raises(Failure, match=r"nowhere is not installed; .* 'penstock\[gateway,worker\]'"):  # noqa: SIM117
+        with needs("gateway", "worker"):
+            importlib.import_module("nowhere")

@@ -32,7 +32,7 @@ def demo(
 
     from workers.cli.exits import Exit, Failure
 
-    with needs("gateway"), needs("worker"):
+    with needs("gateway", "worker", "webhooks"):
         from workers.cli.local.system import Plan, System, conduct
 
     models = find_models([model], typer.echo)

@@ -153,7 +153,7 @@ def up(
     from workers.cli.gpus.choice import choose, gpus_here
     from workers.cli.starting import checked_level
 
-    with needs("gateway"), needs("worker"):
+    with needs("gateway", "worker", "webhooks"):
         from workers.cli.local.system import Plan, System, conduct
 
     if store is not None and broker is None:
