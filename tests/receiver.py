@@ -2,6 +2,7 @@
 
 /ok 204    /status/N N    /hang no answer    /close none, and the end    /half half a head, and the end
 /flood 200 and 10 MB    /drip 200 and a byte now and then, for ever    /redirect 302 to /ok    /later 503, Retry-After
+/noise no HTTP, and the end
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ async def answer(path: str, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(3600)
     elif word == "half":
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-le")
+    elif word == "noise":
+        writer.write(b"220 mail.example ESMTP\r\n\r\n")
     elif word == "flood":
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10485760\r\n\r\n")
         for _ in range(160):

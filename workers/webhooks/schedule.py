@@ -33,7 +33,7 @@ def retry_after(header: str | None) -> float | None:
     if text.isascii() and text.isdecimal():
         return float(text[:12])
     try:
-        at = parsedate_to_datetime(text)
-    except ValueError:
+        at = parsedate_to_datetime(text).timestamp()
+    except (ValueError, OverflowError):  # such as a year of twenty digits
         return None
-    return max(0.0, at.timestamp() - time.time())
+    return max(0.0, at - time.time())

@@ -123,6 +123,8 @@ class Sender:
     def _said(self, error: Exception) -> str:
         if isinstance(error, aiohttp.ServerDisconnectedError):
             return "the receiver closed the connection before it answered"
+        if isinstance(error, aiohttp.ClientResponseError):  # its text has the URL, whose path may be a secret
+            return f"the receiver's answer is not HTTP: {error.message}"
         if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
             return f"no answer within {self._timeout_s:g} s"
         return str(error) or type(error).__name__

@@ -45,6 +45,19 @@ def test_a_name_that_moves_to_a_private_address_is_not_called_over_a_connection_
     assert hosts == [f"hook.test:{receiver.port}"] * 2
 
 
+def test_an_error_shows_nothing_of_the_urls_path_which_may_be_a_secret() -> None:
+    async def run(receiver: Receiver) -> str:
+        sender = Sender(networks(["127.0.0.0/8"]), 10.0)
+        outcome = await sender.send(f"{receiver.url}/noise/T0KEN?key=T0KEN", {}, "{}")
+        await sender.close()
+        return outcome.attempt.error
+
+    with Receiver() as receiver:
+        error = asyncio.run(run(receiver))
+    assert "not HTTP" in error
+    assert "T0KEN" not in error
+
+
 def test_retries_follow_the_schedule_and_a_receivers_wish_delays_them() -> None:
     assert len(SCHEDULE) == 10
     assert 75 < sum(SCHEDULE) / 3600 < 77
@@ -60,7 +73,11 @@ def test_retries_follow_the_schedule_and_a_receivers_wish_delays_them() -> None:
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [(None, None), ("soon", None), ("", None), ("-5", None), ("12", 12.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)],
+    [
+        *((text, None) for text in (None, "soon", "", "-5", "Wed, 21 Oct 99999999999999999999 07:28:00 GMT")),
+        ("12", 12.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+    ],
 )
 def test_retry_after_is_a_number_or_a_date(header: str | None, seconds: float | None) -> None:
     assert retry_after(header) == seconds
