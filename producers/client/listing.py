@@ -6,6 +6,7 @@ gives what it has found, and where to go on.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any, Final, Literal, TypedDict, get_args
 
 from producers.client.steps import Read, Steps, persistently
 from producers.client.submission import TASK_ID
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
@@ -24,6 +26,9 @@ from producers.store import task_index
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
 Order = Literal["asc", "desc"]
 
+log = logging.getLogger(__name__)
+
+UNREADABLE: Final = "task %s is left out of a list, since its record cannot be read: %s"
 #: Most tasks in one answer; and how many without a wish.
 MOST, USUAL = 100, 20
 #: Tasks that one call looks at, at most, but for those of one millisecond.
@@ -143,8 +148,8 @@ def list_tasks(query: Query, patience_s: float) -> Steps[Listed]:
             if looked >= LOOKED and place is not None and at != place.at:
                 return Listed(found, f"~{place.at}", True)
             looked, place = looked + 1, _Place(at, name)
-            record = _record(name, values)
-            if record is not None and query.matches(record):
+            record = _matching(query, name, values)
+            if record is not None:
                 found.append(record)
         if whole:
             return Listed(found, None, False)
@@ -184,6 +189,16 @@ def _page(
         here = (place.at, place.id)
         entries = [entry for entry in entries if (entry < here if newest_first else entry > here)]
     return entries, whole
+
+
+def _matching(query: Query, name: str, values: list[Any]) -> Record | None:
+    """The record, if it is there and wanted. One that cannot be read is left out: the others can be."""
+    try:
+        record = _record(name, values)
+        return record if record is not None and query.matches(record) else None
+    except ValueError as error:
+        warn_throttled(log, UNREADABLE, name, error)
+        return None
 
 
 def _record(name: str, values: list[Any]) -> Record | None:

@@ -43,6 +43,8 @@ from typing import Any, Final
 from producers.connection.script import text
 from producers.contract import keys
 
+#: Most choices of a task.
+MAX_CHOICES: Final = 64
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 
 
@@ -86,7 +88,11 @@ class Record:
 
     @property
     def n(self) -> int:
-        return int(self.fields.get("n", 1))
+        """Number of choices. Raises ValueError for more than a task may have, of which lists would fill the memory."""
+        n = int(self.fields.get("n", 1))
+        if n > MAX_CHOICES:
+            raise ValueError(f"the record says n = {n}; at most {MAX_CHOICES} are possible")
+        return n
 
     @property
     def width(self) -> int:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from producers.contract.chat import MESSAGE, read_messages
+from producers.contract.record import MAX_CHOICES
 from producers.contract.webhook import WEBHOOK, Webhook
 from producers.errors import InvalidTask, shown
 
@@ -220,8 +221,8 @@ class Task(BaseModel):
     )
     include_stop: bool = Field(False, description="true (the text keeps the stop string that ended it) or false")
     ignore_eos: bool = Field(False, description="true or false")
-    n: int = Field(1, ge=1, le=64, description="an integer from 1 to 64")
-    best_of: int | None = Field(None, ge=1, le=64, description="an integer from n to 64")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description=f"an integer from n to {MAX_CHOICES}")
     logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
     tier: Annotated[Tier, BeforeValidator(_tier)] = Field(

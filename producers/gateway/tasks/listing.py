@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import Any, Final, get_args
 
 from fastapi import Request
 
-from producers.client.listing import LOOKED, MOST, USUAL, Listed, Order, Query, Status
+from producers.client.listing import LOOKED, MOST, UNREADABLE, USUAL, Listed, Order, Query, Status
+from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
+from producers.contract.record import Record
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import TaskList, TaskView
+
+log = logging.getLogger(__name__)
 
 _METADATA: Final = re.compile(r"metadata\[(.+)\]", re.DOTALL)
 _NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_TENANT}
@@ -95,8 +100,16 @@ def _number(name: str, value: str) -> int | float:
 def view(listed: Listed) -> TaskList:
     ids = [record.id for record in listed.records]
     return TaskList(
-        data=[TaskView.of(record) for record in listed.records],
+        data=[task for task in map(_readable, listed.records) if task is not None],
         first_id=ids[0] if ids else None,
         last_id=listed.next or (ids[-1] if ids else None),
         has_more=listed.more,
     )
+
+
+def _readable(record: Record) -> TaskView | None:
+    try:
+        return TaskView.of(record)
+    except ValueError as error:
+        warn_throttled(log, UNREADABLE, record.id, error)
+        return None

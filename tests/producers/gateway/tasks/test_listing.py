@@ -99,6 +99,17 @@ def test_a_sparse_filter_looks_at_few_tasks_in_a_call_and_goes_on(
     assert flat(found) == ([made[0], made[8]] if order == "asc" else [made[8], made[0]])
 
 
+@pytest.mark.parametrize(("field", "value"), [("n", 10**12), ("error", b"\xff"), ("status", "lost"), ("usage", "{")])
+def test_a_record_that_cannot_be_read_is_left_out(
+    http: httpx.Client, submit: Submit, valkey: Redis, field: str, value: Any
+) -> None:
+    first, spoilt, last = made = [submit() for _ in range(3)]
+    apart(valkey, made)
+    valkey.hset(keys.task(spoilt), field, value)
+    assert ids(http) == [last, first]
+    assert flat(parts(http, limit=1)) == [last, first], "also where it is the only one of its part"
+
+
 def test_filters(http: httpx.Client, submit: Submit, worker: FakeWorker, valkey: Redis) -> None:
     done = submit(tier="priority", tenant="acme", metadata={"user": "1", "kind": "a[b]"})
     worker.serve(done, ["x"])
