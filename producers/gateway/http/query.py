@@ -17,7 +17,7 @@ def integer(request: Request, name: str, least: int, most: int, default: int) ->
     value = request.query_params.get(name)
     if value is None:
         return default
-    if not re.fullmatch("[0-9]{1,9}", value) or not least <= int(value) <= most:
+    if not re.fullmatch("-?[0-9]{1,9}", value) or not least <= int(value) <= most:
         raise _refusal(name, value, f"an integer from {least} to {most}")
     return int(value)
 

@@ -92,8 +92,8 @@ async def original(gateway: Gateway, task_id: str) -> Record:
     except TaskNotFound:
         raise Problem(
             404,
-            f"This Idempotency-Key made the task {task_id}, which is past its time to live; use another key to submit "
-            "it again.",
+            f"This Idempotency-Key made the task {task_id}, which was deleted or is past its time to live; "
+            "use another key to submit it again.",
             code="task_not_found",
             param="Idempotency-Key",
         ) from None

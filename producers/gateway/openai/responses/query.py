@@ -29,9 +29,9 @@ RETRIEVE: Final[list[dict[str, Any]]] = [
     parameter("stream", "whether to send events, from the beginning", type="boolean"),
     parameter(
         "starting_after",
-        "of a stream: the last `sequence_number` that was read",
+        "of a stream: the last `sequence_number` that was read; -1: none",
         type="integer",
-        minimum=0,
+        minimum=-1,
         maximum=MAX_NUMBER,
     ),
     _INCLUDE,
@@ -53,7 +53,7 @@ def starting_after(request: Request) -> int | None:
     included(_several(request, "include"))
     if _flag(request, "include_obfuscation"):
         raise refused("include_obfuscation", True, (False,))
-    after = query.integer(request, "starting_after", 0, MAX_NUMBER, -1)
+    after = query.integer(request, "starting_after", -1, MAX_NUMBER, -1)
     if _flag(request, "stream"):
         return after
     if after != -1:

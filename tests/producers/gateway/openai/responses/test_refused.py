@@ -101,7 +101,7 @@ def test_by_name(
         ("resp_x/input_items", None, 404),
         ("resp_x?stream=yes", "stream", 400),
         ("resp_x?starting_after=3", "starting_after", 400),
-        ("resp_x?stream=true&starting_after=-1", "starting_after", 400),
+        ("resp_x?stream=true&starting_after=-2", "starting_after", 400),
         ("resp_x?include[]=all", "include", 400),
         ("resp_x?include_obfuscation=true", "include_obfuscation", 400),
     ],

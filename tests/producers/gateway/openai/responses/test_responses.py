@@ -50,9 +50,9 @@ def test_all_ways_of_reading_agree(client: OpenAI, answering: Answering) -> None
     assert [event["type"] for event in live] == EVENTS
     assert [event["sequence_number"] for event in live] == list(range(len(EVENTS)))
     response_id = live[0]["response"]["id"]
-    for after in range(len(live) + 1):
-        query = {"starting_after": after - 1} if after else {}
-        assert told(client.responses.retrieve(response_id, stream=True, **query)) == live[after:]
+    assert told(client.responses.retrieve(response_id, stream=True)) == live
+    for after in range(-1, len(live)):
+        assert told(client.responses.retrieve(response_id, stream=True, starting_after=after)) == live[after + 1 :]
     assert client.responses.retrieve(response_id).to_dict() == live[-1]["response"]
     with client.responses.stream(**ASKED) as stream:
         assert stream.get_final_response().output_text == "".join(PIECES)
