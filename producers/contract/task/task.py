@@ -1,150 +1,43 @@
-"""A task as a caller writes it, and its validation at the edge.
-
-A refused task is never queued. The limits are those of `engine.params.SamplingParams`, so that no worker refuses an
-accepted task (a test compares the two).
-"""
+"""A task: its fields, and what holds between them and for a model."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
 import secrets
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    StringConstraints,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.record import MAX_CHOICES
-from producers.contract.webhook import WEBHOOK, Webhook
+from producers.contract.task.fields import (
+    DECIMAL,
+    Biases,
+    Ids,
+    Messages,
+    OwnWebhook,
+    Prompt,
+    Text,
+    Tier,
+    as_tuple,
+    json_of,
+    known_tier,
+    stops,
+)
+from producers.contract.task.limits import (
+    ASSUMED_OUTPUT,
+    BYTES_PER_TOKEN,
+    DEFAULTS,
+    MAX_BEST_TOKENS,
+    MAX_INT32,
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEED,
+    MAX_TENANT,
+    MAX_TIMEOUT_S,
+    MAX_TTL_S,
+)
+from producers.contract.task.refusals import read_json, refusal, unknown_field
 from producers.errors import InvalidTask, shown
-
-MAX_PROMPT_BYTES: Final = 1 << 20
-MAX_PROMPT_TOKENS: Final = 1_000_000
-MAX_INT32: Final = (1 << 31) - 1
-MAX_SEED: Final = (1 << 63) - 1
-MAX_TTL_S: Final = 30 * 24 * 3600
-MAX_TIMEOUT_S: Final = 7 * 24 * 3600
-MAX_TENANT: Final = 200
-#: Most log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
-MAX_PROMPT_LOGPROBS: Final = 262_144
-#: Most log probabilities of a task's output, alternatives included: some fifty megabytes as text.
-MAX_LOGPROBS: Final = 1 << 20
-#: Most output tokens of a task with best_of. One call publishes them and keeps the store busy for tenths of a second.
-MAX_BEST_TOKENS: Final = 16_384
-#: Defaults of sampling parameters, unless the model's card has its own.
-DEFAULTS: Final[Mapping[str, float]] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-}
-#: Longest name (characters) in an error's `param`; longer ones are cut and get no spelling hint.
-MAX_LABEL: Final = 64
-#: Estimated bytes a token of text, which overestimates the tokens of most texts.
-BYTES_PER_TOKEN: Final = 3
-#: Assumed output tokens of a task without max_tokens.
-ASSUMED_OUTPUT: Final = 256
-
-
-def _prompt(value: Any) -> Any:
-    """Check a prompt by hand: pydantic's union would give one message per member and token. Raises InvalidTask."""
-    if isinstance(value, str):
-        try:
-            size = len(value.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidTask(
-                f"prompt is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
-            ) from None
-        if size > MAX_PROMPT_BYTES:
-            raise InvalidTask(f"prompt has {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES} are taken", param="prompt")
-    elif isinstance(value, (list, tuple)):
-        if len(value) > MAX_PROMPT_TOKENS:
-            raise InvalidTask(
-                f"prompt has {len(value)} token ids; at most {MAX_PROMPT_TOKENS} are taken", param="prompt"
-            )
-        for at, token in enumerate(value):
-            if type(token) is not int or not 0 <= token <= MAX_INT32:
-                raise InvalidTask(
-                    f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
-                )
-    if not isinstance(value, (str, list, tuple)):
-        raise InvalidTask(
-            f"prompt is {shown(value)}; it must be text or a list of token ids", param="prompt", code="invalid_type"
-        )
-    if not value:
-        raise InvalidTask("prompt is empty; give text, or at least one token id", param="prompt", code="empty_prompt")
-    return value if isinstance(value, str) else tuple(value)
-
-
-def _messages(value: Any) -> Any:
-    """Check messages. Like a prompt, they are limited by size, here as stored JSON. Raises InvalidTask."""
-    messages = read_messages(list(value) if isinstance(value, tuple) else value)
-    try:
-        size = len(_json(messages))
-    except (RecursionError, UnicodeEncodeError) as error:
-        raise InvalidTask(f"messages cannot be kept as JSON: {error}", param="messages") from None
-    if size > MAX_PROMPT_BYTES:
-        raise InvalidTask(f"messages have {size} bytes as JSON; at most {MAX_PROMPT_BYTES} are taken", param="messages")
-    return tuple(messages)
-
-
-def _json(messages: Any) -> bytes:
-    return json.dumps(messages, ensure_ascii=False).encode()
-
-
-def _stops(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else _tuple(value)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _biases(value: Any) -> Any:
-    """Turn decimal string keys, as JSON has them, into token ids."""
-    if not isinstance(value, Mapping):
-        return value
-    return {int(k) if isinstance(k, str) and _DECIMAL.fullmatch(k) else k: bias for k, bias in value.items()}
-
-
-_DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
-
-
-def _tier(value: Any) -> Any:
-    return "default" if value == "auto" else value
-
-
-Tier = Literal["priority", "default", "flex", "batch"]
-Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Ids = Annotated[tuple[Count, ...], BeforeValidator(_tuple, json_schema_input_type=list[Count])]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
-Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
-MessageList = Annotated[list[Message], Field(min_length=1)]
-Messages = Annotated[
-    tuple[dict[str, Any], ...],
-    BeforeValidator(_messages, json_schema_input_type=MessageList),
-]
-#: A prompt's JSON schema, for OpenAPI; `_prompt` enforces it.
-PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
-PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
-OwnWebhook = Annotated[Webhook, PlainValidator(Webhook.read), WithJsonSchema(WEBHOOK)]
-Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
 
 
 def _no_default(schema: dict[str, Any]) -> None:
@@ -192,7 +85,7 @@ class Task(BaseModel):
         default_factory=dict,
         max_length=1024,
         description="at most 1024 numbers from -100 to 100 by token id",
-        json_schema_extra={"maxProperties": 1024, "propertyNames": {"pattern": f"^({_DECIMAL.pattern})$"}},
+        json_schema_extra={"maxProperties": 1024, "propertyNames": {"pattern": f"^({DECIMAL.pattern})$"}},
     )
     allowed_token_ids: Ids = Field(
         (),
@@ -203,14 +96,14 @@ class Task(BaseModel):
     banned_token_ids: Ids = Field(
         (), max_length=4096, json_schema_extra={"maxItems": 4096}, description="a list of at most 4096 token ids"
     )
-    bad_words: Annotated[tuple[Text, ...], BeforeValidator(_tuple, json_schema_input_type=list[Text])] = Field(
+    bad_words: Annotated[tuple[Text, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Text])] = Field(
         (),
         max_length=64,
         json_schema_extra={"maxItems": 64},
         description="a list of at most 64 strings, each of 1 to 256 characters",
     )
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_stops, json_schema_input_type=Text | list[Text])] = Field(
+    stop: Annotated[tuple[Text, ...], BeforeValidator(stops, json_schema_input_type=Text | list[Text])] = Field(
         (),
         max_length=16,
         json_schema_extra={"maxItems": 16},
@@ -225,7 +118,7 @@ class Task(BaseModel):
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description=f"an integer from n to {MAX_CHOICES}")
     logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
-    tier: Annotated[Tier, BeforeValidator(_tier)] = Field(
+    tier: Annotated[Tier, BeforeValidator(known_tier)] = Field(
         "default", description="auto, priority, default, flex or batch"
     )
     timeout: float | None = Field(
@@ -255,7 +148,7 @@ class Task(BaseModel):
             # By hand, and before all else: pydantic lists every name that it does not know.
             unknown = next((name for name in fields if name not in Task.model_fields), None)
             if unknown is not None:
-                raise _unknown(unknown)
+                raise unknown_field(unknown, type(self).model_fields)
             # What is null was left out, but for what has to be there.
             needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
             given = {k: v for k, v in fields.items() if v is not None or k in needed}
@@ -263,10 +156,10 @@ class Task(BaseModel):
                 super().__init__(**given)
                 return
             except ValidationError as error:
-                refusal = _refusal(error)
+                refused = refusal(error, type(self).model_fields)
             # Raised outside `except`, so that the ValidationError is not its context. That Rust object holds the
             # validator's exception invisibly to the garbage collector: such a cycle would never be freed.
-            raise refusal
+            raise refused
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -320,7 +213,7 @@ class Task(BaseModel):
         """KV tokens that the task may need, estimated without a tokenizer: the prompt once, the output per choice."""
         prompt = self.prompt_tokens
         if prompt is None:
-            text = str(self.prompt).encode() if self.messages is None else _json(self.messages)
+            text = str(self.prompt).encode() if self.messages is None else json_of(self.messages)
             prompt = -(-len(text) // BYTES_PER_TOKEN)
         output = ASSUMED_OUTPUT if self.max_tokens is None else self.max_tokens
         return min(prompt + output * self.width, context_length * self.width)
@@ -408,47 +301,3 @@ class Task(BaseModel):
             if most < int(card["context_length"]) - (self.prompt_tokens or 1):
                 filled["max_tokens"] = max(1, most)
         return self.model_copy(update=filled)
-
-
-def read_json(body: str | bytes) -> Any:
-    """Parse JSON text. Raises InvalidTask if it is not UTF-8 or not JSON."""
-    try:
-        return json.loads(body if isinstance(body, str) else body.decode())
-    except UnicodeDecodeError as error:
-        raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
-
-
-def label(name: str) -> str:
-    """A caller's name for an error's `param`: in ASCII, cut after MAX_LABEL characters."""
-    short = name if len(name) <= MAX_LABEL else f"{name[:MAX_LABEL]}..."
-    return short if short.isascii() else ascii(short)[1:-1]
-
-
-def likely(name: str, names: Iterable[str]) -> str | None:
-    """The name among `names` that was probably meant; None without a close one."""
-    return next(iter(difflib.get_close_matches(name, names, 1)), None) if len(name) <= MAX_LABEL else None
-
-
-def _unknown(name: str) -> InvalidTask:
-    near = likely(name, Task.model_fields)
-    hint = f"; did you mean {shown(near)}?" if near else f"; a task has {', '.join(Task.model_fields)}"
-    return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
-
-
-def _refusal(error: ValidationError) -> InvalidTask:
-    """Pydantic's first error as an InvalidTask."""
-    first = error.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidTask):
-        return cause
-    field = str(first["loc"][0])
-    wanted = Task.model_fields[field].description
-    if first["type"] == "missing":
-        return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
-    place = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
-    if first["type"] == "string_unicode":
-        return InvalidTask(f"{place} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
-    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)
