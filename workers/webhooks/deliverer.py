@@ -16,6 +16,7 @@ from producers.connection.addresses import networks
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
+from producers.errors import shown
 from producers.store import endpoints, outbox
 from producers.store.endpoints import TEST_PREFIX, Endpoint
 from producers.store.outbox import Attempt, Row
@@ -149,8 +150,8 @@ class Deliverer:
         """The call that says how a try ended."""
         if outcome.delivered:
             return outbox.delivered(row, holder, outcome.attempt)
-        what = outcome.attempt.status or outcome.attempt.error
-        log.info("delivery %s to %s failed, try %d: %s", row.name, target.receiver, row.tries + 1, what)
+        what = shown(outcome.attempt.status or outcome.attempt.error)  # others' text: kept to one line of the log
+        log.info("delivery %s to %s failed, try %d: %s", row.name, shown(target.receiver), row.tries + 1, what)
         delay = next_delay(self._settings.schedule, row.tries + 1, outcome.retry_after_s)
         if outcome.gone:
             delay = None

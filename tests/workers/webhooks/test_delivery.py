@@ -111,8 +111,8 @@ def test_while_a_secret_rotates_both_sign(valkey_url: str, valkey: Redis, receiv
 def test_whatever_goes_wrong_is_tried_again_and_then_dead_and_harms_nobody_else(
     valkey_url: str, valkey: Redis, receiver: Receiver, secret: str
 ) -> None:
-    faults = ("hang", "status/500", "status/404", "redirect", "close", "half")
-    bad = {fault: put(valkey, fault, f"{receiver.url}/{fault}", secret) for fault in faults}
+    faults = ("hang", "status/500", "status/404", "redirect", "close", "half", "noise")
+    bad = {fault: put(valkey, fault, f"{receiver.url}/{fault}", secret, tenant="a\nb") for fault in faults}
     bad["private"] = put(valkey, "private", f"http://10.0.0.1:{receiver.port}/ok", secret)
     bad["nowhere"] = put(valkey, "nowhere", "https://nowhere.invalid/", secret)
     bad["refused"] = put(valkey, "refused", "http://127.0.0.1:1/ok", secret)
@@ -121,10 +121,12 @@ def test_whatever_goes_wrong_is_tried_again_and_then_dead_and_harms_nobody_else(
         for name in good:
             assert ended(process, valkey, name).state == "delivered"
         rows = {fault: ended(process, valkey, name) for fault, name in bad.items()}
+        told = process.log.read_text().splitlines()
     assert {row.state for row in rows.values()} == {"dead"}
     assert {row.tries for row in rows.values()} == {3}
     tries = {fault: row.attempts[-1] for fault, row in rows.items()}
-    assert [tries[one].status for one in faults] == [None, 500, 404, 302, None, None]
+    assert [tries[one].status for one in faults] == [None, 500, 404, 302, None, None, None]
+    assert [line for line in told if not line[:4].isdecimal()] == [], "a line begins with what a stranger said"
     assert tries["status/500"].answer == "it is 500"
     for fault, why in (("hang", "1 s"), ("close", "closed"), ("private", "10.0.0.1"), ("nowhere", "nowhere.invalid")):
         assert why in tries[fault].error
