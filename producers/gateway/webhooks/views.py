@@ -36,7 +36,7 @@ ROTATE: dict[str, Any] = {
     "properties": {
         "keep_old_secret_active_for_24_hours": {
             "type": "boolean",
-            "description": "whether deliveries are signed with both secrets for 24 hours; unset: false",
+            "description": "whether deliveries are signed with both secrets for 24 hours; unset: true",
         }
     },
 }

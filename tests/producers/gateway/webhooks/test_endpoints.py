@@ -44,13 +44,13 @@ def test_endpoints_are_made_listed_changed_and_deleted(client: openai.OpenAI) ->
     assert client.webhooks.event_types.list().data == list(EVENT_TYPES)
 
 
-def test_a_rotation_may_keep_the_old_secret_for_a_day(client: openai.OpenAI, valkey: Redis) -> None:
+def test_a_rotation_keeps_the_old_secret_for_a_day_unless_told_not_to(client: openai.OpenAI, valkey: Redis) -> None:
     made = client.webhooks.create(name="ours", url=URL, event_types=["response.completed"])
-    kept = client.webhooks.rotate_secret(made.id, keep_old_secret_active_for_24_hours=True)
+    kept = client.webhooks.rotate_secret(made.id)
     stored = str(valkey.hget(keys.WEBHOOK_ENDPOINTS, made.id))
     assert made.signing_secret in stored
     assert kept.signing_secret in stored
-    last = client.webhooks.rotate_secret(made.id)
+    last = client.webhooks.rotate_secret(made.id, keep_old_secret_active_for_24_hours=False)
     stored = str(valkey.hget(keys.WEBHOOK_ENDPOINTS, made.id))
     assert last.signing_secret in stored
     assert kept.signing_secret not in stored
