@@ -46,6 +46,16 @@ def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
     served.until(lambda: kept(served, sent.id))
 
 
+def test_a_record_with_a_hundred_billion_choices_holds_up_no_other(served: Rig) -> None:
+    (running,) = served.fill(1, prompt=[STALLED])
+    served.until(lambda: served.status(running) == "in_progress")
+    served.redis.hset(keys.task(running), "n", 10**11)
+    assert served.cancel(running) == [1, "in_progress"]
+    others = served.fill(5)
+    served.until_settled([running, *others])
+    served.check(others)
+
+
 @pytest.mark.parametrize("said", ["mine", {"n": 2}, {"v": 1, "n": "x", "tokens": 9}, {"v": 1, "n": True, "tokens": 9}])
 def test_a_sender_s_own_header_makes_it_no_client_s(served: Rig, said: Any) -> None:
     """A client's message without a record is done with; a plain one makes its record."""

@@ -17,7 +17,8 @@ end
 
 local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   local r = redis.call('HMGET', task, 'n', 'discarded', 'batch')
-  local n, out = tonumber(r[1] or '1'), tonumber(r[2] or '0')
+  -- No task has more than 64 choices: a record that says 10^11 must not keep the store busy for hours.
+  local n, out = math.min(tonumber(r[1] or '1'), 64), tonumber(r[2] or '0')
   for c = 0, n - 1 do
     out = out + tonumber(redis.call('HGET', task, 'next:' .. c) or '0')
   end

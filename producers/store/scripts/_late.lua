@@ -7,7 +7,7 @@ local function late(task, stream, id, claims)
     return 'failed'
   end
   local reasons, open = {}, 0
-  for c = 0, tonumber(redis.call('HGET', task, 'n') or '1') - 1 do
+  for c = 0, math.min(tonumber(redis.call('HGET', task, 'n') or '1'), 64) - 1 do -- as _final.lua
     reasons[c + 1] = '"deadline"'
     open = open + (redis.call('HEXISTS', task, 'next:' .. c))
   end
