@@ -154,7 +154,7 @@ async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
     openapi_extra=_body(ROTATE, required=False),
 )
 async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecret:
-    """Give an endpoint a new secret, shown by the answer alone. The old one goes on for 24 hours, unless told not to."""
+    """Give an endpoint a new secret, shown this once. The old one goes on for 24 hours, unless told not to."""
     fields = await fields_of(request, ROTATE, optional=True)
     keep = fields.get("keep_old_secret_active_for_24_hours") is not False
     now = int(time.time())
