@@ -41,12 +41,12 @@ from producers.sweeper.deadlines import expire_late
 from producers.sweeper.files import remove_files
 from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
 from producers.sweeper.leader import Leadership
-from producers.sweeper.orphaned_queues import PATIENCE_S as ORPHANED_AFTER_S
-from producers.sweeper.orphaned_queues import OrphanedQueues
 from producers.sweeper.outbox import DEAD_KEPT_S, DELIVERED_KEPT_S
 from producers.sweeper.outbox import sweep as trim_outbox
+from producers.sweeper.queues.orphaned import PATIENCE_S as ORPHANED_AFTER_S
+from producers.sweeper.queues.orphaned import OrphanedQueues
+from producers.sweeper.queues.retired_pools import RETIRE_AFTER_S, RetiredPools
 from producers.sweeper.reader_leases import LEASE_S, LapsedReaders
-from producers.sweeper.retired_pools import RETIRE_AFTER_S, RetiredPools
 from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
 from producers.sweeper.unsettled import AGE_MS as ORPHAN_MS
 from producers.sweeper.unsettled import Orphans

@@ -17,8 +17,8 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.sweeper import orphaned_queues
-from producers.sweeper.orphaned_queues import OrphanedQueues
+from producers.sweeper.queues import orphaned
+from producers.sweeper.queues.orphaned import OrphanedQueues
 from tests.producers.conftest import POOL, QUEUE
 
 MODEL = keys.model_queue("tiny")
@@ -167,7 +167,7 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any page: before the first, or in the midst."""
-    monkeypatch.setattr(orphaned_queues, "PAGE", 2)
+    monkeypatch.setattr(orphaned, "PAGE", 2)
     real = aclient.broker.recall
     for starts in range(12):
         sent = leave(valkey)
@@ -200,7 +200,7 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
 async def test_a_sweeper_that_dies_between_any_two_calls_loses_nothing(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphaned_queues, "PAGE", 2)
+    monkeypatch.setattr(orphaned, "PAGE", 2)
     died = True
     dies = 0
     while died:
