@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import ssl
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tests.processes import ROOT, guarded
+from tests.warm import Forked
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +40,11 @@ class Event:
 
 
 class Process:
-    """A module that runs as a process of its own, its output in a file."""
+    """A module that runs as a forked process of its own, its output in a file."""
 
     def __init__(self, module: str, *args: str, **env: str) -> None:
         self.log = Path(tempfile.mkstemp(prefix="penstock-", suffix=".log")[1])
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                guarded(sys.executable, "-m", module, *args),
-                cwd=ROOT,
-                env={**os.environ, **env},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self.process = Forked([sys.executable, "-m", module, *args], {**os.environ, **env}, self.log)
 
     def until(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
         """Wait for a true answer, and give it."""

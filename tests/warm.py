@@ -39,7 +39,7 @@ _IMPORTS = """
     workers.pool.consumer workers.pool.engine_pool workers.pool.request workers.runtime.worker
     producers.gateway producers.gateway.app producers.gateway.batches.endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
-    workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes
+    workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes workers.webhooks.process
     tests.frozen
 """
 
