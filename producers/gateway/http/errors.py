@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import CODES, Trouble, trouble
 from producers.contract.task import label
 from producers.errors import (
@@ -88,10 +89,10 @@ def problem_of(error: Exception) -> Problem:
         case TaskNotFound():
             return Problem(404, str(error), code="task_not_found")
         case SubmitFailed():
-            logger.warning("submit failed: %s", error)
+            warn_throttled(logger, "submit failed: %s", error)
             return Problem(503, str(error), code=error.code, headers=RETRY_AFTER)
         case RedisError() | OSError():
-            logger.warning("store or broker failed: %s: %s", type(error).__name__, error)
+            warn_throttled(logger, "store or broker failed: %s: %s", type(error).__name__, error)
             found = trouble(error)
             message = AWAY if found is Trouble.AWAY else FULL if found is Trouble.FULL else REFUSES
             if found in CODES:

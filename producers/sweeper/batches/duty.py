@@ -13,6 +13,7 @@ import asyncio
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Final
@@ -100,8 +101,8 @@ class Batches:
                 await self._count(done)
         except FAILURES as error:
             warn_throttled(log, "batch %s is held up, trying again: %s", batch_id, error)
-        except Exception:  # one batch must not stop the others
-            log.exception("a step of batch %s failed, trying again", batch_id)
+        except Exception:  # noqa: BLE001 - one batch must not stop the others
+            warn_throttled(log, "a step of batch %s failed, trying again:\n%s", batch_id, traceback.format_exc())
 
     async def _step(self, batch_id: str) -> dict[str, int]:
         """What was done, by its name in `penstock:swept`; nothing if there is nothing to do for now."""
