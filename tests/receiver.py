@@ -74,12 +74,12 @@ class Receiver(Process):
 
     def __init__(self, *tls: str) -> None:
         super().__init__("tests.receiver", *tls)
-        self.port = int(self.until(lambda: self.log.read_text().partition("\n")[0]))
+        self.port = int(self.until(lambda: next(filter(str.isdecimal, self.log.read_text().split("\n")[:-1]), "")))
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def events(self) -> list[Event]:
-        lines = self.log.read_text().splitlines(keepends=True)[1:]
+        lines = self.log.read_text().splitlines(keepends=True)
         return [Event(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("\n")]
 
     def event(self, path: str = "/ok") -> Event:
