@@ -42,9 +42,8 @@ from typing import Any, Final
 
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.events import MAX_CHOICES
 
-#: Most choices of a task.
-MAX_CHOICES: Final = 64
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 
 
