@@ -62,7 +62,7 @@ class Wanted(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which tasks to list. Times are unix seconds, both exclusive. `metadata`: pairs that a task must have.
+    """A filter of listed tasks. Times are unix seconds, both exclusive. `metadata`: pairs that a task must have.
 
     `order`: `desc` is the latest first. `after`: a task's id, or a `Listed.next`. Raises InvalidQuery.
     """
@@ -124,7 +124,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where to go on: behind a task of a millisecond, or, without an id, behind all of them."""
+    """A place in the list: behind a task of a millisecond, or, without an id, behind all of them."""
 
     at: int
     id: str | None = None

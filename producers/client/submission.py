@@ -33,7 +33,7 @@ MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
 ADVICE: Final[dict[Trouble | None, str]] = {
     Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. ",
 }
-#: What a record says of a task that its caller reads by its id (`origin` in `producers.contract.record`).
+#: Fields of a record whose task its caller reads by its id (`origin` in `producers.contract.record`).
 TASK: Final[dict[str, str | int]] = {"origin": "task"}
 #: Fields of a record, beside the task itself, that another run of the task has, too.
 KEPT: Final = ("webhook", "webhook_secret")

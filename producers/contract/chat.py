@@ -43,7 +43,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     Raises InvalidTask, which names the message and the field.
     """
     if not isinstance(value, list):
-        raise _refused("messages", value, "a list of messages", "invalid_type")
+        raise refused("messages", value, "a list of messages", "invalid_type")
     if not value:
         raise InvalidTask("messages is empty; give at least one message", code="empty_array", param="messages")
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
@@ -51,18 +51,18 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 def _message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _refused(place, message, "an object with role and content", "invalid_type")
+        raise refused(place, message, "an object with role and content", "invalid_type")
     given = dict(message)
     role = given.pop("role", None)
     if role not in ROLES:
-        raise _refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
+        raise refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
     calls = given.pop("tool_calls", None) or None
     content = given.pop("content", None)
     read: dict[str, Any] = {"role": role, "content": None}
     for name, part in given.items():
         # vLLM's newer name for reasoning_content, `reasoning`, is an object elsewhere.
         if (name in PASSED_ON and part is not None) or (name == "reasoning" and isinstance(part, str)):
-            read[name] = _string(part, f"{place}.{name}")
+            read[name] = read_string(part, f"{place}.{name}")
         elif name in EMPTY_AS_RECEIVED and part:
             raise InvalidTask(
                 f"{place} has {name}, which is not offered here; a message has role, content, "
@@ -77,7 +77,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         read["content"] = _content(content, place)
     if calls is not None:
         if role != "assistant":
-            raise _refused(f"{place}.tool_calls", calls, "left out: only an assistant's message has them")
+            raise refused(f"{place}.tool_calls", calls, "left out: only an assistant's message has them")
         read["tool_calls"] = _each(calls, f"{place}.tool_calls", _tool_call)
     return read
 
@@ -87,51 +87,53 @@ def _content(content: Any, place: str) -> str:
     if isinstance(content, list):
         return BETWEEN_PARTS.join(_each(content, name, _text_part))
     if not isinstance(content, str):
-        raise _refused(name, content, "a string or a list of text parts", "invalid_type")
-    return _string(content, name)
+        raise refused(name, content, "a string or a list of text parts", "invalid_type")
+    return read_string(content, name)
 
 
 def _text_part(part: Any, place: str) -> str:
     if not isinstance(part, dict):
-        raise _refused(place, part, 'an object like {"type": "text", "text": "..."}', "invalid_type")
+        raise refused(place, part, 'an object like {"type": "text", "text": "..."}', "invalid_type")
     if part.get("type") != "text":
-        raise _refused(f"{place}.type", part.get("type"), '"text": no other kind of content is offered here')
-    return _string(part.get("text"), f"{place}.text")
+        raise refused(f"{place}.type", part.get("type"), '"text": no other kind of content is offered here')
+    return read_string(part.get("text"), f"{place}.text")
 
 
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
     """Check a tool call. Its arguments become an object for templates; OpenAI sends them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _refused(place, call, "an object with id, type and function (name, arguments)", "invalid_type")
-    name = _string(function["name"], f"{place}.function.name")
+        raise refused(place, call, "an object with id, type and function (name, arguments)", "invalid_type")
+    name = read_string(function["name"], f"{place}.function.name")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise _refused(f"{place}.function.arguments", arguments, "a JSON object, as text") from None
+            raise refused(f"{place}.function.arguments", arguments, "a JSON object, as text") from None
     if not isinstance(arguments, Mapping):
-        raise _refused(f"{place}.function.arguments", arguments, "a JSON object, as text")
+        raise refused(f"{place}.function.arguments", arguments, "a JSON object, as text")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _each(parts: Any, place: str, read: Callable[[Any, str], Any]) -> list[Any]:
     if not isinstance(parts, list) or not parts:
-        raise _refused(place, parts, "a list, not empty", "invalid_type")
+        raise refused(place, parts, "a list, not empty", "invalid_type")
     return [read(part, f"{place}[{at}]") for at, part in enumerate(parts)]
 
 
-def _string(value: Any, place: str) -> str:
+def read_string(value: Any, place: str) -> str:
+    """A string that UTF-8 can hold. Raises InvalidTask, which names the place."""
     if not isinstance(value, str):
-        raise _refused(place, value, "a string", "invalid_type")
+        raise refused(place, value, "a string", "invalid_type")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _refused(place, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
+        raise refused(place, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
     return value
 
 
-def _refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> InvalidTask:
+def refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> InvalidTask:
+    """The error for a value within messages or items. `wanted` completes "it must be ..."."""
     return InvalidTask(f"{place} is {shown(value)}; it must be {wanted}", code=code, param=place)

@@ -13,7 +13,7 @@ from fastapi.staticfiles import StaticFiles
 
 router = APIRouter(include_in_schema=False)
 
-#: Where Swagger UI's files are served, to be mounted by the application.
+#: The route of Swagger UI's files, to be mounted by the application.
 ASSETS: Final = "/docs/assets"
 #: Browsers refuse to load anything from another host for this page. Its script is in the page itself.
 POLICY: Final = (

@@ -32,7 +32,7 @@ FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked for a file. `kept_s`: seconds from now until its end; None: for ever."""
+    """The settings of a new file. `kept_s`: seconds from now until its end; None: for ever."""
 
     filename: str
     purpose: str
@@ -69,7 +69,7 @@ class Upload(AbstractContextManager["Upload"]):
         return _checked(self._form)
 
     def digest(self, asked: Asked) -> str | None:
-        """What an Idempotency-Key compares; None without a key."""
+        """The digest that an Idempotency-Key compares; None without a key."""
         return None if self._hash is None else digest(self._hash.digest(), repr(asked).encode())
 
     async def _write(self, pieces: list[bytes]) -> None:
@@ -88,7 +88,7 @@ class Upload(AbstractContextManager["Upload"]):
 
 
 def _checked(form: Form) -> Asked:
-    """What a whole form asks for. Raises Problem."""
+    """The settings that a whole form gives. Raises Problem."""
     if not form.ended:
         raise Problem(400, "The form ends early: its last boundary is missing.", code="invalid_form")
     for name in form.fields:

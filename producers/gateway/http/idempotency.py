@@ -36,7 +36,7 @@ PARAMETER: Final[dict[str, Any]] = {
 async def first(
     request: Request, client: AsyncClient, new_id: str, *, tenant: str | None = None, digest: str | None = None
 ) -> Entry | None:
-    """What the request's key stands for, with `new_id` for a new key; None without a key.
+    """The entry of the request's key, with `new_id` for a new key; None without a key.
 
     `digest` (`idempotency.digest`) says which bodies are the same; by default, those of equal bytes once unpacked, as
     `producers.gateway.http.body` read them. Raises Problem: 400 for a bad key, 422 for another request's key. Raises

@@ -70,7 +70,7 @@ async def waited(request: Request, gateway: Gateway, about: About, foreground: F
 
 
 async def scorer_of(gateway: Gateway, record: Record) -> ChatLogprobs | None:
-    """What spells a response's log probabilities; None without any, or if its model's version is not served any more.
+    """The speller of a response's log probabilities; None without any, or if its model's version is served no more.
 
     Raises as `Prompts.tokenizer`.
     """

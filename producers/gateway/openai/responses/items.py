@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from producers.contract.chat import BETWEEN_PARTS
+from producers.contract.chat import BETWEEN_PARTS, read_string, refused
 from producers.errors import InvalidTask, shown
 
 #: Role -> the type of its text parts.
@@ -85,9 +85,9 @@ class Item:
 def read_input(value: Any) -> list[Item]:
     """The items of `input`. Raises InvalidTask, which names the item and the field."""
     if isinstance(value, str):
-        return [Item.new("user", _text(value, "input"))]
+        return [Item.new("user", read_string(value, "input"))]
     if not isinstance(value, list):
-        raise _refused("input", value, "text or a list of messages", "invalid_type")
+        raise refused("input", value, "text or a list of messages", "invalid_type")
     if not value:
         raise InvalidTask("input is empty; give text, or at least one message", code="empty_array", param="input")
     return [_message(item, f"input[{at}]") for at, item in enumerate(value)]
@@ -95,7 +95,7 @@ def read_input(value: Any) -> list[Item]:
 
 def _message(item: Any, place: str) -> Item:
     if not isinstance(item, dict):
-        raise _refused(place, item, "a message with role and content", "invalid_type")
+        raise refused(place, item, "a message with role and content", "invalid_type")
     if item.get("type", "message") != "message":
         raise InvalidTask(
             f"{place}.type is {shown(item['type'])}, which is not offered here; give messages alone",
@@ -104,7 +104,7 @@ def _message(item: Any, place: str) -> Item:
         )
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise _refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
+        raise refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
     unknown = next((name for name in item if name not in ("type", "role", "content", *AS_RECEIVED)), None)
     if unknown is not None:
         raise InvalidTask(
@@ -117,31 +117,17 @@ def _message(item: Any, place: str) -> Item:
 
 def _content(content: Any, place: str) -> list[str]:
     if isinstance(content, str):
-        return [_text(content, place)]
+        return [read_string(content, place)]
     if not isinstance(content, list) or not content:
-        raise _refused(place, content, "text or a list of text parts", "invalid_type")
+        raise refused(place, content, "text or a list of text parts", "invalid_type")
     return [_part(part, f"{place}[{at}]") for at, part in enumerate(content)]
 
 
 def _part(part: Any, place: str) -> str:
     if not isinstance(part, dict):
-        raise _refused(place, part, 'an object like {"type": "input_text", "text": "..."}', "invalid_type")
+        raise refused(place, part, 'an object like {"type": "input_text", "text": "..."}', "invalid_type")
     if part.get("type") not in ("input_text", "output_text"):
-        raise _refused(
+        raise refused(
             f"{place}.type", part.get("type"), '"input_text" or "output_text": no other kind of content is offered here'
         )
-    return _text(part.get("text"), f"{place}.text")
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise _refused(place, value, "a string", "invalid_type")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise _refused(place, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
-    return value
-
-
-def _refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> InvalidTask:
-    return InvalidTask(f"{place} is {shown(value)}; it must be {wanted}", code=code, param=place)
+    return read_string(part.get("text"), f"{place}.text")

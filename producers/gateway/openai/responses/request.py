@@ -17,7 +17,7 @@ from producers.store.protocol import DEFAULT_TTL_S
 MAX_TOP_LOGPROBS: Final = 20
 #: Most log probabilities of an output, alternatives included. Each reader of a stream collects them for its end.
 MAX_LOGPROBS: Final = 1 << 17
-#: What `include` may name. Of all but log probabilities there is nothing here, so they add nothing.
+#: The values of `include`. Only log probabilities exist here; the others add nothing.
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDABLE: Final = (
     LOGPROBS,
