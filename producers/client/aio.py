@@ -45,7 +45,7 @@ class AsyncClient:
         broker, store = servers(broker, store)
         #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
         self.store: Redis = connect_async(store)
-        self.broker = connect_broker(broker, self.store if store == broker else None)
+        self.broker = connect_broker(broker, store, self.store)
         self._one_server = store == broker
         self.directory = Directory()
         self._hub = Hub(self.store)

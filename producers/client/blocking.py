@@ -53,7 +53,7 @@ class Client:
         #: None where kombu speaks to the broker.
         self._broker: Sender | None = None
         if is_known(broker):
-            self._broker = connect_sender(broker, self._store if broker == self._store_url else None)
+            self._broker = connect_sender(broker, self._store_url, self._store)
         self.directory = Directory()
         self._lock = threading.Lock()
         self._closed = False

@@ -77,7 +77,13 @@ def said(error: BaseException) -> str:
 
 
 def trouble(error: BaseException) -> Trouble | None:
-    """The server's trouble that an error shows; None for the call's own error, which any server would repeat."""
+    """The server's trouble that an error shows; None for the call's own error, which any server would repeat.
+
+    An error that knows its own says it as `trouble`, as those of `producers.connection.aws` do.
+    """
+    if hasattr(error, "trouble"):
+        own: Trouble | None = error.trouble
+        return own
     for classes, found in _CLASSES:
         if isinstance(error, classes):
             return found

@@ -81,7 +81,7 @@ class Shop:
 
     def weigh(self, tenant: str, weight: float) -> None:
         async def said() -> None:
-            broker = connect_broker(self.url)
+            broker = connect_broker(self.url, self.url)
             await broker.weigh(tenant, weight)
             await broker.aclose()
 
@@ -91,7 +91,7 @@ class Shop:
 @pytest.fixture(params=["redis", "memory"])
 def shop(request: pytest.FixtureRequest, valkey_url: str, valkey: Redis) -> Iterator[Shop]:
     url = valkey_url if request.param == "redis" else f"memory://{uuid.uuid4()}"
-    shop = Shop(url, connect_sender(url), connect_consumer(url, [QUEUE]))
+    shop = Shop(url, connect_sender(url, url), connect_consumer(url, [QUEUE], url))
     shop.worker.take_lease(INC, "{}", 600.0)
     yield shop
     shop.sender.close()

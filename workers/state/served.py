@@ -36,4 +36,6 @@ class Served:
 
     def connect_broker(self, timeout: float = SILENT_S) -> Consumer:
         """For one thread; `timeout`: of each answer (s)."""
-        return connect_consumer(self.settings.broker, self.pool.queues, timeout, self.pool.version_queue)
+        return connect_consumer(
+            self.settings.broker, self.pool.queues, self.settings.store, timeout, self.pool.version_queue
+        )

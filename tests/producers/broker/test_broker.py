@@ -19,14 +19,14 @@ RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redelive
 
 @pytest.fixture
 async def broker(url: str) -> AsyncIterator[Broker]:
-    found = connect_broker(url)
+    found = connect_broker(url, url)
     yield found
     await found.aclose()
 
 
 @pytest.fixture
 def consumer(url: str) -> Iterator[Consumer]:
-    found = connect_consumer(url, [QUEUE])
+    found = connect_consumer(url, [QUEUE], url)
     found.take_lease(INC, "{}", 60.0)
     yield found
     found.close()
@@ -91,7 +91,7 @@ async def test_the_size_of_what_comes_next_is_told(broker: Broker, consumer: Con
 
 
 async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str) -> None:
-    sender = connect_sender(url)
+    sender = connect_sender(url, url)
     sender.send(Message("a", QUEUE, "flex", 1, 1))
     sender.close()
     assert (await broker.waiting(QUEUE)).tiers["flex"] == 1

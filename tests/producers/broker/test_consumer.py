@@ -24,7 +24,7 @@ RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redelive
 
 @pytest.fixture
 def consumer(url: str) -> Iterator[Consumer]:
-    found = connect_consumer(url, POOL.queues, home=QUEUE)
+    found = connect_consumer(url, POOL.queues, url, home=QUEUE)
     found.take_lease(INC, "{}", 60.0)
     yield found
     found.close()
@@ -32,7 +32,7 @@ def consumer(url: str) -> Iterator[Consumer]:
 
 @pytest.fixture
 def sender(url: str) -> Iterator[Sender]:
-    found = connect_sender(url)
+    found = connect_sender(url, url)
     yield found
     found.close()
 

@@ -25,7 +25,7 @@ def test_a_task_goes_to_the_broker_in_memory(
     assert client.get(task_id).status().status == "queued"
     client.close()
     assert not valkey.keys(f"{QUEUE}*")
-    consumer = connect_consumer(url, [QUEUE])
+    consumer = connect_consumer(url, [QUEUE], url)
     consumer.take_lease("w.1", "{}", 60.0)
     fetched = consumer.fetch("w.1", ["u"], Credit((1,) * 4, (9,) * 4), Rules((1, 9), 9, 60.0, 3))
     assert [json.loads(one.raw)["headers"]["id"] for one in fetched or ()] == [task_id]

@@ -36,7 +36,7 @@ def proxy(valkey_url: str) -> Iterator[Proxy]:
 
 @pytest.fixture
 def acker(proxy: Proxy) -> Iterator[Acker]:
-    acker = Acker(connect_consumer(proxy.url, [QUEUE]), proxy.url)
+    acker = Acker(connect_consumer(proxy.url, [QUEUE], proxy.url), proxy.url)
     acker.start()
     yield acker
     acker.stop()
@@ -129,7 +129,7 @@ def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Inc
 
 def test_flush_tells_when_the_broker_is_away() -> None:
     away = "redis://127.0.0.1:1/0"
-    acker = Acker(connect_consumer(away, [QUEUE]), away)
+    acker = Acker(connect_consumer(away, [QUEUE], away), away)
     acker.start()
     acker.ack(Incarnation("w"), "0")
     assert not acker.flush(0.5)

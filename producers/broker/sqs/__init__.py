@@ -1,0 +1,4 @@
+"""The broker on SQS: each tier of a model version is one SQS queue.
+
+address reads the URL; names has SQS's names of queues
+"""

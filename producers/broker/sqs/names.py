@@ -1,0 +1,59 @@
+"""Names of SQS queues: at most 80 of `A-Za-z0-9_-`, a function of Penstock's own name of the queue and its tier.
+
+    penstock:queue:tiny@4f1c.., priority   ->   pen-tiny_4f1c.._9a31f00d-priority[.fifo]
+    penstock:queue:tiny                    ->   pen-penstock_queue_tiny        as kombu names it, for Celery's senders
+
+The eight hex digits are of the SHA-256 of Penstock's name, so that two names never meet. Tags of a queue (`TAGS`) hold
+Penstock's name and the tier, which cannot be read back from SQS's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from typing import Final
+
+from producers.broker.sqs.address import Address
+from producers.contract.keys import TIERS
+
+#: Tags of every queue: Penstock's name of it, and its tier.
+QUEUE_TAG: Final = "penstock:queue"
+TIER_TAG: Final = "penstock:tier"
+LONGEST: Final = 80
+_QUEUES: Final = "penstock:queue:"
+#: kombu's translation (`kombu.transport.SQS.CHARS_REPLACE_TABLE`).
+_KOMBU: Final = str.maketrans({c: "_" for c in string.punctuation if c not in "-_."} | {".": "-"})
+
+
+def is_celery(queue: str) -> bool:
+    """Whether it is a model's queue for plain Celery senders, which has one list, served as the tier `default`."""
+    return "@" not in queue
+
+
+def lists(queue: str) -> list[tuple[str, str]]:
+    """(list, tier) of a queue, best tier first. A list is one SQS queue; its name here is `QUEUE#TIER`."""
+    if is_celery(queue):
+        return [(f"{queue}#default", "default")]
+    return [(f"{queue}#{tier}", tier) for tier in sorted(TIERS, key=lambda tier: TIERS[tier][0])]
+
+
+def split(name: str) -> tuple[str, str]:
+    """Queue and tier of a list."""
+    queue, _, tier = name.rpartition("#")
+    return queue, tier
+
+
+def sqs_name(address: Address, name: str) -> str:
+    """SQS's name of a list."""
+    queue, tier = split(name)
+    if is_celery(queue):
+        return celery_name(address.prefix, queue)
+    suffix = f"_{hashlib.sha256(queue.encode()).hexdigest()[:8]}-{tier}{'.fifo' if address.fifo else ''}"
+    base = address.prefix + re.sub(r"[^A-Za-z0-9_-]", "_", queue.removeprefix(_QUEUES))
+    return base[: LONGEST - len(suffix)] + suffix
+
+
+def celery_name(prefix: str, queue: str) -> str:
+    """The name that kombu's SQS transport, with this `queue_name_prefix`, gives a Celery queue."""
+    return (prefix + queue).translate(_KOMBU)

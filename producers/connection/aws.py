@@ -1,0 +1,135 @@
+"""Connections to AWS, and to what speaks its protocols; its errors as the rest of Penstock knows them.
+
+Credentials, and a region that a URL does not give, are found by boto3's own chain: environment, profile, role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from producers.connection.trouble import Trouble
+from producers.errors import PenstockError
+
+#: Longest time (s) to connect, and without an answer; a long poll adds its own.
+CONNECT_S: Final = 5.0
+SILENT_S: Final = 15.0
+
+_DENIED: Final = frozenset(
+    {
+        *("AccessDenied", "AccessDeniedException", "AuthorizationError", "UnauthorizedOperation", "OptInRequired"),
+        *("InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException", "InvalidAccessKeyId"),
+        *("ExpiredToken", "ExpiredTokenException", "RequestExpired", "RequestTimeTooSkewed", "AccountProblem"),
+        *("InvalidSignatureException", "IncompleteSignature", "MissingAuthenticationToken", "InvalidSecurity"),
+        *("KMS.AccessDeniedException", "KmsAccessDenied", "403", "NoCredentials"),
+    }
+)
+_MISSING: Final = frozenset(
+    {
+        *("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist", "NonExistentQueue"),
+        *("NoSuchBucket", "NotFound", "NotFoundException", "ResourceNotFoundException"),
+    }
+)
+_AWAY: Final = frozenset(
+    {
+        *("Throttling", "ThrottlingException", "ThrottledException", "RequestThrottled", "TooManyRequestsException"),
+        *("RequestThrottledException", "RequestLimitExceeded", "SlowDown", "ServiceUnavailable", "InternalError"),
+        *("InternalFailure", "InternalServerError", "RequestTimeout", "OverLimit", "AWS.SimpleQueueService.OverLimit"),
+        *("KmsThrottled", "500", "502", "503", "504"),
+    }
+)
+_ADVICE: Final = {
+    "RequestTimeTooSkewed": "this machine's clock is wrong",
+    "InvalidSignatureException": "wrong credentials, or this machine's clock is wrong",
+    "SignatureDoesNotMatch": "wrong credentials, or this machine's clock is wrong",
+    "ExpiredToken": "the credentials have expired",
+    "ExpiredTokenException": "the credentials have expired",
+    "RequestExpired": "the credentials have expired, or this machine's clock is wrong",
+}
+
+
+class AwsError(OSError):
+    """AWS did not do what it was asked. `trouble`: whether a retry may help; None for the call's own error."""
+
+    def __init__(self, message: str, code: str, trouble: Trouble | None) -> None:
+        super().__init__(message)
+        self.code = code
+        """AWS's own, such as `AccessDenied`; `Unreachable` where it did not answer."""
+        self.trouble = trouble
+
+
+class AwsMissing(AwsError):
+    """The queue, bucket or topic does not exist, or not in this region or account."""
+
+
+class AwsNotInstalled(PenstockError):
+    """boto3 is missing."""
+
+
+def client(service: str, region: str | None, endpoint_url: str | None = None, *, wait_s: float = 0.0) -> Any:
+    """A boto3 client, which all threads may share; nothing connects before the first call.
+
+    `wait_s`: longest time (s) that a call may wait at the server by intention, as a long poll does. A call is tried
+    twice; its caller goes on trying. Raises AwsNotInstalled; AwsError without a region.
+    """
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise AwsNotInstalled(f"{service.upper()} needs boto3: pip install 'penstock[aws]'") from error
+    config = Config(
+        connect_timeout=CONNECT_S,
+        read_timeout=SILENT_S + wait_s,
+        retries={"mode": "standard", "total_max_attempts": 2},
+        max_pool_connections=32,
+        tcp_keepalive=True,
+    )
+    try:
+        session = boto3.session.Session(region_name=region or None)
+        return session.client(service, endpoint_url=endpoint_url or None, config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise AwsError(f"cannot use {service.upper()}: {error}", "Invalid", Trouble.UNUSABLE) from error
+
+
+@contextmanager
+def told(doing: str, permission: str) -> Iterator[None]:
+    """Within it, what boto3 raises becomes AwsError.
+
+    `doing`: what is tried, with its queue or bucket ("receive from queue pen-tiny"); `permission`: what the call
+    needs ("sqs:ReceiveMessage"). Both stand in the error's text.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except ClientError as error:
+        said = error.response.get("Error", {})
+        status = str(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
+        raise refusal(doing, permission, said.get("Code", status), said.get("Message", ""), status) from error
+    except BotoCoreError as error:
+        raise _unreached(doing, permission, error) from error
+
+
+def refusal(doing: str, permission: str, code: str, message: str, status: str = "") -> AwsError:
+    """The error for a code that AWS answered, also for one entry of a batch."""
+    text = f"cannot {doing}: {code}: {_ADVICE.get(code) or message or 'no reason given'}"
+    if code in _MISSING or status == "404":
+        return AwsMissing(text, code, None)
+    if code in _DENIED or status in ("401", "403"):
+        return AwsError(f"{text} (it needs {permission})", code, Trouble.DENIED)
+    if code in _AWAY or status.startswith("5") or status == "429":
+        return AwsError(text, code, Trouble.AWAY)
+    return AwsError(text, code, None)
+
+
+def _unreached(doing: str, permission: str, error: Exception) -> AwsError:
+    from botocore.exceptions import HTTPClientError, NoCredentialsError, PartialCredentialsError
+
+    if isinstance(error, HTTPClientError):
+        return AwsError(f"cannot {doing}: {error}", "Unreachable", Trouble.AWAY)
+    if isinstance(error, NoCredentialsError | PartialCredentialsError):
+        text = f"cannot {doing}: no AWS credentials were found (it needs {permission})"
+        return AwsError(text, "NoCredentials", Trouble.DENIED)
+    return AwsError(f"cannot {doing}: {error}", type(error).__name__, Trouble.AWAY)
