@@ -1,4 +1,5 @@
 """The broker on SQS: each tier of a model version is one SQS queue.
 
-address reads the URL; names has SQS's names of queues
+address reads the URL; names has SQS's names of queues, keys those of the books in the store
+queues finds and checks SQS queues
 """

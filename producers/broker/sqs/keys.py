@@ -1,0 +1,73 @@
+"""Every key that the broker on SQS keeps in the store, beside those of `producers.broker.redis.keys` that it shares.
+
+It shares leases and the list of incarnations, dead letters, redeliveries (`REAPED`), weights, `UNSERVED` and the counts
+of deliveries. The scripts spell the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Self
+
+from producers.broker.sqs import names
+from producers.contract.message import Message
+
+#: Hash: list -> URL of its queue, where an operator has said it; queues without an entry are found by their names.
+QUEUES: Final = "penstock:sqs:queues"
+#: Sorted set: member of an index -> ms at which its message was last sent anew, before its queue would have dropped it.
+RENEWED: Final = "penstock:sqs:renewed"
+#: What keys of the index begin with, for wakers.
+WAITING: Final = "penstock:sqs:waiting:"
+
+
+def waiting(name: str) -> str:
+    """Sorted set: the index of a list. Member: see `Entry`; score: ms since when, or from when on, it is received."""
+    return f"{WAITING}{name}"
+
+
+def inflight(incarnation: str) -> str:
+    """Hash: a worker's messages in flight, by `m:MESSAGE_ID` while they are in its buffer, then by delivery UUID."""
+    return f"penstock:sqs:inflight:{incarnation}"
+
+
+def delayed(queue: str) -> str:
+    """Sorted set: messages whose delay is longer than SQS's longest, by the time at which they are due (ms)."""
+    return f"penstock:sqs:delayed:{queue}"
+
+
+def list_of(message: Message) -> str:
+    """The list that a message goes into."""
+    tier = "default" if names.is_celery(message.queue) else message.tier
+    return f"{message.queue}#{tier}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A waiting message in the index, as text `ID N TOKENS AT TENANT`: the same for every copy of the message.
+
+    No id has a space; a tenant may. `tokens`: KV tokens that it may need; `at`: ms at which its task was submitted.
+    """
+
+    id: str
+    n: int
+    tokens: int
+    at: int
+    tenant: str
+
+    @classmethod
+    def of(cls, message: Message) -> Self:
+        return cls(message.id, message.n, message.tokens, message.at, message.tenant)
+
+    @classmethod
+    def parse(cls, member: str) -> Self:
+        """Raises ValueError for what is none."""
+        task_id, n, tokens, at, tenant = member.split(" ", 4)
+        return cls(task_id, int(n), int(tokens), int(at), tenant)
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.n} {self.tokens} {self.at} {self.tenant}"
+
+    def message(self, name: str) -> Message:
+        """The message again, of the list that it waits in."""
+        queue, tier = names.split(name)
+        return Message(self.id, queue, tier, self.n, self.tokens, self.tenant, self.at)

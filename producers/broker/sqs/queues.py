@@ -1,0 +1,123 @@
+"""SQS queues of lists: their URLs, whether they are as the broker needs them, and errors that name them.
+
+The store's hash `keys.QUEUES` names queues that an operator has made or chosen. Another one is found by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis import Redis
+
+from producers.broker.sqs import keys
+from producers.broker.sqs.address import MIN_VISIBILITY_S, Address
+from producers.broker.sqs.names import sqs_name
+from producers.connection.aws import AwsError, AwsMissing, told
+from producers.connection.script import text
+from producers.connection.trouble import Trouble
+
+#: Shortest retention (s): a message is sent anew a day before its queue would drop it.
+MIN_RETENTION_S: Final = 2 * 24 * 3600
+RENEW_BEFORE_S: Final = 24 * 3600
+#: Shortest MaximumMessageSize (bytes): Penstock's own messages have about 1,000.
+MIN_MESSAGE_BYTES: Final = 4096
+SETUP: Final = "penstock aws setup --broker ... --store ... --model ..."
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """An SQS queue's own settings. Times are seconds."""
+
+    url: str
+    fifo: bool
+    retention: int
+    visibility: int
+    """What a receiver gets that asks for none; workers ask for that of the broker's URL."""
+    max_message_bytes: int
+
+
+class Queues:
+    """The SQS queues of one address. Any thread may call.
+
+    `sqs`: a boto3 client; `store`: where `keys.QUEUES` is. Calls raise AwsError, and redis.exceptions.RedisError.
+    """
+
+    def __init__(self, sqs: Any, address: Address, store: Redis) -> None:
+        self._sqs, self._address, self._store = sqs, address, store
+        self._urls: dict[str, str] = {}
+        self._queues: dict[str, Queue] = {}
+
+    def url(self, name: str) -> str:
+        """A list's queue. It asks once; a queue that is not there yet is looked for again. Raises AwsMissing."""
+        if name not in self._urls:
+            said = self._store.hget(keys.QUEUES, name)
+            self._urls[name] = self._find(name) if said is None else text(said)
+        return self._urls[name]
+
+    def forget(self, name: str) -> None:
+        """Ask again for its URL and settings: it seems to be gone, or was made anew."""
+        self._urls.pop(name, None)
+        self._queues.pop(name, None)
+
+    def check(self, name: str) -> Queue:
+        """The queue's settings, read once. Raises AwsError, which says what does not fit, and what to do."""
+        if name not in self._queues:
+            with self.telling("read the settings of", name, "sqs:GetQueueAttributes"):
+                url = self.url(name)
+                said = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
+            found = Queue(
+                url,
+                said.get("FifoQueue", "false") == "true",
+                int(said["MessageRetentionPeriod"]),
+                int(said["VisibilityTimeout"]),
+                int(said["MaximumMessageSize"]),
+            )
+            if wrong := _unfit(found, self._address):
+                raise AwsError(f"{self.called(name)} {wrong}", "UnfitQueue", Trouble.UNUSABLE)
+            self._queues[name] = found
+        return self._queues[name]
+
+    def called(self, name: str) -> str:
+        """A list's queue, for messages to people."""
+        return f"queue {sqs_name(self._address, name)} in {self._address.region}"
+
+    @contextmanager
+    def telling(self, doing: str, name: str, permission: str) -> Iterator[None]:
+        """As `producers.connection.aws.told`, with the list's queue. A missing one is forgotten: it may be made."""
+        try:
+            with told(f"{doing} {self.called(name)}", permission):
+                yield
+        except AwsMissing as error:
+            self.forget(name)
+            if SETUP in str(error):
+                raise
+            advice = f"make it with `{SETUP}`, or check region, account and prefix"
+            raise AwsMissing(f"{error}: {advice}", error.code, error.trouble) from error
+
+    def _find(self, name: str) -> str:
+        account = {"QueueOwnerAWSAccountId": self._address.account} if self._address.account else {}
+        with self.telling("find", name, "sqs:GetQueueUrl"):
+            found: str = self._sqs.get_queue_url(QueueName=sqs_name(self._address, name), **account)["QueueUrl"]
+        return found
+
+
+def _unfit(queue: Queue, address: Address) -> str:
+    """What is wrong with a queue; empty if nothing is."""
+    if queue.fifo != address.fifo:
+        if queue.fifo:
+            return "is a FIFO queue: put fifo=1 into the broker's URL, or use another prefix"
+        return "is no FIFO queue, which fifo=1 in the broker's URL asks for: drop that, or use another prefix"
+    if queue.retention < MIN_RETENTION_S:
+        return _short("MessageRetentionPeriod", queue.retention, MIN_RETENTION_S)
+    if queue.visibility < MIN_VISIBILITY_S:
+        return _short("VisibilityTimeout", queue.visibility, MIN_VISIBILITY_S)
+    if queue.max_message_bytes < MIN_MESSAGE_BYTES:
+        return _short("MaximumMessageSize", queue.max_message_bytes, MIN_MESSAGE_BYTES)
+    return ""
+
+
+def _short(attribute: str, is_: int, least: int) -> str:
+    return f"has {attribute} {is_}; it must be {least} or more: set it with `{SETUP}` (sqs:SetQueueAttributes)"

@@ -1,0 +1,96 @@
+"""SQS queues of lists are found, checked, and named in errors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from redis import Redis
+
+from producers.broker.sqs import keys
+from producers.broker.sqs.address import read
+from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.queues import Queues
+from producers.connection.aws import AwsError, AwsMissing, client
+from producers.connection.trouble import Trouble, trouble
+from producers.contract.message import Message
+from tests.aws import Aws
+
+QUEUE = "penstock:queue:m@1"
+NAME = lists(QUEUE)[0][0]
+
+
+def queues(aws: Aws, valkey: Redis, **options: str) -> Queues:
+    address = read(aws.broker(**options))
+    return Queues(client("sqs", address.region, address.endpoint_url), address, valkey)
+
+
+def make(aws: Aws, name: str = sqs_name(read("sqs://us-east-1"), NAME), **attributes: str) -> str:
+    url: str = aws.client("sqs").create_queue(QueueName=name, Attributes=attributes)["QueueUrl"]
+    return url
+
+
+def test_a_queue_is_found_by_its_name_and_where_an_operator_says(aws: Aws, valkey: Redis) -> None:
+    known = queues(aws, valkey)
+    with pytest.raises(AwsMissing, match=rf"queue {sqs_name(read('sqs://us-east-1'), NAME)} in us-east-1.*aws setup"):
+        known.url(NAME)
+    url = make(aws)
+    assert known.url(NAME) == url, "made meanwhile"
+    valkey.hset(keys.QUEUES, NAME, "http://localhost/1/other")
+    assert known.url(NAME) == url
+    known.forget(NAME)
+    assert known.url(NAME) == "http://localhost/1/other"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"MessageRetentionPeriod": "86400"}, "has MessageRetentionPeriod 86400; it must be 172800 or more"),
+        ({"VisibilityTimeout": "5"}, "has VisibilityTimeout 5; it must be 10 or more"),
+        ({"MaximumMessageSize": "1024"}, "has MaximumMessageSize 1024; it must be 4096 or more"),
+    ],
+)
+def test_a_queue_that_does_not_fit_is_refused_by_name(
+    aws: Aws, valkey: Redis, attributes: dict[str, str], said: str
+) -> None:
+    make(aws, **attributes)
+    with pytest.raises(AwsError, match=rf"^queue pen-m_1_[0-9a-f]+-priority in us-east-1 {re.escape(said)}") as refused:
+        queues(aws, valkey).check(NAME)
+    assert trouble(refused.value) is Trouble.UNUSABLE
+
+
+def test_a_fifo_queue_is_one_where_the_url_says_so_alone(aws: Aws, valkey: Redis) -> None:
+    fifo = make(aws, sqs_name(read("sqs://us-east-1?fifo=1"), NAME), FifoQueue="true")
+    standard = make(aws)
+    assert queues(aws, valkey, fifo="1").check(NAME).fifo
+    valkey.hset(keys.QUEUES, NAME, fifo)
+    with pytest.raises(AwsError, match="is a FIFO queue: put fifo=1 into"):
+        queues(aws, valkey).check(NAME)
+    valkey.hset(keys.QUEUES, NAME, standard)
+    with pytest.raises(AwsError, match="is no FIFO queue, which fifo=1"):
+        queues(aws, valkey, fifo="1").check(NAME)
+
+
+def test_settings_are_read_once_and_again_once_a_queue_seemed_gone(aws: Aws, valkey: Redis) -> None:
+    url = make(aws, MessageRetentionPeriod="345600", VisibilityTimeout="60")
+    known = queues(aws, valkey)
+    found = known.check(NAME)
+    assert (found.url, found.retention, found.visibility, found.fifo) == (url, 345600, 60, False)
+    sqs = aws.client("sqs")
+    sqs.delete_queue(QueueUrl=url)
+    assert known.check(NAME) == found
+    with pytest.raises(AwsMissing, match="cannot send to queue pen-m_1"), known.telling("send to", NAME, "sqs:Send"):
+        sqs.send_message(QueueUrl=url, MessageBody="x")
+    with pytest.raises(AwsMissing, match="cannot find queue pen-m_1"):
+        known.check(NAME)
+
+
+def test_an_entry_of_the_index_is_its_message() -> None:
+    message = Message("a:b.c", QUEUE, "priority", 2, 100, "some tenant  x", 7)
+    entry = keys.Entry.of(message)
+    assert keys.Entry.parse(str(entry)) == entry
+    assert entry.message(NAME) == message
+    assert keys.list_of(message) == NAME
+    bare = keys.Entry.of(Message("a", "penstock:queue:m", "batch", 1, 0))
+    assert keys.Entry.parse(str(bare)) == bare
+    assert keys.list_of(bare.message("penstock:queue:m#default")) == "penstock:queue:m#default"
