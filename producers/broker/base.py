@@ -146,11 +146,20 @@ class Consumer(ABC):
 class Sender(ABC):
     """A blocking client's side."""
 
+    capabilities: Capabilities
+
     @abstractmethod
     def send(self, message: Message) -> None:
         """Put a task's message at the end of its queue and tier. A call that raises may have sent it.
 
         Repeating it makes a second message; the record lets only one run.
+        """
+
+    @abstractmethod
+    def put(self, queue: str, tier: str, message: str) -> None:
+        """Put Celery's own message (JSON as kombu writes it) at the end of any Celery queue, also of other programs'.
+
+        Workers publish links, chords and retries with it. A queue of a model version takes it at this tier.
         """
 
     @abstractmethod

@@ -29,6 +29,10 @@ class Capabilities:
     delay_per_message: bool
     """`Back` may delay its message for any time."""
     max_message_bytes: int
+    pool_queues: bool = True
+    """Pools have queues of their own, so that what was begun goes back to a worker of its pool."""
+    order_per_key: bool = False
+    """Messages of one queue, tier and `order_key` are handed out one after another, in the order of sending."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class AsyncClient:
         self.store: Redis = connect_async(store)
         self.broker = connect_broker(broker, store, self.store)
         self._one_server = store == broker
-        self.directory = Directory()
+        self.directory = Directory(ordered=self.broker.capabilities.order_per_key)
         self._hub = Hub(self.store)
         self._closed = False
 

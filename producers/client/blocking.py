@@ -54,7 +54,8 @@ class Client:
         self._broker: Sender | None = None
         if is_known(broker):
             self._broker = connect_sender(broker, self._store_url, self._store)
-        self.directory = Directory()
+        ordered = self._broker is not None and self._broker.capabilities.order_per_key
+        self.directory = Directory(ordered=ordered)
         self._lock = threading.Lock()
         self._closed = False
         #: The last pair is in use. A pair from before a fork is kept untouched: it shares the parent's epoll.

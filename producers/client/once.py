@@ -45,6 +45,7 @@ def submit_once(
     own = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
     parts = ("client", task.to_json(), own, task_id or "", str(more.get("retried_from", "")))
     same = idempotency.digest(*(part.encode() for part in parts))
+    directory.check(task)
     try:
         task.check((yield from directory.find(task.model, patience_s)).card)  # a task to be refused takes no key
         name = idempotency.name(task.tenant, key)

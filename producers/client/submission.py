@@ -57,10 +57,21 @@ class Known:
 
 
 class Directory:
-    """A cache of the store's models."""
+    """A cache of the store's models. `ordered`: whether the broker keeps the order of a task's `order_key`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ordered: bool = False) -> None:
         self._known: dict[str, Known] = {}
+        self._ordered = ordered
+
+    def check(self, task: Task) -> None:
+        """Raise InvalidTask if the task asks for what the broker does not do."""
+        if task.order_key is not None and not self._ordered:
+            raise InvalidTask(
+                f"order_key is {shown(task.order_key)}, and this broker keeps no order per key; leave order_key out, "
+                "or use FIFO queues (a broker like sqs://us-east-1?prefix=pen-&fifo=1)",
+                param="order_key",
+                code="unsupported_parameter",
+            )
 
     def find(self, model: str, patience_s: float) -> Steps[Known]:
         """A model. Raises UnknownModel, which names the models that exist; redis.RedisError or OSError."""
@@ -104,6 +115,7 @@ def submit(
         raise InvalidTask(
             f"task_id is {shown(task_id)}; it must have 1 to 128 of the characters A-Z a-z 0-9 _ . : -", param="task_id"
         )
+    directory.check(task)
     try:
         known = yield from directory.find(task.model, patience_s)
     except FAILURES as error:
@@ -114,7 +126,7 @@ def submit(
     fields = record_fields(task, known) | dict(more)
     yield from _admit(directory, task, task_id, known, fields, patience_s)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", known.now_ms()
-    message = Message(task_id, known.queue, task.tier, task.width, tokens, tenant, at)
+    message = Message(task_id, known.queue, task.tier, task.width, tokens, tenant, at, task.order_key or "")
     try:
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:
@@ -144,6 +156,8 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
     }
     if task.tenant is not None:
         fields["tenant"] = task.tenant
+    if task.order_key is not None:
+        fields["order_key"] = task.order_key
     if task.prompt_tokens is not None:
         fields["prompt_tokens"] = task.prompt_tokens
     if task.timeout is not None:

@@ -41,6 +41,8 @@ class Message:
     """The task's tenant; empty: all tasks without one share a turn."""
     at: int = 0
     """When the task was submitted (ms of the store's clock); 0: not known."""
+    order_key: str = ""
+    """The task's own; empty: it keeps no order. Only for brokers that keep the order of a key."""
 
     @classmethod
     def of(cls, record: Record) -> Message:
@@ -48,7 +50,8 @@ class Message:
         fields = record.fields
         tenant = fields.get("tenant", "")
         at = record.time("created") or 0
-        return cls(record.id, fields["queue"], fields["tier"], record.width, int(fields["tokens"]), tenant, at)
+        order_key, tokens = fields.get("order_key", ""), int(fields["tokens"])
+        return cls(record.id, fields["queue"], fields["tier"], record.width, tokens, tenant, at, order_key)
 
     def options(self) -> dict[str, Any]:
         """The message as options of Celery's `send_task`."""
@@ -69,7 +72,7 @@ class Message:
         return "".join(chain.from_iterable(zip(parts, between, strict=True)))
 
     def _size(self) -> dict[str, int | str]:
-        said: dict[str, int | str] = {"tenant": self.tenant, "at": self.at}
+        said: dict[str, int | str] = {"tenant": self.tenant, "at": self.at, "order_key": self.order_key}
         return {"v": 1, "n": self.n, "tokens": self.tokens, **{name: value for name, value in said.items() if value}}
 
 

@@ -7,7 +7,7 @@
 | `task` | the task as accepted (JSON, see `producers.contract.task`) |
 | `model`, `queue`, `tier`, `n` | name, version's queue, service tier, choices |
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
-| `tenant` | the task's tenant, if it names one |
+| `tenant`, `order_key` | the task's tenant and order key, if it names them |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |

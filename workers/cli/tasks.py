@@ -106,6 +106,10 @@ def submit(
         float | None, typer.Option(help="Seconds after which the task ends with the output so far.")
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="The tenant that the task belongs to.")] = None,
+    order_key: Annotated[
+        str | None,
+        typer.Option(help="With FIFO queues: tasks of one key and tier run one after another, in order."),
+    ] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="Metadata kept with the task. May be repeated.")
     ] = None,
@@ -152,6 +156,7 @@ def submit(
         "prompt_logprobs": prompt_logprobs,
         "timeout": timeout,
         "tenant": tenant,
+        "order_key": order_key,
         "metadata": dict(map(pair, metadata)) if metadata else None,
         "ttl": ttl,
         "webhook": None if webhook is None else {"url": webhook},

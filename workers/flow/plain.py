@@ -41,6 +41,8 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         task = Task.parse({"model": served.model, "tier": _tier(headers), **kwargs})
         if task.model != served.model:
             raise InvalidTask(f"this queue serves model {served.model!r}, not {task.model!r}", param="model")
+        if task.order_key is not None:
+            raise InvalidTask("messages of plain Celery keep no order; leave order_key out", param="order_key")
         task = task.resolved(served.card)
     except InvalidTask as exc:
         # A webhook may hold a secret, which is not shown with the record.

@@ -17,14 +17,19 @@ _TIERS = {rank: tier for tier, (rank, _) in keys.TIERS.items()}
 
 
 class MemorySender(Sender):
+    capabilities = CAPABILITIES
+
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def send(self, message: Message) -> None:
-        rank = keys.TIERS[message.tier][0]
-        name = next(name for name, its in self._server.places(message.queue) if its == rank)
+        self.put(message.queue, message.tier, message.envelope())
+
+    def put(self, queue: str, tier: str, message: str) -> None:
+        rank = keys.TIERS[tier][0]
+        name = next(name for name, its in self._server.places(queue) if its == rank)
         with self._server.lock:
-            self._server.push(name, message.envelope().encode())
+            self._server.push(name, message.encode())
 
     def close(self) -> None:
         pass

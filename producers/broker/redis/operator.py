@@ -28,11 +28,16 @@ from producers.contract.queues import takes_from
 
 
 class RedisSender(Sender):
+    capabilities = CAPABILITIES
+
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
 
     def send(self, message: Message) -> None:
         self._redis.execute_command(*_push(message))
+
+    def put(self, queue: str, tier: str, message: str) -> None:
+        self._redis.execute_command("LPUSH", keys.tier_list(queue, tier), message)
 
     def close(self) -> None:
         self._redis.close()

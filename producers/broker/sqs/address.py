@@ -4,7 +4,7 @@
 | --- | --- |
 | `prefix` | what names of queues begin with; 1 to 20 of `A-Za-z0-9_-`, by default `pen-` |
 | `endpoint_url` | another server than AWS's own |
-| `visibility` | seconds for which others do not see a received message, renewed at half; 10 to 3600, by default 60 |
+| `visibility` | seconds for which others do not see a received message, renewed at half; 10 to 3600, default 60 |
 | `celery` | `1` if workers also poll the model's queue for plain Celery senders |
 | `fifo` | `1` if queues are FIFO queues: tasks of one `order_key` run one after another |
 | `account` | the queues' account, where it is not that of the credentials |

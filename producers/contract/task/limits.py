@@ -12,6 +12,7 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_TTL_S: Final = 30 * 24 * 3600
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 MAX_TENANT: Final = 200
+MAX_ORDER_KEY: Final = 128
 #: Most log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
 #: Most log probabilities of a task's output, alternatives included: some fifty megabytes as text.

@@ -30,6 +30,7 @@ from producers.contract.task.limits import (
     MAX_BEST_TOKENS,
     MAX_INT32,
     MAX_LOGPROBS,
+    MAX_ORDER_KEY,
     MAX_PROMPT_LOGPROBS,
     MAX_SEED,
     MAX_TENANT,
@@ -126,6 +127,12 @@ class Task(BaseModel):
     )
     tenant: str | None = Field(
         None, min_length=1, max_length=MAX_TENANT, description=f"a name of 1 to {MAX_TENANT} characters"
+    )
+    order_key: str | None = Field(
+        None,
+        max_length=MAX_ORDER_KEY,
+        pattern="^[!-~]+$",
+        description=f"1 to {MAX_ORDER_KEY} visible ASCII characters, and needs a broker with FIFO queues",
     )
     metadata: dict[
         Annotated[str, StringConstraints(min_length=1, max_length=64)],

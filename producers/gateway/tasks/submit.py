@@ -27,6 +27,7 @@ async def encoded(gateway: Gateway, task: Task) -> Task:
 
     Raises InvalidTask, UnknownModel or Problem.
     """
+    gateway.client.directory.check(task)
     card = await gateway.client.card(task.model)
     task.check(card)
     if task.webhook is not None:
@@ -67,7 +68,11 @@ async def submitted(
 
 def made(task_id: str, task: Task, more: Mapping[str, str | int]) -> TaskView:
     """The view of a task that was just submitted."""
-    fields: dict[str, Any] = {"tenant": task.tenant, "retried_from": more.get("retried_from")}
+    fields: dict[str, Any] = {
+        "tenant": task.tenant,
+        "order_key": task.order_key,
+        "retried_from": more.get("retried_from"),
+    }
     if task.webhook is not None:
         fields["webhook"] = WebhookView(url=task.webhook.url, events=list(task.webhook.events))
     return TaskView(

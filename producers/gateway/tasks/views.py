@@ -64,6 +64,7 @@ class TaskView(BaseModel):
     model: str
     tier: str
     tenant: str | None = None
+    order_key: str | None = None
     n: int
     created_at: float
     queued_at: float | None = None
@@ -95,6 +96,7 @@ class TaskView(BaseModel):
             model=record.model,
             tier=record.tier,
             tenant=record.fields.get("tenant"),
+            order_key=record.fields.get("order_key"),
             n=record.n,
             created_at=at("created") or 0.0,
             queued_at=at("queued"),

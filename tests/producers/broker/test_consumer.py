@@ -60,6 +60,14 @@ def test_a_delivery_says_its_queue_and_tier_and_is_repeated_by_its_name(consumer
     assert consumer.strays(INC, ["u1"]) == {"u2": "b"}
 
 
+def test_celerys_own_messages_are_put_into_any_queue(consumer: Consumer, sender: Sender) -> None:
+    """A retry keeps its tier; plain ones come from the model's queue."""
+    sender.put(QUEUE, "priority", Message("retry", QUEUE, "priority", 1, 100).envelope())
+    sender.put(OTHER, "default", Message("plain", OTHER, "default", 1, 100).envelope())
+    fetched = take(consumer, "u1", "u2")
+    assert [(*ids([one]), one.queue, one.rank) for one in fetched] == [("retry", QUEUE, 0), ("plain", OTHER, 1)]
+
+
 def test_who_has_no_lease_gets_nothing_and_cannot_renew(consumer: Consumer) -> None:
     assert consumer.renew(INC, "{}", 60.0)
     consumer.end_lease(INC)

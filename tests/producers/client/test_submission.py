@@ -28,6 +28,7 @@ UNFIT: list[dict[str, Any]] = [
     {"prompt": [1] * 512},
     {"prompt": "x", "max_tokens": 512},
     {"stop_token_ids": [1000]},
+    {"order_key": "k"},
 ]
 
 

@@ -110,6 +110,9 @@ def test_a_record_gives_its_message_again() -> None:
     fields = {"queue": QUEUE, "tier": "flex", "n": "3", "tokens": "40", "task": "{}"}
     assert Message.of(Record("t", fields)) == message
     assert Message.of(Record("t", fields | {"tenant": "é"})) == Message("t", QUEUE, "flex", 3, 40, "é")
+    ordered = Message.of(Record("t", fields | {"order_key": "k/7"}))
+    assert ordered.order_key == "k/7"
+    assert json.loads(ordered.envelope())["headers"]["penstock"]["order_key"] == "k/7"
     assert Message.of(Record("t", fields | {"created": "7"})) == replace(message, at=7)
     best = fields | {"n": "2", "task": '{"best_of": 3}'}
     assert Message.of(Record("t", best)) == message

@@ -41,6 +41,8 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
     "unknown token id": (bad(prompt=[2048]), 400, "invalid_value", "prompt", "0 to 2047"),
     "NaN temperature": (bad(temperature=float("nan")), 400, "invalid_value", "temperature", "NaN"),
     "unknown field": (bad(max_token=5), 400, "unknown_parameter", "max_token", "max_tokens"),
+    "order without FIFO queues": (bad(order_key="k"), 400, "unsupported_parameter", "order_key", "fifo=1"),
+    "order key with a space": (bad(order_key="a b"), 400, "invalid_value", "order_key", "visible ASCII"),
     "a null": (b"null", 400, "invalid_type", None, "not null"),
     "malformed JSON": (b'{"model": "tiny", "prompt": ', 400, "invalid_json", None, "not JSON"),
     "deep nesting": (b"[" * 100_000, 400, "invalid_json", None, "not JSON"),
