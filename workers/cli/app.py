@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli import batch, completion, listing, processes, tasks
+from workers.cli import batch, completion, listing, processes, sources, tasks
 from workers.cli.admin import bench, chaos, dlq, drain, tenants
 from workers.cli.completion import COMPLETE
 from workers.cli.demo import command as demo
@@ -40,6 +40,7 @@ for group in (
     quantize,
     warm,
     processes,
+    sources,
     drain,
     dlq,
     tenants,

@@ -1,7 +1,7 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless a broker is given) -> gateway, workers, sweeper, webhooks -> wait until all serve
-    stop:   gateway stops listening -> workers drain -> sweeper, webhooks, the gateway's streams end -> valkey
+    start:  valkey (unless a broker is given) -> gateway, workers, sweeper, webhooks, sources -> wait until all serve
+    stop:   gateway stops listening -> workers drain -> sweeper, webhooks, sources, the gateway's streams end -> valkey
 
 Once all run, a child that dies is restarted. A worker that was told to drain, or that drained for a spot notice, stays
 stopped.
@@ -36,6 +36,7 @@ from workers.runtime.signals import coming
 
 STREAMS_END_S: Final = 5.0
 WEBHOOKS_DRAIN_S: Final = 5.0
+SOURCES_DRAIN_S: Final = 10.0
 VALKEY_STOP_S: Final = 15.0
 
 
@@ -63,6 +64,8 @@ class Plan:
     health_ports: tuple[int | None, ...] = ()
     """A port for each worker, in the order of models and their workers; empty: no ports."""
     files_dir: Path | None = None
+    sources: Path | None = None
+    """The configuration of event sources; None: there are none."""
 
     @property
     def files(self) -> tuple[str, str]:
@@ -86,6 +89,7 @@ class System:
     _workers: list[Child] = field(init=False, default_factory=list)
     _sweeper: Child | None = field(init=False, default=None)
     _webhooks: Child | None = field(init=False, default=None)
+    _sources: Child | None = field(init=False, default=None)
 
     @property
     def url(self) -> str:
@@ -96,7 +100,7 @@ class System:
     @property
     def children(self) -> list[Child]:
         """The children that were started."""
-        every = (self._valkey, self._gateway, *self._workers, self._sweeper, self._webhooks)
+        every = (self._valkey, self._gateway, *self._workers, self._sweeper, self._webhooks, self._sources)
         return [child for child in every if child is not None]
 
     async def start(self) -> None:
@@ -129,6 +133,9 @@ class System:
         await self._sweeper.start()
         self._webhooks = Child(self._webhooks_program(), self.say)
         await self._webhooks.start()
+        if plan.sources is not None:
+            self._sources = Child(self._sources_program(plan.sources), self.say)
+            await self._sources.start()
         await self._all_serve()
         for worker in self._workers:
             worker.give_up = lambda status, deaths: TOLD if status == 0 else None
@@ -145,6 +152,8 @@ class System:
             await self._sweeper.stop(STREAMS_END_S)
         if self._webhooks is not None:  # the last events of the workers that drained; the rest waits in the outbox
             await self._webhooks.stop(WEBHOOKS_DRAIN_S + STREAMS_END_S)
+        if self._sources is not None:
+            await self._sources.stop(SOURCES_DRAIN_S + STREAMS_END_S)
         if self._gateway is not None:
             await self._gateway.stop(STREAMS_END_S)
         await self._stop_valkey()
@@ -215,6 +224,11 @@ class System:
         argv = [*PENSTOCK, "webhooks", "run", "--log-level", self.plan.log_level]
         argv += ["--drain-timeout", str(WEBHOOKS_DRAIN_S), *self.plan.webhooks_options]
         return Program("webhooks", argv, self._urls())
+
+    def _sources_program(self, config: Path) -> Program:
+        argv = [*PENSTOCK, "sources", "--config", str(config), "--log-level", self.plan.log_level]
+        argv += ["--drain-timeout", str(SOURCES_DRAIN_S), *self.plan.files]
+        return Program("sources", argv, self._urls())
 
     def _worker_programs(self) -> list[Program]:
         plan, programs = self.plan, []

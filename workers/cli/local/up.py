@@ -136,6 +136,9 @@ def up(
     files_dir: FilesDir = None,
     max_file: MaxFile = 2 << 30,
     webhook_allow: WebhookAllow = None,
+    sources: Annotated[
+        Path | None, typer.Option(help="Run the event sources of this TOML file, too (docs/sources.md).")
+    ] = None,
     drain_timeout: Annotated[
         float,
         typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C."),
@@ -196,12 +199,13 @@ def up(
         webhooks_options=tuple(said_again(context, only=OF_WEBHOOKS)),
         health_ports=tuple(ports),
         files_dir=files_dir,
+        sources=sources,
     )
 
     server = "an embedded Valkey server" if broker is None else "the broker that was given"
     say(
         "up",
-        f"starting {server}, a gateway, a sweeper, a webhooks process, "
+        f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
         f"{each * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
     finished = asyncio.run(conduct(System(plan, say), _serve))

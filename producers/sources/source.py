@@ -1,0 +1,58 @@
+"""A source: it takes what comes from one place and makes tasks or batches of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from producers.client.aio import AsyncClient
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the process gives to each of its sources. `process`: a name that no other process has."""
+
+    client: AsyncClient
+    process: str
+    files_dir: str
+    """The folder, or the URL of a bucket, for files' content: that of gateways and sweepers."""
+
+
+class Source(ABC):
+    """One table of the configuration, at work. `name`: that of the table."""
+
+    name: str
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Take what comes, until cancelled; then give back what was taken, and raise the cancellation.
+
+        Whatever else it raises, it is run again after a pause: what is lost then must be found again by `run`.
+        """
+
+    @abstractmethod
+    def unready(self) -> list[str]:
+        """Why it takes nothing now; empty while it does."""
+
+
+class SourceSettings(BaseModel, ABC):
+    """A table of the configuration, checked. A type's settings add their own fields.
+
+    A field's description completes "it must be ..." in the message that refuses it.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    type: str
+
+    @abstractmethod
+    def source(self, name: str, context: Context) -> Source:
+        """The source. It connects to nothing yet. Raises ValueError for what settings alone cannot tell."""
+
+
+def as_tuple(value: Any) -> Any:
+    """TOML's lists as the tuples that frozen settings hold."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,94 @@
+"""`penstock sources`: the process that makes tasks and batches of what comes from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from producers.connection.local import FILES_DIR
+from workers.cli.exits import PROCESS_STATUS, Exit, Failure
+from workers.cli.options import FilesDir, LogLevel, finite
+from workers.cli.processes import Broker, Store
+from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from producers.sources.source import SourceSettings
+    from workers.runtime.health import Health
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "Example: penstock sources --broker redis://10.0.0.5:6379/0 --config sources.toml"
+    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Processes")(sources)
+
+
+def sources(
+    broker: Broker,
+    config: Annotated[Path, typer.Option(help="The TOML file with a table for each source (docs/sources.md).")],
+    store: Store = None,
+    files_dir: FilesDir = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds for giving back what was taken, after SIGTERM.")
+    ] = 25.0,
+    health_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Make tasks and batches of messages, files, bucket events and schedules, until SIGTERM. Any number may run."""
+    import asyncio
+
+    from producers.sources.settings import BadSources, read
+    from workers.errors import Refused
+    from workers.runtime.health import Health
+
+    set_up_logging(log_level)
+    try:
+        found = read(config)
+        health = None if health_port is None else Health("0.0.0.0", health_port)  # noqa: S104 - asked from outside
+    except (BadSources, Refused) as error:
+        raise Failure(str(error)) from error
+    with refusing_bad_urls():
+        look_at_servers(broker, store)
+        files = str(files_dir or FILES_DIR)
+        asyncio.run(_run(found, broker, store or broker, files, drain_timeout, health))
+
+
+async def _run(
+    found: Mapping[str, SourceSettings], broker: str, store: str, files_dir: str, drain_s: float, health: Health | None
+) -> None:
+    """Run the sources until SIGTERM or SIGINT. Ends the process if they do not end in time."""
+    import asyncio
+    import logging
+    import os
+    import secrets
+    import signal
+    import socket
+
+    from producers.client.aio import AsyncClient
+    from producers.sources.runner import Sources
+    from producers.sources.source import Context
+
+    log = logging.getLogger(__name__)
+    async with AsyncClient(broker, store) as client:
+        context = Context(client, f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}", files_dir)
+        sources = Sources([settings.source(name, context) for name, settings in found.items()])
+        if health is not None:
+            health.serve(sources)
+            log.info("/livez and /readyz on port %d", health.port)
+        stop = asyncio.Event()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, stop.set)
+        log.info("sources: %s", ", ".join(f"{name} ({settings.type})" for name, settings in found.items()))
+        running = asyncio.create_task(sources.run())
+        await stop.wait()
+        running.cancel()
+        await asyncio.wait((running,), timeout=drain_s)
+        if not running.done():  # a thread may wait for a server that never answers: no other end is sure
+            log.error("stopped at once: the drain took more than %g s", drain_s)
+            os._exit(Exit.TASK_FAILED)
