@@ -14,7 +14,7 @@ from producers.contract.message import Message
 
 #: Hash: list -> URL of its queue, where an operator has said it; queues without an entry are found by their names.
 QUEUES: Final = "penstock:sqs:queues"
-#: Sorted set: member of an index -> ms at which its message was last sent anew, before its queue would have dropped it.
+#: Sorted set: task id -> ms at which its message was last sent anew, before its queue would have dropped it.
 RENEWED: Final = "penstock:sqs:renewed"
 #: What keys of the index begin with, for wakers.
 WAITING: Final = "penstock:sqs:waiting:"
@@ -23,6 +23,11 @@ WAITING: Final = "penstock:sqs:waiting:"
 def waiting(name: str) -> str:
     """Sorted set: the index of a list. Member: see `Entry`; score: ms since when, or from when on, it is received."""
     return f"{WAITING}{name}"
+
+
+def tenants(name: str) -> str:
+    """Hash: tenant -> its entries in the index of a list; the empty name stands for all who give none."""
+    return f"penstock:sqs:tenants:{name}"
 
 
 def inflight(incarnation: str) -> str:
