@@ -2,4 +2,5 @@
 
 address reads the URL; names has SQS's names of queues, keys those of the books in the store
 queues finds and checks SQS queues
+celery puts Celery's own messages (links, chords) into queues that are none of a model version's
 """

@@ -27,8 +27,8 @@ _KOMBU: Final = str.maketrans({c: "_" for c in string.punctuation if c not in "-
 
 
 def is_celery(queue: str) -> bool:
-    """Whether it is a model's queue for plain Celery senders, which has one list, served as the tier `default`."""
-    return "@" not in queue
+    """Whether it is a queue of plain Celery's, such as a model's for its senders: one list, of the tier `default`."""
+    return "@" not in queue or not queue.startswith(_QUEUES)
 
 
 def lists(queue: str) -> list[tuple[str, str]]:
@@ -56,4 +56,5 @@ def sqs_name(address: Address, name: str) -> str:
 
 def celery_name(prefix: str, queue: str) -> str:
     """The name that kombu's SQS transport, with this `queue_name_prefix`, gives a Celery queue."""
-    return (prefix + queue).translate(_KOMBU)
+    fifo = ".fifo" if queue.endswith(".fifo") else ""
+    return (prefix + queue.removesuffix(fifo)).translate(_KOMBU) + fifo
