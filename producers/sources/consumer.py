@@ -1,0 +1,149 @@
+"""Works through an inbox: each message is handled until it is done or bad, and hidden from others meanwhile.
+
+    receive ─▶ handle ─▶ remove            handle raises BadMessage ─▶ bury
+                 ▲  └─ a server is away: wait, and handle again; nothing more is received
+
+Killed anywhere, a message is received again once it is hidden no more. So `handle` may be called twice for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from producers.client.steps import FAILURES, backoff
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.trouble import Trouble, said, trouble
+from producers.errors import SubmitFailed, shown
+from producers.sources.inbox import BadMessage, Inbox, Received
+
+log = logging.getLogger(__name__)
+
+#: Receives that are worked on at a time.
+PARALLEL: Final = 4
+#: Longest time (s) for giving a message back when the process stops.
+BACK_S: Final = 5.0
+#: What `handle` may raise for a server that is away or full; the message is handled again.
+RETRIED: Final = (*FAILURES, SubmitFailed)
+
+
+class Consumer:
+    """Consumes one inbox. `handle`: makes of a message what it asks for; may be called again for the same one."""
+
+    def __init__(self, name: str, inbox: Inbox, handle: Callable[[Received], Awaitable[None]]) -> None:
+        self._name, self._inbox, self._handle = name, inbox, handle
+        self._receives = ""
+        self._held: dict[str, str] = {}
+        self._flows = asyncio.Event()
+        self._flows.set()
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is received now; empty while it is."""
+        return next(iter(self._held.values()), self._receives)
+
+    async def run(self) -> None:
+        """Consume until cancelled, then give back what is not done. Raises what the inbox raises, but for a server
+        that is away."""
+        await self._inbox.open()
+        places, working = asyncio.Semaphore(PARALLEL), set[asyncio.Task[None]]()
+        try:
+            while True:
+                await places.acquire()
+                await self._flows.wait()
+                if messages := await self._received():
+                    task = asyncio.create_task(self._work(messages))
+                    working.add(task)
+                    task.add_done_callback(working.discard)
+                    task.add_done_callback(lambda _: places.release())
+                else:
+                    places.release()
+        finally:
+            for task in working:
+                task.cancel()
+            if working:
+                await asyncio.wait(working)
+
+    async def _received(self) -> list[Received]:
+        """The next messages. A call that waits at the server goes on when this is cancelled: what it brings is given
+        back."""
+        call = asyncio.ensure_future(self._inbox.receive())
+        try:
+            messages = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            with suppress(*FAILURES):
+                await self._back(await call)
+            raise
+        except FAILURES as error:
+            if trouble(error) is not Trouble.AWAY:
+                raise
+            self._receives = said(error)
+            warn_throttled(log, "cannot receive, trying again: %s", error)
+            await asyncio.sleep(1.0)
+            return []
+        self._receives = ""
+        return messages
+
+    async def _work(self, messages: Sequence[Received]) -> None:
+        """Handle messages of one receive, and remove those that are done."""
+        ours = {one.id: one for one in messages}
+        hiding = asyncio.create_task(self._keep_hidden(ours))
+        try:
+            await asyncio.gather(*(self._handled(one, ours) for one in messages))
+            if ours:
+                done = list(ours.values())
+                await self._until_done(done[0].id, partial(self._inbox.remove, done))
+        except asyncio.CancelledError:
+            await self._back(list(ours.values()))
+            raise
+        finally:
+            hiding.cancel()
+
+    async def _handled(self, message: Received, ours: dict[str, Received]) -> None:
+        """Handle a message. A bad one is buried, and is ours no more."""
+        try:
+            return await self._until_done(message.id, partial(self._handle, message))
+        except BadMessage as bad:
+            reason = str(bad)
+            log.warning("%s: message %s is refused: %s", self._name, shown(message.id), reason)
+        except Exception as error:  # a fault of ours must not make a message that is tried for ever
+            reason = f"{type(error).__name__} in the sources process"
+            log.exception("message %s of %s failed here", shown(message.id), self._name)
+        await self._until_done(message.id, partial(self._inbox.bury, message, reason))
+        del ours[message.id]
+
+    async def _until_done(self, message_id: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Call until no server is away. Meanwhile nothing more is received."""
+        attempt = 0
+        try:
+            while True:
+                try:
+                    return await work()
+                except RETRIED as error:
+                    self._held[message_id] = said(error)
+                    self._flows.clear()
+                    warn_throttled(log, "a message is held until this is over: %s", error)
+                await asyncio.sleep(backoff(attempt))
+                attempt += 1
+        finally:
+            self._held.pop(message_id, None)
+            if not self._held:
+                self._flows.set()
+
+    async def _keep_hidden(self, messages: dict[str, Received]) -> None:
+        while True:
+            await asyncio.sleep(self._inbox.hidden_s / 2)
+            try:
+                await self._inbox.hide(list(messages.values()), self._inbox.hidden_s)
+            except FAILURES as error:  # others may receive them, too: what they make is the same
+                warn_throttled(log, "messages are not hidden from others: %s", error)
+
+    async def _back(self, messages: Sequence[Received]) -> None:
+        """Give messages back. If the server is away, they come back by themselves."""
+        with suppress(*FAILURES):
+            async with asyncio.timeout(BACK_S):
+                await self._inbox.hide(messages, 0)

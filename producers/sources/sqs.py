@@ -1,0 +1,111 @@
+"""An SQS queue as an inbox."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+from producers.connection.aws import AwsError
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.trouble import Trouble
+from producers.sources.aws import Service, last_part, region_of
+from producers.sources.inbox import Inbox, Received
+
+log = logging.getLogger(__name__)
+
+#: Time (s) for which a received message is hidden, and for which a receive waits: a stop waits for it, too.
+HIDDEN_S: Final = 60
+WAIT_S: Final = 5
+#: Time (s) until a bad message that stays in its queue is received again, until the redrive policy moves it.
+BAD_AGAIN_S: Final = 10
+#: Longest text (characters) of an attribute that says why a message is bad.
+REASON: Final = 1024
+
+
+class SqsInbox(Inbox):
+    """A queue by its URL.
+
+    `dead_letters`: the URL of the queue for bad messages; without it they are left to the queue's redrive policy.
+    """
+
+    hidden_s = HIDDEN_S
+
+    def __init__(
+        self, url: str, *, dead_letters: str | None = None, region: str | None = None, endpoint_url: str | None = None
+    ) -> None:
+        self._url, self._dead_letters = url, dead_letters
+        self._sqs = Service("sqs", region or region_of(url), endpoint_url, wait_s=WAIT_S)
+        self._called = f"queue {last_part(url)}"
+
+    async def open(self) -> None:
+        """Raises AwsError, also for a queue that would give bad messages again and again."""
+        doing = f"read the settings of {self._called}"
+        said = await self._sqs.call("get_queue_attributes", doing, QueueUrl=self._url, AttributeNames=["All"])
+        if self._dead_letters is None and "RedrivePolicy" not in said.get("Attributes", {}):
+            raise AwsError(
+                f"{self._called} has no redrive policy, so that bad messages would come again and again: give it one, "
+                "or name a queue for them as dead_letters",
+                "UnfitQueue",
+                Trouble.UNUSABLE,
+            )
+
+    async def receive(self) -> list[Received]:
+        answer = await self._sqs.call(
+            "receive_message",
+            f"receive from {self._called}",
+            QueueUrl=self._url,
+            MaxNumberOfMessages=10,
+            WaitTimeSeconds=WAIT_S,
+            VisibilityTimeout=HIDDEN_S,
+            MessageAttributeNames=["All"],
+        )
+        return [_received(one) for one in answer.get("Messages", ())]
+
+    async def remove(self, messages: Sequence[Received]) -> None:
+        entries = [{"Id": str(at), "ReceiptHandle": one.receipt} for at, one in enumerate(messages)]
+        await self._batch("delete_message_batch", f"remove messages of {self._called}", entries)
+
+    async def hide(self, messages: Sequence[Received], seconds: float) -> None:
+        entries = [
+            {"Id": str(at), "ReceiptHandle": one.receipt, "VisibilityTimeout": int(seconds)}
+            for at, one in enumerate(messages)
+        ]
+        await self._batch("change_message_visibility_batch", f"hide messages of {self._called}", entries)
+
+    async def bury(self, message: Received, reason: str) -> None:
+        """Move a message to the queue of dead letters. If it dies in between, the letter may be there twice."""
+        if self._dead_letters is None:
+            return await self.hide([message], BAD_AGAIN_S)
+        said = {**dict(list(message.attributes.items())[:8]), "penstock-reason": reason[:REASON]}
+        said["penstock-message-id"] = message.id
+        attributes = {name: {"DataType": "String", "StringValue": text} for name, text in said.items() if text}
+        doing = f"send to queue {last_part(self._dead_letters)}"
+        fifo = {"MessageGroupId": "dead", "MessageDeduplicationId": message.id}
+        more = fifo if self._dead_letters.endswith(".fifo") else {}
+        await self._sqs.call(
+            "send_message",
+            doing,
+            QueueUrl=self._dead_letters,
+            MessageBody=message.body,
+            MessageAttributes=attributes,
+            **more,
+        )
+        await self.remove([message])
+
+    def close(self) -> None:
+        self._sqs.close()
+
+    async def _batch(self, operation: str, doing: str, entries: list[dict[str, Any]]) -> None:
+        """One call for all. A receipt that is out of date is no error: the message is received again, or is gone."""
+        if entries:
+            answer = await self._sqs.call(operation, doing, QueueUrl=self._url, Entries=entries)
+            for failed in answer.get("Failed", ()):
+                warn_throttled(log, "cannot %s: %s", doing, failed.get("Code"))
+
+
+def _received(raw: dict[str, Any]) -> Received:
+    attributes = {
+        name: value["StringValue"] for name, value in raw.get("MessageAttributes", {}).items() if "StringValue" in value
+    }
+    return Received(raw["MessageId"], raw["Body"], attributes, raw["ReceiptHandle"])
