@@ -5,16 +5,16 @@ The store's hash `keys.QUEUES` names queues that an operator has made or chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from redis import Redis
 
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import MIN_VISIBILITY_S, Address
-from producers.broker.sqs.names import sqs_name
+from producers.broker.sqs.names import is_celery, split, sqs_name
 from producers.connection.aws import AwsError, AwsMissing, told
 from producers.connection.script import text
 from producers.connection.trouble import Trouble
@@ -37,6 +37,17 @@ class Queue:
     visibility: int
     """What a receiver gets that asks for none; workers ask for that of the broker's URL."""
     max_message_bytes: int
+
+    @classmethod
+    def of(cls, url: str, attributes: Mapping[str, str]) -> Self:
+        """`attributes`: all of the queue's, as SQS answers them."""
+        return cls(
+            url,
+            attributes.get("FifoQueue", "false") == "true",
+            int(attributes["MessageRetentionPeriod"]),
+            int(attributes["VisibilityTimeout"]),
+            int(attributes["MaximumMessageSize"]),
+        )
 
 
 class Queues:
@@ -68,14 +79,8 @@ class Queues:
             with self.telling("read the settings of", name, "sqs:GetQueueAttributes"):
                 url = self.url(name)
                 said = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
-            found = Queue(
-                url,
-                said.get("FifoQueue", "false") == "true",
-                int(said["MessageRetentionPeriod"]),
-                int(said["VisibilityTimeout"]),
-                int(said["MaximumMessageSize"]),
-            )
-            if wrong := _unfit(found, self._address):
+            found = Queue.of(url, said)
+            if wrong := unfit(found, is_fifo(self._address, name)):
                 raise AwsError(f"{self.called(name)} {wrong}", "UnfitQueue", Trouble.UNUSABLE)
             self._queues[name] = found
         return self._queues[name]
@@ -104,9 +109,14 @@ class Queues:
         return found
 
 
-def _unfit(queue: Queue, address: Address) -> str:
-    """What is wrong with a queue; empty if nothing is."""
-    if queue.fifo != address.fifo:
+def is_fifo(address: Address, name: str) -> bool:
+    """Whether a list's queue has to be a FIFO queue: kombu's senders know none."""
+    return address.fifo and not is_celery(split(name)[0])
+
+
+def unfit(queue: Queue, fifo: bool) -> str:
+    """What is wrong with a queue that has to be a FIFO queue, or must not be one; empty if nothing is."""
+    if queue.fifo != fifo:
         if queue.fifo:
             return "is a FIFO queue: put fifo=1 into the broker's URL, or use another prefix"
         return "is no FIFO queue, which fifo=1 in the broker's URL asks for: drop that, or use another prefix"

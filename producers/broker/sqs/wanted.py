@@ -1,0 +1,162 @@
+"""The SQS queues that a system needs, as they should be: names, attributes and tags. Nothing here calls AWS.
+
+dead letters    pen-dead-letters[.fifo]     what SQS moves away after MAX_RECEIVES; no process reads it
+tiers           four for each model version
+plain Celery    one for each model, with celery=1 in the broker's URL
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from producers.broker.sqs.address import Address
+from producers.broker.sqs.names import QUEUE_TAG, TIER_TAG, is_celery, lists, split, sqs_name
+from producers.contract.keys import model_queue, version_queue
+
+#: Receives after which SQS moves a message to the dead letters. Penstock judges tasks by their records long before.
+MAX_RECEIVES: Final = 1000
+#: SQS's longest (s).
+RETENTION_S: Final = 14 * 24 * 3600
+LONG_POLL_S: Final = 20
+#: Seconds for which SQS uses one data key of KMS again.
+KEY_REUSE_S: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """How queues and buckets encrypt. Without a choice, new ones use AWS's own keys, and others stay as they are."""
+
+    kms_key: str = ""
+    """Id, ARN or alias of a KMS key."""
+    own: bool = False
+    """Use AWS's own keys (SSE-SQS, SSE-S3), also where a KMS key was used before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An SQS queue as it should be."""
+
+    name: str
+    """SQS's."""
+    attributes: Mapping[str, str]
+    """SQS's, without the encryption and the redrive policy."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    list: str = ""
+    """Penstock's; empty for dead letters and the inbox."""
+    dead_letters: str = ""
+    """SQS's name of the queue for its dead letters, in the same account."""
+
+    @property
+    def fifo(self) -> bool:
+        return self.name.endswith(".fifo")
+
+
+def wanted(address: Address, names: Iterable[str], tags: Mapping[str, str]) -> list[Wanted]:
+    """The queues of these lists, after those for their dead letters, which SQS wants first. `tags`: of all of them."""
+    found = [_of_list(address, name, tags) for name in dict.fromkeys(names)]
+    fifo = dict.fromkeys(one.fifo for one in found)
+    return [*(_dead_letters(address, one, tags) for one in sorted(fifo)), *found]
+
+
+def inbox(address: Address, tags: Mapping[str, str], policy: Mapping[str, object]) -> list[Wanted]:
+    """The queue of a bucket's notifications, after that for its dead letters. `policy`: who may send to it."""
+    attributes = {**_attributes(address), "Policy": json.dumps(policy)}
+    name = inbox_name(address.prefix)
+    return [
+        _dead_letters(address, False, tags),
+        Wanted(name, attributes, tags, dead_letters=dead_letters_name(address.prefix, False)),
+    ]
+
+
+def inbox_name(prefix: str) -> str:
+    """SQS's name of the queue of a bucket's notifications."""
+    return f"{prefix}inbox"
+
+
+def dead_letters_name(prefix: str, fifo: bool) -> str:
+    """SQS's name of the queue for dead letters of standard or of FIFO queues: SQS wants both of one kind."""
+    return f"{prefix}dead-letters{'.fifo' if fifo else ''}"
+
+
+def lists_of(address: Address, models: Iterable[tuple[str, str]]) -> list[str]:
+    """The lists of models, given by name and version."""
+    found = []
+    for model, version in models:
+        found += [name for name, _ in lists(version_queue(model, version))]
+        if address.celery:
+            found += [name for name, _ in lists(model_queue(model))]
+    return found
+
+
+def encrypted(choice: Encryption, existing: Mapping[str, str]) -> dict[str, str]:
+    """The attributes of a queue's encryption that differ from the existing ones (none: a new queue)."""
+    key, own = existing.get("KmsMasterKeyId", ""), existing.get("SqsManagedSseEnabled", "false") == "true"
+    if choice.kms_key:
+        asked = {"KmsMasterKeyId": choice.kms_key, "KmsDataKeyReusePeriodSeconds": str(KEY_REUSE_S)}
+        return {} if key == choice.kms_key else asked
+    if key and choice.own:
+        return {"KmsMasterKeyId": "", "SqsManagedSseEnabled": "true"}
+    return {} if key or own else {"SqsManagedSseEnabled": "true"}
+
+
+def redrive(dead_letters_arn: str) -> dict[str, object]:
+    """A redrive policy."""
+    return {"deadLetterTargetArn": dead_letters_arn, "maxReceiveCount": MAX_RECEIVES}
+
+
+def arn(region: str, account: str, name: str, partition: str = "") -> str:
+    """A queue's ARN."""
+    return f"arn:{partition or partition_of(region)}:sqs:{region}:{account}:{name}"
+
+
+def partition_of(region: str) -> str:
+    """The part of AWS that a region is in, as ARNs name it."""
+    kinds = {"cn-": "aws-cn", "us-gov-": "aws-us-gov", "eusc-": "aws-eusc"}
+    return next((found for begin, found in kinds.items() if region.startswith(begin)), "aws")
+
+
+def _of_list(address: Address, name: str, tags: Mapping[str, str]) -> Wanted:
+    queue, tier = split(name)
+    found = sqs_name(address, name)
+    fifo = found.endswith(".fifo")
+    assert fifo == (address.fifo and not is_celery(queue))
+    return Wanted(
+        found,
+        {**_attributes(address), **_fifo(fifo)},
+        {**tags, QUEUE_TAG: queue, TIER_TAG: tier},
+        name,
+        dead_letters_name(address.prefix, fifo),
+    )
+
+
+def _dead_letters(address: Address, fifo: bool, tags: Mapping[str, str]) -> Wanted:
+    return Wanted(dead_letters_name(address.prefix, fifo), {**_attributes(address), **_fifo(fifo)}, tags)
+
+
+def _attributes(address: Address) -> dict[str, str]:
+    return {
+        "DelaySeconds": "0",
+        "MessageRetentionPeriod": str(RETENTION_S),
+        "ReceiveMessageWaitTimeSeconds": str(LONG_POLL_S),
+        "VisibilityTimeout": str(address.visibility),
+    }
+
+
+def _fifo(fifo: bool) -> dict[str, str]:
+    """High throughput: SQS counts duplicates and rates by message group."""
+    if not fifo:
+        return {}
+    return {
+        "FifoQueue": "true",
+        "ContentBasedDeduplication": "false",
+        "DeduplicationScope": "messageGroup",
+        "FifoThroughputLimit": "perMessageGroupId",
+    }
+
+
+def named_tags(tags: Mapping[str, str]) -> Sequence[Mapping[str, str]]:
+    """Tags as CloudFormation and S3 write them."""
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
