@@ -7,8 +7,10 @@ of deliveries. The scripts spell the same names.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Self
 
+from producers.broker.memory.message import Sent
 from producers.broker.sqs import names
 from producers.contract.message import Message
 
@@ -16,12 +18,14 @@ from producers.contract.message import Message
 QUEUES: Final = "penstock:sqs:queues"
 #: Sorted set: task id -> ms at which its message was last sent anew, before its queue would have dropped it.
 RENEWED: Final = "penstock:sqs:renewed"
+#: Set: lists that have an index.
+LISTS: Final = "penstock:sqs:lists"
 #: What keys of the index begin with, for wakers.
 WAITING: Final = "penstock:sqs:waiting:"
 
 
 def waiting(name: str) -> str:
-    """Sorted set: the index of a list. Member: see `Entry`; score: ms since when, or from when on, it is received."""
+    """Sorted set: the index of a list. Member: see `Entry`; score: ms since when it waits, or from when on."""
     return f"{WAITING}{name}"
 
 
@@ -48,31 +52,37 @@ def list_of(message: Message) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A waiting message in the index, as text `ID N TOKENS AT TENANT`: the same for every copy of the message.
+    """A waiting message in the index, as text `ID N TOKENS TENANT`: a function of the task, so that each is there once.
 
-    No id has a space; a tenant may. `tokens`: KV tokens that it may need; `at`: ms at which its task was submitted.
+    No id has a space; a tenant may. `tokens`: KV tokens that it may need.
     """
 
     id: str
     n: int
     tokens: int
-    at: int
     tenant: str
 
     @classmethod
     def of(cls, message: Message) -> Self:
-        return cls(message.id, message.n, message.tokens, message.at, message.tenant)
+        return cls(message.id, message.n, message.tokens, message.tenant)
 
     @classmethod
     def parse(cls, member: str) -> Self:
         """Raises ValueError for what is none."""
-        task_id, n, tokens, at, tenant = member.split(" ", 4)
-        return cls(task_id, int(n), int(tokens), int(at), tenant)
+        task_id, n, tokens, tenant = member.split(" ", 3)
+        return cls(task_id, int(n), int(tokens), tenant)
 
     def __str__(self) -> str:
-        return f"{self.id} {self.n} {self.tokens} {self.at} {self.tenant}"
+        return f"{self.id} {self.n} {self.tokens} {self.tenant}"
 
     def message(self, name: str) -> Message:
-        """The message again, of the list that it waits in."""
+        """A message of this size in a list."""
         queue, tier = names.split(name)
-        return Message(self.id, queue, tier, self.n, self.tokens, self.tenant, self.at)
+        return Message(self.id, queue, tier, self.n, self.tokens, self.tenant)
+
+
+def member(sent: Sent) -> str:
+    """The index's member of a received message; empty for plain Celery's, which have no size and are not indexed."""
+    if not sent.generates or not 0 < sent.seqs < inf or sent.tokens == inf or " " in sent.id:
+        return ""
+    return str(Entry(sent.id, int(sent.seqs), int(sent.tokens), sent.tenant))

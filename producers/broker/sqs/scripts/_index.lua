@@ -1,25 +1,24 @@
--- The index: what should be in SQS and is not in flight. Of each list L:
---   penstock:sqs:waiting:L  zset, 'ID N TOKENS AT TENANT' (the same for all copies of a message) -> ms since when it waits,
---                           which is AT where that is said, or ms from when on it is received, which is later than now
+-- The index: what should be in SQS and is not in flight. Of each list L, which the set penstock:sqs:lists names:
+--   penstock:sqs:waiting:L  zset, 'ID N TOKENS TENANT' (a function of the task) -> ms since when it waits; later than now:
+--                           it is delayed until then
 --   penstock:sqs:tenants:L  hash, tenant (the empty name: of those that name none) -> its entries
+-- Every script that changes it does so by `enter` and `leave`.
 local function clock()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
-local function said(member) -- at, tenant
-  local at, tenant = string.match(member, '^%S+ %S+ %S+ (%S+) (.*)$')
-  return tonumber(at) or 0, tenant or ''
+local function tenant_of(member)
+  return string.match(member, '^%S+ %S+ %S+ (.*)$') or ''
 end
 
--- It waits, from `due` (ms) on; one that waits already stays as it is. Answers whether it is new.
-local function enter(list, member, now, due)
-  local at, tenant = said(member)
-  local score = due and due > now and due or at > 0 and math.min(at, now) or now
-  if redis.call('ZADD', 'penstock:sqs:waiting:' .. list, 'NX', score, member) == 0 then
+-- It waits since, or from, `at` (ms) on. One that waits already stays as it is. Answers whether it is new.
+local function enter(list, member, at)
+  redis.call('SADD', 'penstock:sqs:lists', list)
+  if redis.call('ZADD', 'penstock:sqs:waiting:' .. list, 'NX', at, member) == 0 then
     return false
   end
-  redis.call('HINCRBY', 'penstock:sqs:tenants:' .. list, tenant, 1)
+  redis.call('HINCRBY', 'penstock:sqs:tenants:' .. list, tenant_of(member), 1)
   return true
 end
 
@@ -28,9 +27,9 @@ local function leave(list, member)
   if redis.call('ZREM', 'penstock:sqs:waiting:' .. list, member) == 0 then
     return false
   end
-  local _, tenant = said(member)
-  if redis.call('HINCRBY', 'penstock:sqs:tenants:' .. list, tenant, -1) <= 0 then
-    redis.call('HDEL', 'penstock:sqs:tenants:' .. list, tenant)
+  local tenants, tenant = 'penstock:sqs:tenants:' .. list, tenant_of(member)
+  if redis.call('HINCRBY', tenants, tenant, -1) <= 0 then
+    redis.call('HDEL', tenants, tenant)
   end
   return true
 end

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from redis import Redis
 
+from producers.broker.memory.message import read as received
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import read
 from producers.broker.sqs.names import lists, sqs_name
@@ -15,6 +17,7 @@ from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.trouble import Trouble, trouble
 from producers.contract.message import Message
 from tests.aws import Aws
+from tests.protocol.messages import good
 
 QUEUE = "penstock:queue:m@1"
 NAME = lists(QUEUE)[0][0]
@@ -85,12 +88,15 @@ def test_settings_are_read_once_and_again_once_a_queue_seemed_gone(aws: Aws, val
         known.check(NAME)
 
 
-def test_an_entry_of_the_index_is_its_message() -> None:
+def test_an_entry_of_the_index_is_the_same_for_all_copies_of_a_message() -> None:
     message = Message("a:b.c", QUEUE, "priority", 2, 100, "some tenant  x", 7)
     entry = keys.Entry.of(message)
     assert keys.Entry.parse(str(entry)) == entry
-    assert entry.message(NAME) == message
+    assert keys.member(received(message.envelope().encode())) == str(entry)
+    assert entry.message(NAME) == replace(message, at=0)
     assert keys.list_of(message) == NAME
-    bare = keys.Entry.of(Message("a", "penstock:queue:m", "batch", 1, 0))
+    bare = keys.Entry.of(Message("a", QUEUE, "batch", 1, 5))
     assert keys.Entry.parse(str(bare)) == bare
-    assert keys.list_of(bare.message("penstock:queue:m#default")) == "penstock:queue:m#default"
+    assert keys.member(received(bare.message(NAME).envelope().encode())) == str(bare)
+    assert keys.list_of(Message("a", "penstock:queue:m", "batch", 1, 5)) == "penstock:queue:m#default"
+    assert not keys.member(received(good("a", "other.task", 1, 100, True, "")))
