@@ -42,6 +42,12 @@ WEBHOOKS_DEAD: Final = "penstock:webhooks:dead"  # zset: row's name -> ms
 WEBHOOKS_WAKE: Final = "penstock:webhooks:wake"  # channel: a row is due now; messages are empty
 
 
+def tier_of(priority: int | None) -> str:
+    """The tier of a Celery priority: that of the highest step which is not above it, as kombu chooses a list."""
+    step = max(step for _, step in TIERS.values() if step <= max(0, priority or 0))
+    return next(tier for tier, (_, own) in TIERS.items() if own == step)
+
+
 def task(task_id: str) -> str:
     """Hash: the record."""
     return f"penstock:task:{task_id}"

@@ -41,6 +41,8 @@ IDLE_S = 1.0
 RECONNECT_S = 0.2
 #: KV tokens that a plain Celery message, which does not say its size, is taken to need.
 PLAIN_TOKENS = 512
+#: A tier's rank -> its Celery priority.
+_STEPS = dict(keys.TIERS.values())
 
 
 @dataclass(slots=True)
@@ -190,7 +192,8 @@ class Intake(threading.Thread):
         if delay > 0:  # waited out in the broker: here it would take room, and nobody else could have it
             self._acker.back(life, one.uuid, delay)
             return
-        payload["properties"]["delivery_tag"] = one.uuid
+        properties = payload["properties"]
+        properties |= {"delivery_tag": one.uuid, "priority": _priority(properties.get("priority"), one.rank)}
         headers = payload["headers"]
         delivery = Delivery(one.uuid, headers["id"], life, condemned=one.condemned)
         if not self._deliveries.enter(delivery, self._size(headers, one.rank)):
@@ -226,6 +229,12 @@ class Intake(threading.Thread):
         said = said if isinstance(said, dict) else {}
         seqs, tokens = self._rules.capacity
         return Size(rank, _bounded(said.get("n"), 1, seqs), _bounded(said.get("tokens"), PLAIN_TOKENS, tokens))
+
+
+def _priority(said: Any, rank: int) -> int:
+    """The message's own, unless it came in another tier's list: plain Celery's may have one for all priorities."""
+    own = isinstance(said, int) and keys.TIERS[keys.tier_of(said)][0] == rank
+    return int(said) if own else _STEPS[rank]
 
 
 def _bounded(value: Any, default: int, cap: int) -> int:

@@ -94,13 +94,7 @@ def _said(value: Any) -> Any:
 
 def _tier(headers: dict[str, Any]) -> str:
     """The tier whose list the message's Celery priority put it into."""
-    priority = (headers.get("delivery_info") or {}).get("priority") or 0
-    return next(tier for tier, (_, step) in keys.TIERS.items() if step == _step(priority))
-
-
-def _step(priority: int) -> int:
-    """kombu puts a priority into the list of the highest step that is not above it."""
-    return max(step for _, step in keys.TIERS.values() if step <= max(0, priority))
+    return keys.tier_of((headers.get("delivery_info") or {}).get("priority"))
 
 
 def _deadline_ms(now_ms: int, headers: dict[str, Any], task: Task) -> int | None:

@@ -10,6 +10,7 @@ from celery.exceptions import Reject
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
+from producers.broker.connect import control_url
 from producers.connection.connect import kombu_url
 from producers.connection.trouble import trouble
 from producers.contract import keys
@@ -36,11 +37,12 @@ class App(Celery):
 
 def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
     """Consumes the queues through `workers.transport`; `attach` gives it the runtime before it starts."""
+    control = kombu_url(control_url(settings.broker, settings.store))
     app = App("penstock", set_as_current=False)
     app.loader.override_backends = {results.NAME: f"{results.__name__}:Backend"}
     app.conf.update(
         # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
-        broker_url=SCHEME + kombu_url(settings.broker).removeprefix("rediss").removeprefix("redis"),
+        broker_url=SCHEME + control.removeprefix("rediss").removeprefix("redis"),
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # stock gives up after 100 tries, three quarters of an hour
         result_backend=f"{results.NAME}+{kombu_url(settings.store).removeprefix('redis+')}",

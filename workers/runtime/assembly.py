@@ -46,6 +46,7 @@ class Runtime:
         self.served = served
         settings, engine = served.settings, served.engine
         clock = Clock()
+        self.sender = served.connect_sender()
         self.acker = Acker(served.connect_broker(), settings.store)
         self.deliveries = Deliveries(served, self.acker)
         self.finisher = Finisher(served, app, self.deliveries, clock)

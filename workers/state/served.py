@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from producers.broker.base import Consumer
-from producers.broker.connect import connect_consumer
+from producers.broker.base import Consumer, Sender
+from producers.broker.connect import connect_consumer, connect_sender, control_url
 from producers.connection.connect import SILENT_S
 from producers.contract.keys import Pool
 from workers.settings import WorkerSettings
@@ -33,6 +33,16 @@ class Served:
         """The name that tasks ask for."""
         name: str = self.card["name"]
         return name
+
+    @property
+    def control_url(self) -> str:
+        """The server that carries Celery's remote control."""
+        return control_url(self.settings.broker, self.settings.store)
+
+    def connect_sender(self) -> Sender | None:
+        """Takes what Celery publishes, from any thread; None where kombu brings it to the broker itself."""
+        settings = self.settings
+        return None if settings.broker == self.control_url else connect_sender(settings.broker, settings.store)
 
     def connect_broker(self, timeout: float = SILENT_S) -> Consumer:
         """For one thread; `timeout`: of each answer (s)."""

@@ -1,8 +1,9 @@
 """kombu's Redis transport with our own way of taking task messages.
 
-Publishing, and the broadcast channels of remote control, are kombu's. Task queues are not: no BRPOP, no `unacked`
-hash, no visibility timeout. They are fetched by `Intake`, tied to the worker's incarnation and not to a connection: a
-channel that closes, or a broker that restarts, neither returns nor loses what is being worked on.
+The broadcast channels of remote control and their replies are kombu's, and so is publishing. Where the broker is no
+Redis, they are on the store, and tasks are published by the broker's own sender. Task queues are not kombu's: no
+BRPOP, no `unacked` hash, no visibility timeout. They are fetched by `Intake`, tied to the worker's incarnation and not
+to a connection: a channel that closes, or a broker that restarts, neither returns nor loses what is being worked on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from celery.worker import state
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport import redis as stock
+from kombu.utils.json import dumps
 from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 
@@ -97,7 +99,15 @@ class Channel(stock.Channel):
                 if asynchronous and channel._registered:
                     channel._on_connection_disconnect(self)
 
-        return connection_pool(self.runtime.served.settings.broker, Connection)
+        return connection_pool(self.runtime.served.control_url, Connection)
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
+        """A task goes to the broker, an answer of remote control to this server."""
+        sender = self.runtime.sender
+        if sender is None or "task" not in message["headers"]:
+            super()._put(queue, message, **kwargs)
+        else:
+            sender.put(queue, keys.tier_of(message["properties"].get("priority")), dumps(message))
 
     def _q_for_pri(self, queue: str, pri: int) -> str:
         # kombu's `sep` also stands in the binding tables, which plain senders read and write: that one stays as it is
