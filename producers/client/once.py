@@ -18,9 +18,11 @@ from producers.store import idempotency
 from producers.store.idempotency import Entry
 
 
-def stored(entry: str, digest: str, new_id: str, patience_s: float) -> Steps[Entry | None]:
+def stored(
+    entry: str, digest: str, new_id: str, patience_s: float, kept_s: int = idempotency.KEPT_S
+) -> Steps[Entry | None]:
     """IDEMPOTENT: what the key of an entry stands for, `new_id` if it is new; None if for another request."""
-    answer = yield from persistently(idempotency.idempotent(entry, digest, new_id), patience_s)
+    answer = yield from persistently(idempotency.idempotent(entry, digest, new_id, kept_s), patience_s)
     return idempotency.read(entry, answer)
 
 
@@ -45,18 +47,37 @@ def submit_once(
     own = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
     parts = ("client", task.to_json(), own, task_id or "", str(more.get("retried_from", "")))
     same = idempotency.digest(*(part.encode() for part in parts))
-    directory.check(task)
+    name, new_id = idempotency.name(task.tenant, key), task_id or str(uuid.uuid4())
+    made = yield from submit_as(directory, task, name, same, new_id, patience_s, more)
+    if made is None:
+        raise IdempotencyKeyReused(
+            f"idempotency_key {shown(key)} was used for another task within the last 24 hours; give each task its own"
+        )
+    return made
+
+
+def submit_as(
+    directory: Directory,
+    task: Task,
+    name: str,
+    digest: str,
+    new_id: str,
+    patience_s: float,
+    more: Mapping[str, str | int] = TASK,
+    kept_s: int = idempotency.KEPT_S,
+) -> Steps[str | None]:
+    """Submit what an idempotency entry stands for, once. Returns the task's id; None if it stands for another digest.
+
+    `name`: the entry's key in the store, kept for `kept_s` seconds. Raises as `submit`.
+    """
     try:
         task.check((yield from directory.find(task.model, patience_s)).card)  # a task to be refused takes no key
-        name = idempotency.name(task.tenant, key)
-        entry = yield from stored(name, same, task_id or str(uuid.uuid4()), patience_s)
+        entry = yield from stored(name, digest, new_id, patience_s, kept_s)
     except FAILURES as error:
         what = "did not answer" if lost(error) else "refused"
         raise failed(f"The store {what}, nothing was queued", error) from error
     if entry is None:
-        raise IdempotencyKeyReused(
-            f"idempotency_key {shown(key)} was used for another task within the last 24 hours; give each task its own"
-        )
+        return None
     if entry.state == "made":
         return entry.id
     try:

@@ -36,7 +36,7 @@ ADVICE: Final[dict[Trouble | None, str]] = {
 #: Fields of a record whose task its caller reads by its id (`origin` in `producers.contract.record`).
 TASK: Final[dict[str, str | int]] = {"origin": "task"}
 #: Fields of a record, beside the task itself, that another run of the task has, too.
-KEPT: Final = ("webhook", "webhook_secret")
+KEPT: Final = ("webhook", "webhook_secret", "reply")
 TASK_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 

@@ -39,7 +39,9 @@ WEBHOOK_SECRETS: Final = "penstock:webhooks:secrets"  # hash: tenant -> secrets 
 WEBHOOKS_DUE: Final = "penstock:webhooks:due"  # zset: row's name -> ms; a taken row is due again when its lease ends
 WEBHOOKS_DELIVERED: Final = "penstock:webhooks:delivered"  # zset: row's name -> ms
 WEBHOOKS_DEAD: Final = "penstock:webhooks:dead"  # zset: row's name -> ms
-WEBHOOKS_WAKE: Final = "penstock:webhooks:wake"  # channel: a row is due now; messages are empty
+WEBHOOKS_WAKE: Final = (
+    "penstock:webhooks:wake"  # channel: a row is due now; a message names a reply's source, or is empty
+)
 
 
 def tier_of(priority: int | None) -> str:
@@ -101,6 +103,16 @@ def files(tenant: str, purpose: str = "all") -> str:
 def webhook_row(name: str) -> str:
     """Hash: one delivery of an event (`producers.store.outbox`)."""
     return f"penstock:webhooks:row:{name}"
+
+
+def replies(source: str) -> str:
+    """Zset: row's name -> ms; replies of a source that are due, as WEBHOOKS_DUE has webhooks."""
+    return f"penstock:replies:{source}"
+
+
+def source_leader(source: str) -> str:
+    """String with a TTL: the process that leads a source of which one alone may run."""
+    return f"penstock:source:{source}:leader"
 
 
 def batch(batch_id: str) -> str:

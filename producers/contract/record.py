@@ -18,6 +18,7 @@
 | `metadata` | the task's metadata (JSON), if it has some |
 | `retried_from` | id of the task that this one repeats |
 | `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
+| `reply` | where the reply to the message that made it goes (JSON, see `producers.sources.messages.replies`) |
 | `traceparent` | the trace of its caller that it belongs to (`producers.contract.trace`) |
 | `response` | of a response (`/v1/responses`): constant fields of its JSON, and its conversation |
 | `plain` | 1: made at the claim of a plain Celery message |

@@ -51,9 +51,9 @@ def digest(*parts: bytes) -> str:
     return whole.hexdigest()
 
 
-def idempotent(entry: str, digest: str, new_id: str) -> Call:
+def idempotent(entry: str, digest: str, new_id: str, kept_s: int = KEPT_S) -> Call:
     """IDEMPOTENT: let a key stand for a request and an id, unless it stands for one. `read` reads the answer."""
-    return Call(script(__package__, "idempotent"), (entry,), (digest, new_id, KEPT_S))
+    return Call(script(__package__, "idempotent"), (entry,), (digest, new_id, kept_s))
 
 
 def read(entry: str, answer: Sequence[Any]) -> Entry | None:

@@ -1,11 +1,12 @@
-"""The outbox: events that wait to be delivered to webhooks, one row for each event and destination.
+"""The outbox: events that wait to be delivered to webhooks, or as replies, one row for each event and destination.
 
     final end (`scripts/_outbox.lua`) ─▶ due ─▶ TAKE ─▶ HTTP ─▶ DELIVERED ─▶ delivered ─▶ trimmed
                                           ▲       ├──▶ RETRY, later ─▶ due
                                           │       └──▶ DEAD ─▶ dead ─▶ trimmed
                                           └── REPLAY ◀── delivered, dead
 
-A row is named `<webhook id>.<endpoint id>`, or `<webhook id>.own` for the webhook that a task brings along. The webhook
+A row is named `<webhook id>.<endpoint id>`, or `<webhook id>.own` for the webhook that a task brings along, or
+`<webhook id>.reply` for the reply to the message that made the task (`producers.sources.messages.replies`). The webhook
 id is `evt_` and a SHA-1 of object id, its time of creation and event type: all destinations of an event, all tries and
 all replays have the same. The row is the hash `penstock:webhooks:row:<name>`:
 
@@ -16,13 +17,15 @@ all replays have the same. The row is the hash `penstock:webhooks:row:<name>`:
 | `endpoint` | the endpoint's id; absent for a task's own webhook |
 | `secret` | of a task's own webhook: `whsec_...`; absent: the endpoint's, or the tenant's |
 | `tenant`, `model` | of the task, where it has them |
+| `source`, `reply` | of a reply: the source that sends it, and what the record's `reply` says |
 | `state` | due, delivered, dead |
 | `holder` | the TAKE that leased it |
 | `tries`, `attempts` | finished tries since the event, or its replay; the last of all tries (JSON, see `Attempt`) |
 
 A row does not depend on its task's record, whose time to live may end first. The zsets `penstock:webhooks:due`,
-`:delivered` and `:dead` have the names of all rows by server time (ms). `penstock:webhooks:wake` is published when a
-row becomes due at once; rows that wait for a later try become due silently, see `Taken.next_ms`.
+`:delivered` and `:dead` have the names of all rows by server time (ms); replies that are due are in `penstock:replies:<source>` instead. `penstock:webhooks:wake` is
+published when a row becomes due at once, with the source of a reply, else empty; rows that wait for a later try become
+due silently, see `Taken.next_ms`.
 
 Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; the scripts read `id`, `url`, `event_types`, `tenant`
 (null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A record's `webhook` is JSON, too: `url` and
@@ -82,6 +85,8 @@ class Row:
     secret: str | None = None
     tenant: str | None = None
     model: str | None = None
+    source: str | None = None
+    reply: str | None = None
     tries: int = 0
     attempts: tuple[Attempt, ...] = ()
 
@@ -104,19 +109,32 @@ class Row:
             secret=said.get("secret"),
             tenant=said.get("tenant"),
             model=said.get("model"),
+            source=said.get("source"),
+            reply=said.get("reply"),
             tries=int(said.get("tries", 0)),
             attempts=_attempts(said.get("attempts", "[]")),
         )
+
+    @property
+    def due(self) -> str:
+        """The key of the rows that are due like it."""
+        return due_at(self.source)
 
     def _with(self, attempt: Attempt) -> str:
         """All attempts that are kept, with this one (JSON)."""
         return json.dumps([asdict(one) for one in (*self.attempts, attempt)[-ATTEMPTS_KEPT:]])
 
 
+def due_at(source: str | None) -> str:
+    """The key of due rows: of a source's replies, or of webhooks."""
+    return keys.WEBHOOKS_DUE if source is None else keys.replies(source)
+
+
 def put(name: str, fields: Mapping[str, str]) -> Call:
     """PUT: a row that no script writes, due now. Answers 1, or 0 if there is such a row."""
+    source = fields.get("source")
     pairs = [part for item in fields.items() for part in item]
-    return Call(script(PACKAGE, "outbox_put"), (keys.webhook_row(name), keys.WEBHOOKS_DUE), (name, *pairs))
+    return Call(script(PACKAGE, "outbox_put"), (keys.webhook_row(name), due_at(source)), (name, source or "", *pairs))
 
 
 def _attempts(raw: str) -> tuple[Attempt, ...]:
@@ -127,13 +145,13 @@ def _attempts(raw: str) -> tuple[Attempt, ...]:
         return ()
 
 
-def take(holder: str, n: int, lease_ms: int) -> Call:
-    """TAKE: lease the `n` oldest rows that are due; `read_take` reads the answer.
+def take(holder: str, n: int, lease_ms: int, source: str | None = None) -> Call:
+    """TAKE: lease the `n` oldest rows that are due, webhooks or a source's replies; `read_take` reads the answer.
 
     `holder`: a fresh id for each call, so that a late call for an earlier lease changes nothing. `lease_ms`: longer
     than any try lasts. If the reply is lost, the rows are due again when the lease ends.
     """
-    return Call(script(PACKAGE, "outbox_take"), (keys.WEBHOOKS_DUE,), (holder, lease_ms, n))
+    return Call(script(PACKAGE, "outbox_take"), (due_at(source),), (holder, lease_ms, n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +178,7 @@ def dead(row: Row, holder: str, attempt: Attempt) -> Call:
 
 
 def _end(row: Row, holder: str, state: State, attempt: Attempt) -> Call:
-    names = (keys.webhook_row(row.name), keys.WEBHOOKS_DUE, STATES[state])
+    names = (keys.webhook_row(row.name), row.due, STATES[state])
     return Call(script(PACKAGE, "outbox_end"), names, (row.name, holder, state, row._with(attempt)))
 
 
@@ -169,7 +187,7 @@ def retry(row: Row, holder: str, delay_ms: int, attempt: Attempt | None = None) 
 
     Answers 1, or 0 if another holder has the row, or it was done before.
     """
-    names = (keys.webhook_row(row.name), keys.WEBHOOKS_DUE)
+    names = (keys.webhook_row(row.name), row.due)
     attempts = row._with(attempt) if attempt else ""
     return Call(script(PACKAGE, "outbox_retry"), names, (row.name, holder, delay_ms, attempts))
 

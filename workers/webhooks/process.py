@@ -10,11 +10,11 @@ import time
 from typing import Final
 
 from producers.client.aio import AsyncClient
+from producers.client.wake import wake
 from workers.runtime.health import Health
 from workers.webhooks.deliverer import Deliverer
 from workers.webhooks.limits import QUICK, SLOW
 from workers.webhooks.settings import WebhookSettings
-from workers.webhooks.wake import wake
 
 log = logging.getLogger(__name__)
 

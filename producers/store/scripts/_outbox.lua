@@ -7,7 +7,8 @@
 --
 -- event: its type. object: what `data.id` says. created: the object's time of creation, as its record has it, so that
 -- an id that is used again has events of its own. of: what the object is; each field may be absent (nil or false):
--- tenant, model; webhook (JSON) and secret of its own; plain (a Celery task that no client sent).
+-- tenant, model; webhook (JSON) and secret of its own; reply (JSON, `producers.sources.messages.replies`); plain (a
+-- Celery task that no client sent).
 -- A webhook or an endpoint that cannot be read gets nothing: it must keep no task from its end.
 local function outbox_wants(json, types, event, default)
   local fine, hook = pcall(cjson.decode, json)
@@ -36,7 +37,8 @@ local function outbox_may(json, event, tenant)
   return tenant and (string.find(tenant, '[^%w_.:-]') or string.find(json, '"' .. tenant .. '"', 1, true))
 end
 
-local function outbox_row(name, fields, of)
+-- source: of a reply, the source whose processes send it; false: a webhook.
+local function outbox_row(name, fields, of, source)
   local row = 'penstock:webhooks:row:' .. name
   if redis.call('EXISTS', row) == 1 then
     return
@@ -49,14 +51,16 @@ local function outbox_row(name, fields, of)
   end
   local t = redis.call('TIME')
   redis.call('HSET', row, 'at', t[1], 'state', 'due', unpack(fields))
-  redis.call('ZADD', 'penstock:webhooks:due', t[1] * 1000 + math.floor(t[2] / 1000), name)
-  redis.pcall('PUBLISH', 'penstock:webhooks:wake', '') -- a user without this channel waits for the next look
+  local due = source and 'penstock:replies:' .. source or 'penstock:webhooks:due'
+  redis.call('ZADD', due, t[1] * 1000 + math.floor(t[2] / 1000), name)
+  redis.pcall('PUBLISH', 'penstock:webhooks:wake', source or '') -- a user without this channel waits for the next look
 end
 
 local function outbox_event(event, object, created, of)
   local own = of.webhook and outbox_wants(of.webhook, 'events', event, event ~= 'response.in_progress')
+  local reply = of.reply and outbox_wants(of.reply, 'events', event, event ~= 'response.in_progress')
   local endpoints = redis.call('HLEN', 'penstock:webhooks:endpoints')
-  if not own and endpoints == 0 then -- most tasks: nobody is to be told
+  if not own and not reply and endpoints == 0 then -- most tasks: nobody is to be told
     return
   end
   local webhook = 'evt_' .. redis.sha1hex(object .. ':' .. created .. ':' .. event)
@@ -66,6 +70,11 @@ local function outbox_event(event, object, created, of)
       fields[9], fields[10] = 'secret', of.secret
     end
     outbox_row(webhook .. '.own', fields, of)
+  end
+  if reply and type(reply.source) == 'string' then
+    local fields = { 'webhook_id', webhook, 'type', event, 'object', object, 'url', reply.url, 'source', reply.source,
+      'reply', of.reply }
+    outbox_row(webhook .. '.reply', fields, of, reply.source)
   end
   local all = endpoints > 0 and redis.call('HGETALL', 'penstock:webhooks:endpoints') or {}
   for i = 1, #all, 2 do
@@ -82,13 +91,13 @@ end
 -- response that was cut at its length is `incomplete`, as its callers see it.
 local function outbox_task(task, id, status)
   local r = redis.call('HMGET', task, 'origin', 'plain', 'created', 'tenant', 'model', 'webhook', 'webhook_secret',
-    'reasons')
+    'reasons', 'reply')
   if r[1] == 'response' and status == 'completed' and r[8] == '["length"]' then
     status = 'incomplete'
   end
   if r[1] == 'task' or r[1] == 'response' or r[2] then
     local object = r[1] == 'response' and 'resp_' .. id or id
-    local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7] }
+    local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7], reply = r[9] }
     outbox_event('response.' .. status, object, r[3] or '', of)
   end
 end

@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
 -- PUT(row) | no such row: it is due now; else nothing.
--- KEYS: row, due   ARGV: name, field, value, ...
+-- KEYS: row, due   ARGV: name, source (of a reply, else empty), field, value, ...
 -- Answers: 1 put | 0 it exists (also if put before)
 if redis.call('EXISTS', KEYS[1]) == 1 then
   return 0
 end
 local t = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'at', t[1], 'state', 'due', 'tries', 0, unpack(ARGV, 2))
+redis.call('HSET', KEYS[1], 'at', t[1], 'state', 'due', 'tries', 0, unpack(ARGV, 3))
 redis.call('ZADD', KEYS[2], t[1] * 1000 + math.floor(t[2] / 1000), ARGV[1])
-redis.call('PUBLISH', 'penstock:webhooks:wake', '')
+redis.call('PUBLISH', 'penstock:webhooks:wake', ARGV[2])
 return 1

@@ -1,16 +1,17 @@
 #!lua flags=allow-oom
 -- REPLAY | delivered or dead: due now, and its schedule begins anew. Waiting for its next try: due now. Held by a
 -- process that tries it now: nothing. Name and webhook id stay.
--- KEYS: row, due, delivered, dead   ARGV: name
+-- KEYS: row, due (of webhooks), delivered, dead   ARGV: name
 -- Answers: replayed | held | gone
-local r = redis.call('HMGET', KEYS[1], 'state', 'holder')
+local r = redis.call('HMGET', KEYS[1], 'state', 'holder', 'source')
+local waiting = r[3] and 'penstock:replies:' .. r[3] or KEYS[2]
 if not r[1] then
   return 'gone'
 end
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local due = r[1] == 'due'
-if due and r[2] and tonumber(redis.call('ZSCORE', KEYS[2], ARGV[1]) or '0') > now then
+if due and r[2] and tonumber(redis.call('ZSCORE', waiting, ARGV[1]) or '0') > now then
   return 'held'
 end
 if not due then
@@ -19,6 +20,6 @@ if not due then
   redis.call('ZREM', KEYS[4], ARGV[1])
 end
 redis.call('HDEL', KEYS[1], 'holder')
-redis.call('ZADD', KEYS[2], now, ARGV[1])
-redis.call('PUBLISH', 'penstock:webhooks:wake', '')
+redis.call('ZADD', waiting, now, ARGV[1])
+redis.call('PUBLISH', 'penstock:webhooks:wake', r[3] or '')
 return 'replayed'

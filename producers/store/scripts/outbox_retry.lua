@@ -15,6 +15,6 @@ end
 local t = redis.call('TIME')
 redis.call('ZADD', KEYS[2], t[1] * 1000 + math.floor(t[2] / 1000) + ARGV[3], ARGV[1])
 if tonumber(ARGV[3]) == 0 then
-  redis.call('PUBLISH', 'penstock:webhooks:wake', '')
+  redis.call('PUBLISH', 'penstock:webhooks:wake', redis.call('HGET', KEYS[1], 'source') or '')
 end
 return 1

@@ -1,4 +1,4 @@
-"""Hears at once of rows that become due, so that nothing polls the store for them."""
+"""Hears at once of rows of the outbox that become due, so that nothing polls the store for them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES, backoff
 from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import text
 from producers.contract import keys
 
 log = logging.getLogger(__name__)
 
 
-async def wake(store: Redis, due: asyncio.Event) -> None:
-    """Set `due` for each message, until cancelled. A lost connection is made again, and sets it, too."""
+async def wake(store: Redis, due: asyncio.Event, source: str = "") -> None:
+    """Set `due` for each row that is due now, until cancelled. A lost connection is made again, and sets it, too.
+
+    `source`: the source whose replies are meant; without one, webhooks.
+    """
     attempt = 0
     while True:
         channel = store.pubsub()
@@ -24,8 +28,9 @@ async def wake(store: Redis, due: asyncio.Event) -> None:
             await channel.subscribe(keys.WEBHOOKS_WAKE)
             due.set()  # for what came before
             while True:
-                await channel.get_message(ignore_subscribe_messages=True, timeout=None)
-                due.set()
+                message = await channel.get_message(ignore_subscribe_messages=True, timeout=None)
+                if message is None or text(message["data"]) == source:
+                    due.set()
                 attempt = 0
         except FAILURES as error:
             warn_throttled(log, "lost the store's wake-up connection, connecting again: %s", error)
