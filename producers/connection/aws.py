@@ -39,7 +39,11 @@ _AWAY: Final = frozenset(
         *("KmsThrottled", "500", "502", "503", "504"),
     }
 )
+_ELSEWHERE: Final = frozenset(
+    {*("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301")}
+)
 _ADVICE: Final = {
+    **dict.fromkeys(_ELSEWHERE, "it is in another region; name its own as region in the URL"),
     "RequestTimeTooSkewed": "this machine's clock is wrong",
     "InvalidSignatureException": "wrong credentials, or this machine's clock is wrong",
     "SignatureDoesNotMatch": "wrong credentials, or this machine's clock is wrong",
@@ -80,6 +84,7 @@ def client(service: str, region: str | None, endpoint_url: str | None = None, *,
     except ImportError as error:
         raise AwsNotInstalled(f"{service.upper()} needs boto3: pip install 'penstock[aws]'") from error
     config = Config(
+        **(_s3(endpoint_url) if service == "s3" else {}),
         connect_timeout=CONNECT_S,
         read_timeout=SILENT_S + wait_s,
         retries={"mode": "standard", "total_max_attempts": 2},
@@ -91,6 +96,11 @@ def client(service: str, region: str | None, endpoint_url: str | None = None, *,
         return session.client(service, endpoint_url=endpoint_url or None, config=config)
     except (BotoCoreError, ValueError) as error:
         raise AwsError(f"cannot use {service.upper()}: {error}", "Invalid", Trouble.UNUSABLE) from error
+
+
+def _s3(endpoint_url: str | None) -> dict[str, Any]:
+    """Settings for S3. Signed URLs then name the bucket's region, and also open what is encrypted with KMS."""
+    return {"signature_version": "s3v4", "s3": {"addressing_style": "path" if endpoint_url else "virtual"}}
 
 
 @contextmanager
@@ -119,6 +129,8 @@ def refusal(doing: str, permission: str, code: str, message: str, status: str = 
         return AwsMissing(text, code, None)
     if code in _DENIED or status in ("401", "403"):
         return AwsError(f"{text} (it needs {permission})", code, Trouble.DENIED)
+    if code in _ELSEWHERE:
+        return AwsError(text, code, Trouble.UNUSABLE)
     if code in _AWAY or status.startswith("5") or status == "429":
         return AwsError(text, code, Trouble.AWAY)
     return AwsError(text, code, None)

@@ -28,7 +28,7 @@ from producers.gateway.tasks import events, views
 from producers.gateway.tasks import routes as tasks
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
-from producers.store.blobs import FolderBlobs
+from producers.store.blobs import open_blobs
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
@@ -60,7 +60,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         async with client:
             prompts, templates = Prompts(client.store), Templates(client.store)
-            blobs = FolderBlobs(settings.files_dir)
+            blobs = open_blobs(settings.files_dir)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
             admission = Admission(client, settings.max_queued, settings.max_queued_per_tenant)
             places = Destinations(allowed)

@@ -21,7 +21,7 @@ class GatewaySettings:
     max_file: int = 2 << 30
     """Largest uploaded file; a larger one is refused with 413."""
     files_dir: str = str(FILES_DIR)
-    """The folder for files' content, which all gateways and sweepers share."""
+    """The folder, or the bucket's URL, for files' content, which all gateways and sweepers share."""
     patience: float = 4.0
     """Time for which a failing connection to store or broker is retried before the caller gets 503."""
     heartbeat: float = 10.0

@@ -29,7 +29,7 @@ from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.store import protocol
-from producers.store.blobs import FolderBlobs
+from producers.store.blobs import open_blobs
 from producers.sweeper import unsent as submits
 from producers.sweeper.batches.duty import EVERY_S as BATCHES_EVERY_S
 from producers.sweeper.batches.duty import Batches
@@ -90,7 +90,7 @@ class SweeperSettings:
     """Times for which webhooks that were delivered, or given up, are kept."""
     retire_after: float = RETIRE_AFTER_S
     files_dir: str = str(FILES_DIR)
-    """The folder for files' content, which all gateways and sweepers share."""
+    """The folder, or the bucket's URL, for files' content, which all gateways and sweepers share."""
     batch_lines: int = WINDOW
     """Most lines of one batch that are queued, or wait to be written, at a time."""
     orphaned_after: float = ORPHANED_AFTER_S
@@ -160,7 +160,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
-    blobs = FolderBlobs(settings.files_dir)
+    blobs = open_blobs(settings.files_dir)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def tell() -> Counts:

@@ -84,10 +84,10 @@ def make(
     now_ms = int(time.time() * 1000)
     file_id, batch_id = files.new_id(now_ms), batches.new_id(now_ms)
     redis.zadd(keys.FILE_NOTES, {file_id: now_ms // 1000})
-    with blobs.writer() as writer:
+    with blobs.writer(file_id) as writer:
         for piece in content:
             writer.write(piece)
-        writer.commit(file_id)
+        writer.commit()
     run(redis, files.made(files.File(file_id, writer.size, "in.jsonl", files.BATCH, now_ms // 1000)))
     made = {"endpoint": url, "input_file": file_id, "completion_window": f"{window_s}s"} | fields
     run(redis, batches.create(batch_id, window_s, made))

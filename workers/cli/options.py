@@ -6,7 +6,6 @@ import ipaddress
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -83,6 +82,16 @@ def _proxies(proxies: list[str] | None) -> list[str] | None:
         except ValueError as error:
             raise typer.BadParameter(f"{error}; give an address, a network (10.0.0.0/8), or *") from None
     return proxies
+
+
+def _place(place: str | None) -> str | None:
+    """Checks a place for files. Raises typer.BadParameter for a bad URL."""
+    from producers.store.blobs.place import checked_place
+
+    try:
+        return None if place is None else checked_place(place)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _networks(networks: list[str] | None) -> list[str] | None:
@@ -209,11 +218,13 @@ MaxQueuedPerTenant = Annotated[
     int | None, typer.Option(min=1, help="Most tasks of one tenant that may wait for a pool.")
 ]
 FilesDir = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
+        metavar="PLACE",
         envvar="FILES_DIR",
-        help="The folder for uploaded files and batches' output, which all gateways and sweepers share. "
-        "Unset: files in the data directory.",
+        callback=_place,
+        help="The folder for uploaded files and batches' output, or s3://BUCKET/PREFIX. All gateways and sweepers "
+        "share it. Unset: files in the data directory.",
     ),
 ]
 MaxFile = Annotated[int, typer.Option(min=1, help="Largest uploaded file, in bytes.")]

@@ -67,14 +67,15 @@ async def create(request: Request, response: Response) -> FileView:
     """Upload a file. It is whole and durable once this answers."""
     gateway = gateway_of(request)
     owner = tenant.tenant_of(request.headers)
-    with _writable(), Upload(request, gateway.blobs, gateway.settings.max_file) as upload:
-        asked = await upload.receive()
-        new_id = files.new_id(int(time.time() * 1000))
-        entry = await idempotency.first(request, gateway.client, new_id, tenant=owner, digest=upload.digest(asked))
-        if entry is not None and entry.state == "made":
-            response.headers.update(idempotency.REPLAYED)
-            return await _original(gateway, entry)
-        made = await _made(gateway, upload, asked, owner, new_id if entry is None else entry.id)
+    new_id = files.new_id(int(time.time() * 1000))
+    with _writable():
+        async with Upload(request, gateway.blobs, gateway.settings.max_file, new_id) as upload:
+            asked = await upload.receive()
+            entry = await idempotency.first(request, gateway.client, new_id, tenant=owner, digest=upload.digest(asked))
+            if entry is not None and entry.state == "made":
+                response.headers.update(idempotency.REPLAYED)
+                return await _original(gateway, entry)
+            made = await _made(gateway, upload, asked, owner, new_id if entry is None else entry.id)
     if entry is not None:
         await idempotency.made(gateway.client, entry)
     return FileView.of(made)
@@ -85,7 +86,8 @@ async def _made(gateway: Gateway, upload: Upload, asked: Asked, owner: str | Non
     now, store = int(time.time()), gateway.client.store
     end = None if asked.kept_s is None else now + asked.kept_s
     file = File(file_id, upload.writer.size, asked.filename, asked.purpose, now, end, owner or "")
-    await files.note(store, file_id)
+    for name in {file_id, upload.name}:  # a commit under another name may leave the first one, if it is killed
+        await files.note(store, name)
     await asyncio.to_thread(upload.writer.commit, file_id)
     answer = text(await arun(store, files.made(file)))
     if answer == "late":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -39,10 +39,11 @@ class Asked:
     kept_s: int | None
 
 
-class Upload(AbstractContextManager["Upload"]):
-    """An upload that is being received. Leaving the context without `writer.commit` discards it."""
+class Upload(AbstractAsyncContextManager["Upload"]):
+    """An upload that is being received, as the blob `name`. Leaving the context without `writer.commit` discards it."""
 
-    def __init__(self, request: Request, blobs: Blobs, limit: int) -> None:
+    def __init__(self, request: Request, blobs: Blobs, limit: int, name: str) -> None:
+        self.name = name
         self._request = request
         self._limit = limit
         declared = request.headers.get("content-length", "")
@@ -50,7 +51,7 @@ class Upload(AbstractContextManager["Upload"]):
             raise _too_large(limit)
         self._form: Form = form_of(request)
         self._hash = hashlib.sha256() if idempotency.HEADER in request.headers else None
-        self.writer: BlobWriter = blobs.writer()
+        self.writer: BlobWriter = blobs.writer(name)
 
     async def receive(self) -> Asked:
         """Write the whole file. Raises Problem, and OSError where it cannot be written."""
@@ -81,10 +82,10 @@ class Upload(AbstractContextManager["Upload"]):
 
         await asyncio.to_thread(write)
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.writer.__exit__(kind, error, trace)
+        await asyncio.to_thread(self.writer.__exit__, kind, error, trace)
 
 
 def _checked(form: Form) -> Asked:

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import CODES, Trouble, trouble
 from producers.contract.task import label
@@ -141,6 +142,7 @@ def install(app: FastAPI) -> None:
         PenstockError,
         RequestValidationError,
         RedisError,
+        AwsError,
         ConnectionError,
         TimeoutError,
         HTTPException,

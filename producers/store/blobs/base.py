@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,8 +12,9 @@ from producers.errors import PenstockError
 
 #: Bytes to read, or to write, in one call: what a caller holds in memory.
 PIECE: Final = 1 << 20
-#: Least size (bytes) of a part, but for the last: S3 joins no smaller ones.
+#: Least size (bytes) of a part that S3 copies by itself, unless it is the last.
 LEAST_PART: Final = 5 << 20
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 class BlobNotFound(PenstockError, KeyError):
@@ -33,25 +35,34 @@ class BlobWriter(AbstractContextManager["BlobWriter"], ABC):
         """Append bytes. Raises OSError, also for a full disk."""
 
     @abstractmethod
-    def commit(self, name: str) -> None:
-        """Make the blob visible under its name: whole, and durable. A blob of that name is replaced. Raises OSError."""
+    def commit(self, name: str = "") -> None:
+        """Make the blob visible under its name, or under another one: whole, and durable.
+
+        A blob of that name is replaced. Raises OSError.
+        """
 
 
 class Blobs(ABC):
     """Where blobs are. Names are 1 to 128 of `A-Za-z0-9_.-`, and begin with none of `.-`.
 
-    Any method may raise OSError: the disk is full, or the folder cannot be reached.
+    Any method may raise OSError: the disk is full, or the folder or bucket cannot be reached.
     """
 
+    place: str
+    """Where they are, as `producers.store.blobs.open_blobs` takes it."""
+
     @abstractmethod
-    def writer(self) -> BlobWriter:
-        """A new blob. Nothing of it is visible before `commit`, whatever dies."""
+    def writer(self, name: str) -> BlobWriter:
+        """A new blob of this name. Nothing of it is visible before `commit`, whatever dies.
+
+        A commit under another name costs a copy on S3. If it dies meanwhile, the blob may be there under this name.
+        """
 
     @abstractmethod
     def join(self, name: str, parts: Sequence[str]) -> int:
         """Make a blob of other blobs, in order, which stay. Returns its size (bytes). May be called again.
 
-        All parts but the last have at least LEAST_PART bytes. Raises BlobNotFound if one is missing.
+        Raises BlobNotFound if one is missing. S3 copies parts of LEAST_PART bytes and more by itself.
         """
 
     @abstractmethod
@@ -63,10 +74,28 @@ class Blobs(ABC):
         """Up to `size` bytes from `start` on; fewer only at the end of the blob. Raises BlobNotFound."""
 
     @abstractmethod
-    def delete(self, name: str) -> bool:
-        """Remove the blob. False if there was none."""
+    def delete(self, name: str) -> None:
+        """Remove the blob, if there is one."""
+
+    @abstractmethod
+    def url(self, name: str, filename: str, seconds: int) -> str | None:
+        """A URL from which anybody can download the blob for `seconds`, as `filename`. None where there are no URLs.
+
+        Nothing is asked for it: the blob may be missing.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise OSError if what was set up outside is missing, or may not be used."""
 
     @abstractmethod
     def clean(self, older_s: float) -> int:
         """Remove what dead writers left: uncommitted blobs that nobody has written to for `older_s`. Returns how
         many."""
+
+
+def checked(name: str) -> str:
+    """The name. Raises ValueError for one that could lead out of the folder, or of the bucket's prefix."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a blob")
+    return name

@@ -10,18 +10,14 @@ killed, and after a power cut as well. `clean` removes what a killed writer left
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final
 
-from producers.store.blobs.base import PIECE, BlobNotFound, Blobs, BlobWriter
-
-_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+from producers.store.blobs.base import PIECE, BlobNotFound, Blobs, BlobWriter, checked
 
 
 class FolderBlobs(Blobs):
@@ -29,17 +25,18 @@ class FolderBlobs(Blobs):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder).absolute()
+        self.place = str(self._folder)
         self._incoming = self._folder / ".incoming"
 
-    def writer(self) -> BlobWriter:
+    def writer(self, name: str) -> BlobWriter:
         self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _FolderWriter(self._incoming / secrets.token_hex(16), self._folder)
+        return _FolderWriter(self._incoming / secrets.token_hex(16), self._folder, checked(name))
 
     def join(self, name: str, parts: Sequence[str]) -> int:
-        with self.writer() as writer:
+        with self.writer(name) as writer:
             for part in parts:
                 self._copy(part, writer)
-            writer.commit(name)
+            writer.commit()
         return writer.size
 
     def size(self, name: str) -> int:
@@ -51,15 +48,21 @@ class FolderBlobs(Blobs):
             file.seek(start)
             return _read(file.fileno(), size)
 
-    def delete(self, name: str) -> bool:
-        return _removed(self._path(name))
+    def delete(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def url(self, name: str, filename: str, seconds: int) -> str | None:
+        return None
+
+    def check(self) -> None:
+        """Nothing: the first writer makes the folder."""
 
     def clean(self, older_s: float) -> int:
         before = time.time() - older_s
         return sum(_removed(path) for path in _untouched(self._incoming, before))
 
     def _path(self, name: str) -> Path:
-        return self._folder / _checked(name)
+        return self._folder / checked(name)
 
     def _copy(self, name: str, writer: BlobWriter) -> None:
         with _found(name), open(self._path(name), "rb", buffering=0) as part:
@@ -70,8 +73,9 @@ class FolderBlobs(Blobs):
 class _FolderWriter(BlobWriter):
     """Writes a file at `path`, to be renamed into `folder`."""
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, path: Path, folder: Path, name: str) -> None:
         self.size = 0
+        self._name = name
         self._path = path
         self._folder = folder
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by __exit__
@@ -82,10 +86,10 @@ class _FolderWriter(BlobWriter):
             left = left[self._file.write(left) :]
         self.size += len(data)
 
-    def commit(self, name: str) -> None:
+    def commit(self, name: str = "") -> None:
         os.fsync(self._file.fileno())
         self._file.close()
-        os.rename(self._path, self._folder / _checked(name))
+        os.rename(self._path, self._folder / checked(name or self._name))
         _sync(self._folder)
 
     def __exit__(
@@ -93,13 +97,6 @@ class _FolderWriter(BlobWriter):
     ) -> None:
         self._file.close()
         self._path.unlink(missing_ok=True)
-
-
-def _checked(name: str) -> str:
-    """The name. Raises ValueError for one that could lead out of the folder."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a blob")
-    return name
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def unfinished(batch: Batch, record: Record) -> str:
 
 
 class Files:
-    """The blobs of one part, written as its lines come. `names`: kind -> blob. Leaving the context discards them."""
+    """The blobs of one part, written as its lines come. `names`: kind -> blob. Leaving the context without `commit`
+    discards them."""
 
     def __init__(self, blobs: Blobs, names: Mapping[str, str]) -> None:
         self.counts = dict.fromkeys(names, 0)
@@ -76,20 +78,20 @@ class Files:
             if some:
                 self.counts[kind] += len(some)
                 if kind not in self._writers:
-                    self._writers[kind] = self._blobs.writer()
+                    self._writers[kind] = self._blobs.writer(self._names[kind])
                 self._writers[kind].write(b"".join(some))
 
     def commit(self) -> list[Part]:
         """Make the blobs durable, those that have lines. Blocks. Raises OSError."""
-        for kind, writer in self._writers.items():
-            writer.commit(self._names[kind])
+        for writer in self._writers.values():
+            writer.commit()
         return [Part(kind, self._names[kind], writer.size) for kind, writer in self._writers.items()]
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for writer in self._writers.values():
-            writer.__exit__(kind, error, trace)
+            await asyncio.to_thread(writer.__exit__, kind, error, trace)

@@ -89,7 +89,7 @@ class Writer:
 
     async def _write(self, batch: Batch, found: Requests, names: Mapping[str, str]) -> Written | None:
         """Write the blobs of a part. None if another process has done it meanwhile."""
-        with Files(self._blobs, names) as files:
+        async with Files(self._blobs, names) as files:
             try:
                 async with aclosing(self._outcomes(batch, found)) as outcomes:
                     async for some in outcomes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -12,30 +13,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs, lines
-from producers.store.blobs.base import PIECE
+from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs, lines, open_blobs
+from producers.store.blobs.base import LEAST_PART, PIECE
+from producers.store.blobs.multipart import PART
+from tests.aws import Aws
+from tests.producers.store.test_s3 import bucket_of
 
 
-@pytest.fixture
-def blobs(tmp_path: Path) -> Blobs:
-    return FolderBlobs(tmp_path / "files")
+@pytest.fixture(params=["folder", "s3"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
+    """What holds of blobs, wherever they are."""
+    if request.param == "folder":
+        return FolderBlobs(tmp_path / "files")
+    aws: Aws = request.getfixturevalue("aws")
+    return open_blobs(bucket_of(aws))
 
 
 def _put(blobs: Blobs, name: str, data: bytes) -> None:
-    with blobs.writer() as writer:
+    with blobs.writer(name) as writer:
         writer.write(data)
-        writer.commit(name)
+        writer.commit()
 
 
 def test_a_blob_is_read_by_ranges_and_deleted(blobs: Blobs) -> None:
-    with blobs.writer() as writer:
+    with blobs.writer("file-1") as writer:
         writer.write(b"abc")
         writer.write(memoryview(b"def"))
-        writer.commit("file-1")
+        with pytest.raises(BlobNotFound):
+            blobs.size("file-1")
+        writer.commit()
     assert (blobs.size("file-1"), writer.size) == (6, 6)
     assert [blobs.read("file-1", at, 4) for at in (0, 4, 6, 99)] == [b"abcd", b"ef", b"", b""]
-    assert blobs.delete("file-1")
-    assert not blobs.delete("file-1")
+    for _ in range(2):
+        blobs.delete("file-1")
     for call in (lambda: blobs.size("file-1"), lambda: blobs.read("file-1", 0, 1), lambda: blobs.join("f", ["file-1"])):
         with pytest.raises(BlobNotFound, match="file-1"):
             call()
@@ -45,8 +55,51 @@ def test_a_blob_is_read_by_ranges_and_deleted(blobs: Blobs) -> None:
 def test_no_name_leads_out_of_the_folder(blobs: Blobs, name: str) -> None:
     with pytest.raises(ValueError, match="no name of a blob"):
         blobs.read(name, 0, 1)
-    with pytest.raises(ValueError, match="no name of a blob"), blobs.writer() as writer:
-        writer.commit(name)
+    with pytest.raises(ValueError, match="no name of a blob"):
+        blobs.writer(name)
+    with pytest.raises(ValueError, match="no name of a blob"), blobs.writer("a") as writer:
+        writer.commit(name or ".")
+
+
+@pytest.mark.parametrize("size", [3, 2 * PART + 5])
+def test_a_blob_of_any_size_is_there_once_it_is_committed_also_under_another_name(blobs: Blobs, size: int) -> None:
+    data = _bytes(size)
+    with blobs.writer("a") as writer:
+        for at in range(0, size, PIECE):
+            writer.write(data[at : at + PIECE])
+        with pytest.raises(BlobNotFound):
+            blobs.read("a", 0, 1)
+        writer.commit("b")
+    assert (blobs.size("b"), _all(blobs, "b")) == (size, data)
+    with pytest.raises(BlobNotFound):
+        blobs.size("a")
+    with blobs.writer("b") as writer:
+        writer.write(data)
+    assert blobs.size("b") == size, "what was not committed changes nothing"
+    assert blobs.clean(0) == 0, "and leaves nothing"
+    _put(blobs, "b", b"another")
+    assert _all(blobs, "b") == b"another"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0,), (1, 0, 2), (LEAST_PART, 1), (1, LEAST_PART, 2), (PART + 1, 7, 2 * LEAST_PART, LEAST_PART - 1, 9), (9, PART)],
+)
+def test_parts_of_all_sizes_are_joined(blobs: Blobs, sizes: tuple[int, ...]) -> None:
+    parts = [_bytes(size, at) for at, size in enumerate(sizes)]
+    for at, part in enumerate(parts):
+        _put(blobs, f"part-{at}", part)
+    whole = b"".join(parts)
+    assert blobs.join("whole", [f"part-{at}" for at in range(len(parts))]) == len(whole)
+    assert _all(blobs, "whole") == whole
+
+
+def _bytes(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def _all(blobs: Blobs, name: str) -> bytes:
+    return blobs.read(name, 0, 1 << 30)
 
 
 def test_blobs_are_joined_in_order_and_again(blobs: Blobs) -> None:
@@ -58,7 +111,7 @@ def test_blobs_are_joined_in_order_and_again(blobs: Blobs) -> None:
 
 
 def _write_for_ever(folder: str, written: multiprocessing.synchronize.Event) -> None:
-    with FolderBlobs(folder).writer() as writer:
+    with FolderBlobs(folder).writer("a") as writer:
         for _ in range(3):
             writer.write(b"x" * PIECE)
         written.set()

@@ -30,8 +30,8 @@ def blobs(tmp_path: Path) -> Blobs:
 
 async def _make(client: AsyncClient, blobs: Blobs, file: File) -> str:
     await files.note(client.store, file.id)
-    with blobs.writer() as writer:
-        writer.commit(file.id)
+    with blobs.writer(file.id) as writer:
+        writer.commit()
     return text(await arun(client.store, files.made(file)))
 
 
@@ -83,8 +83,8 @@ async def test_a_blob_whose_maker_died_is_removed_and_one_who_only_slept_begins_
 ) -> None:
     file = File(files.new_id(1, "slept"), 0, "in.jsonl", "batch", 1)
     await files.note(aclient.store, file.id)
-    with blobs.writer() as writer:
-        writer.commit(file.id)
+    with blobs.writer(file.id) as writer:
+        writer.commit()
     assert await files.left_behind(aclient.store, 9) == []
     valkey.zadd(keys.FILE_NOTES, {file.id: int(time.time()) - files.NOTED_S})
     assert await files.left_behind(aclient.store, 9) == [file.id]

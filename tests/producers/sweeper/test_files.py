@@ -35,9 +35,9 @@ def blobs(tmp_path: Path) -> Blobs:
 async def _file(client: AsyncClient, blobs: Blobs, end: int | None, made: bool = True) -> str:
     file = File(files.new_id(int(time.time() * 1000)), 1, "x", "batch", 1, end)
     await files.note(client.store, file.id)
-    with blobs.writer() as writer:
+    with blobs.writer(file.id) as writer:
         writer.write(b"x")
-        writer.commit(file.id)
+        writer.commit()
     if made:
         await arun(client.store, files.made(file))
     return file.id
@@ -52,7 +52,7 @@ async def test_what_nobody_may_need_any_more_goes_and_nothing_else(
     await _file(aclient, blobs, now)
     left = await _file(aclient, blobs, None, made=False)
     valkey.zadd(keys.FILE_NOTES, {left: now - files.NOTED_S})
-    with blobs.writer(), blobs.writer():
+    with blobs.writer("a"), blobs.writer("b"):
         half, fresh = (tmp_path / ".incoming").iterdir()
         os.utime(half, (now - UPLOAD_S - 1,) * 2)
         assert await remove_files(aclient.store, blobs) == Removed(1, 1, 1)

@@ -63,7 +63,7 @@ class Plan:
     webhooks_options: tuple[str, ...] = ()
     health_ports: tuple[int | None, ...] = ()
     """A port for each worker, in the order of models and their workers; empty: no ports."""
-    files_dir: Path | None = None
+    files_dir: str | None = None
     sources: Path | None = None
     """The configuration of event sources; None: there are none."""
 

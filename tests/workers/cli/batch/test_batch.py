@@ -42,9 +42,9 @@ def end(valkey: Redis, folder: Path, batch_id: str, status: str, **contents: byt
     for kind, content in contents.items():
         file = files.File(files.new_id(ms, kind), len(content), f"{kind}.jsonl", files.BATCH_OUTPUT, ms // 1000)
         valkey.zadd(keys.FILE_NOTES, {file.id: ms // 1000})
-        with blobs.writer() as writer:
+        with blobs.writer(file.id) as writer:
             writer.write(content)
-            writer.commit(file.id)
+            writer.commit()
         assert run(valkey, files.made(file)) == b"made"
         fields[f"{kind}_file"] = file.id
     valkey.hset(keys.batch(batch_id), mapping=fields)

@@ -1,0 +1,109 @@
+"""Requests to S3 for the objects under a bucket's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime
+from typing import Any, Final
+
+from producers.connection.aws import AwsError, AwsMissing, client, told
+from producers.store.blobs.base import BlobNotFound
+from producers.store.blobs.bucket import Bucket
+
+#: The code of a HEAD's error: it has no body that could say more.
+_HEAD: Final = "404"
+
+
+class Objects:
+    """Requests to one bucket, whose errors name it. Threads may share it."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._s3 = client("s3", bucket.region, bucket.endpoint_url)
+
+    def ask(self, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
+        """The answer to a request for one object. Raises BlobNotFound and AwsError."""
+        with self._told(call, permission, name):
+            answer: dict[str, Any] = getattr(self._s3, call)(Bucket=self.bucket.name, Key=self.bucket.key(name), **more)
+            return answer
+
+    def read(self, name: str, start: int, size: int) -> bytes:
+        """Up to `size` bytes; fewer only at the end of the object."""
+        if size <= 0:
+            return b""
+        try:
+            found = self.ask("get_object", "s3:GetObject", name, Range=f"bytes={start}-{start + size - 1}")
+        except AwsError as error:
+            if error.code == "InvalidRange":  # it begins behind the object's end
+                return b""
+            raise
+        with self._told("get_object", "s3:GetObject", name):
+            data: bytes = found["Body"].read()
+            return data
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[tuple[int, Any]]:
+        """An object's size, and its bytes as they come."""
+        found = self.ask("get_object", "s3:GetObject", name)
+        with closing(found["Body"]) as body, self._told("get_object", "s3:GetObject", name):
+            yield found["ContentLength"], body
+
+    def signed(self, name: str, disposition: str, seconds: int) -> str:
+        """A URL by which anybody may read the object for so long."""
+        what = {
+            "Bucket": self.bucket.name,
+            "Key": self.bucket.key(name),
+            "ResponseContentDisposition": disposition,
+            "ResponseContentType": "application/octet-stream",
+        }
+        with self._told("sign a URL for", "s3:GetObject", name):
+            url: str = self._s3.generate_presigned_url("get_object", what, seconds)
+            return url
+
+    def check(self) -> None:
+        """Raise AwsError unless the bucket is there and lets us look into it."""
+        with told(f"reach {self.bucket}", "s3:ListBucket"):
+            self._s3.head_bucket(Bucket=self.bucket.name)
+
+    def abort_untouched(self, before: datetime) -> int:
+        """Abort uploads that nobody has written to since. Returns how many."""
+        aborted = 0
+        with told(f"list uploads to {self.bucket}", "s3:ListBucketMultipartUploads"):
+            pages = self._s3.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket.name, Prefix=self.bucket.key()
+            )
+            found = [upload for page in pages for upload in page.get("Uploads", ())]
+        for upload in found:
+            if upload["Initiated"] < before and self._written(upload) < before:
+                aborted += self._abort(upload)
+        return aborted
+
+    def _written(self, upload: dict[str, Any]) -> datetime:
+        """When an upload got its last part."""
+        begun: datetime = upload["Initiated"]
+        with suppress(AwsMissing), told(f"list parts of an upload to {self.bucket}", "s3:ListMultipartUploadParts"):
+            pages = self._s3.get_paginator("list_parts").paginate(
+                Bucket=self.bucket.name, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
+            times = [part["LastModified"] for page in pages for part in page.get("Parts", ())]
+            return max(times, default=begun)
+        return begun
+
+    def _abort(self, upload: dict[str, Any]) -> bool:
+        with suppress(AwsMissing), told(f"abort an upload to {self.bucket}", "s3:AbortMultipartUpload"):
+            self._s3.abort_multipart_upload(Bucket=self.bucket.name, Key=upload["Key"], UploadId=upload["UploadId"])
+            return True
+        return False
+
+    @contextmanager
+    def _told(self, call: str, permission: str, name: str) -> Iterator[None]:
+        try:
+            with told(f"{call.replace('_', ' ')} {name} in {self.bucket}", permission):
+                yield
+        except AwsMissing as error:
+            if error.code not in ("NoSuchKey", _HEAD):
+                raise
+            if error.code == _HEAD:
+                self.check()
+            raise BlobNotFound(f"there is no blob {name} in {self.bucket}") from None
