@@ -108,7 +108,7 @@ def test_an_upload_that_nobody_writes_to_is_aborted_and_no_other(aws: Aws) -> No
     assert blobs.clean(3600) == 0, "it might still be written to"
     assert blobs.clean(-60) == 1
     assert [one["Key"] for one in s3.list_multipart_uploads(Bucket="files")["Uploads"]] == ["others/file"]
-    with pytest.raises(AwsError, match="NoSuchUpload"):
+    with pytest.raises(AwsError, match="dead in s3://files"):
         dead.commit()
     with pytest.raises(BlobNotFound):
         blobs.size("dead")

@@ -1,0 +1,76 @@
+"""A message that is too large for its queue arrives whole, and its body goes when nobody can need it any more."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.contract import keys
+from producers.contract.aside import HEADER, BodyGone, MessageTooLarge, fitting, whole
+from producers.contract.message import Message
+from producers.store.aside import KEPT_S, MessageBlobs
+from producers.store.files import NOTED_S
+from producers.sweeper.files import remove_files
+from tests.aws import Aws
+from tests.producers.store.test_s3 import bucket_of
+
+MOST = 4096
+
+
+def envelope(body: str) -> str:
+    return json.dumps({**json.loads(Message("t", "q", "default", 1, 1).envelope()), "body": body})
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path)
+    aws: Aws = request.getfixturevalue("aws")
+    return bucket_of(aws)
+
+
+def test_a_large_message_travels_by_reference_and_a_small_one_as_it_is(valkey: Redis, place: str) -> None:
+    aside = MessageBlobs(valkey, place)
+    small = envelope("small")
+    assert fitting(small, MOST, aside) == whole(small, aside) == small
+    sent = fitting(large := envelope("é" * MOST), MOST, aside)
+    assert len(sent.encode()) <= MOST
+    assert json.loads(sent)["headers"]["id"] == "t", "it can be looked at without its body"
+    reader = MessageBlobs(valkey, None)
+    assert [json.loads(whole(sent, reader)) for _ in range(2)] == [json.loads(large)] * 2
+    said = envelope(f'"{HEADER}"')
+    assert whole(said, None) == said
+
+
+async def test_a_body_is_removed_when_its_time_is_over_and_each_read_lengthens_it(
+    valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    aside = MessageBlobs(valkey, str(tmp_path))
+    sent = fitting(envelope("x" * MOST), MOST, aside)
+    ((name, due),) = valkey.zrange(keys.FILE_NOTES, 0, -1, withscores=True)
+    assert abs(due - (time.time() + KEPT_S - NOTED_S)) < 600
+    valkey.zadd(keys.FILE_NOTES, {name: due - 1000})
+    assert whole(sent, aside)
+    assert valkey.zscore(keys.FILE_NOTES, name) >= due
+    async with AsyncClient(valkey_url) as client:
+        blobs = aside._places.at("")
+        assert (await remove_files(client.store, blobs)).left == 0
+        valkey.zadd(keys.FILE_NOTES, {name: int(time.time()) - NOTED_S})
+        assert (await remove_files(client.store, blobs)).left == 1
+    with pytest.raises(BodyGone, match=name.decode()):
+        whole(sent, aside)
+    assert not valkey.exists(keys.FILE_NOTES), "a late read notes nothing anew"
+
+
+def test_without_a_place_a_large_message_is_refused(valkey: Redis, tmp_path: Path) -> None:
+    for aside in (None, MessageBlobs(valkey, None)):
+        with pytest.raises(MessageTooLarge, match="--files-dir"):
+            fitting(envelope("x" * MOST), MOST, aside)
+    with pytest.raises(MessageTooLarge, match="without its body"):
+        fitting(envelope(""), 100, MessageBlobs(valkey, str(tmp_path)))
+    assert not list(tmp_path.iterdir())
