@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from redis.exceptions import RedisError
 
-from producers.connection.connect import connect
+from producers.broker.connect import check_broker
+from producers.connection.aws import AwsNotInstalled
+from producers.connection.connect import connect, is_redis, shown
+from producers.connection.trouble import Trouble, trouble
 from producers.store import servers
 from workers.errors import Refused
 
-__all__ = ["LOST", "check_server", "connect"]
+__all__ = ["LOST", "check_queues", "check_server", "check_servers", "connect"]
+
+log = logging.getLogger(__name__)
 
 #: Exceptions of a lost or refused connection.
 LOST = (RedisError, OSError)
 
 
-def check_server(url: str, role: str) -> None:
-    """Raises Refused where the server cannot be used or reached, and says why."""
+def check_servers(broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True) -> None:
+    """Check store and broker. Raises Refused for one that cannot be used, and says why.
+
+    One that does not answer is only refused if it must answer. `queues`: as of `check_queues`.
+    """
+    for url, role in {store: "store", broker: "broker"}.items():
+        if role == "store" or is_redis(url):
+            check_server(url, role, must_answer=must_answer)
+        else:
+            check_queues(broker, store, queues, must_answer=must_answer)
+
+
+def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
+    """Check a Redis or Valkey server, as `check_servers`."""
     try:
-        servers.check_server(url, role)
+        servers.check_server(url, role, must_answer=must_answer)
     except servers.ServerRefused as refused:
         raise Refused(str(refused)) from refused
+
+
+def check_queues(
+    broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True, make: bool = False
+) -> None:
+    """Check a broker's queues, as `producers.broker.connect.check_broker`. Raises Refused as `check_servers`."""
+    try:
+        check_broker(broker, store, queues, make=make)
+    except (ValueError, AwsNotInstalled, *LOST) as error:
+        if isinstance(error, LOST) and trouble(error) is Trouble.AWAY and not must_answer:
+            log.warning("the broker at %s does not answer yet: %s", shown(broker), error)
+            return
+        said = str(error).replace(broker, shown(broker))
+        raise Refused(f"cannot use the broker at {shown(broker)}: {said}") from error

@@ -1,11 +1,13 @@
 """Chooses a broker by its URL's scheme. Nothing connects before the first call.
 
 redis:// rediss:// unix:// and Sentinels    `producers.broker.redis`
+sqs://                                      `producers.broker.sqs`; boto3 is imported when one is used
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Final
 
 import redis
@@ -17,6 +19,8 @@ from producers.broker.memory.operator import MemoryBroker, MemorySender
 from producers.broker.memory.server import server_of
 from producers.broker.redis.consumer import RedisConsumer
 from producers.broker.redis.operator import RedisBroker, RedisSender
+from producers.broker.sqs.address import SCHEME as SQS
+from producers.broker.sqs.address import is_sqs, read
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
 
 MEMORY: Final = "memory://"
@@ -24,7 +28,7 @@ MEMORY: Final = "memory://"
 
 def is_known(url: str) -> bool:
     """Whether one of the brokers here speaks to it. kombu may take what is not."""
-    return is_redis(url) or _is_memory(url)
+    return is_redis(url) or is_sqs(url) or _is_memory(url)
 
 
 def control_url(broker: str, store: str) -> str:
@@ -60,11 +64,26 @@ def connect_consumer(
     return RedisConsumer(url, queues, timeout, home)
 
 
+def check_broker(url: str, store_url: str, queues: Sequence[str] | None = None, *, make: bool = False) -> None:
+    """Check that a broker can be used whose queues do not make themselves: SQS. The store must have been checked.
+
+    `queues`: those that have to be there; None: of all versions that workers have announced. `make`: make missing ones,
+    where the credentials may. Raises ValueError for a bad URL, AwsNotInstalled, and an OSError that says what is wrong.
+    """
+    _check(url, store_url)
+    if not is_sqs(url):
+        return
+    from producers.broker.sqs import check
+
+    with closing(connect(store_url)) as store:
+        check.check(read(url), store, queues, make=make)
+
+
 def _is_memory(url: str) -> bool:
     return url.startswith(MEMORY)
 
 
 def _check(url: str, store_url: str) -> None:
     if not is_known(url):
-        kinds = ", ".join([*(f"{scheme}://" for scheme in SCHEMES), MEMORY])
+        kinds = ", ".join([*(f"{scheme}://" for scheme in (*SCHEMES, SQS)), MEMORY])
         raise ValueError(f"no broker is known for {shown(url)!r}: a broker's URL begins with {kinds}")

@@ -19,12 +19,24 @@ def servers(broker: str | None, store: str | None) -> tuple[str, str]:
     """URLs of the broker and the store; the store is the broker unless given.
 
     Without a `broker`: BROKER_URL and STORE_URL, else the server of `penstock up` in the current directory. Raises
-    ValueError if none of these exists.
+    ValueError if none of these exists, and as `store_of`.
     """
     if broker is None:
         broker, store = os.environ.get("BROKER_URL"), store or os.environ.get("STORE_URL")
     broker = broker or _server_here()
-    return broker, store or broker
+    return broker, store_of(broker, store)
+
+
+def store_of(broker: str, store: str | None) -> str:
+    """The store's URL: the broker's unless given. Raises ValueError if that keeps no records."""
+    from producers.connection.connect import SCHEMES, shown
+
+    if (not store or store == broker) and broker.partition("://")[0] == "sqs":
+        raise ValueError(
+            f"the store is missing: {shown(broker)} carries messages alone. Give the Redis or Valkey server that holds "
+            f"records and streams (--store or STORE_URL): {SCHEMES[0]}://HOST:PORT/DB"
+        )
+    return store or broker
 
 
 def _server_here() -> str:

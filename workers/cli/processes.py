@@ -48,7 +48,7 @@ from workers.cli.options import (
     said_again,
     speculation,
 )
-from workers.cli.starting import checked_level, look_at_servers, refusing_bad_urls, set_up_logging
+from workers.cli.starting import checked_level, look_at_servers, refusing_bad_urls, set_up_logging, store_of
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -59,8 +59,8 @@ Broker = Annotated[
     str,
     typer.Option(
         envvar="BROKER_URL",
-        help="The Redis or Valkey server that holds the queues: redis://HOST:PORT/DB, or "
-        "redis+sentinel://HOST:PORT,.../NAME/DB.",
+        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
+        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-), which also needs --store.",
     ),
 ]
 #: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
@@ -68,12 +68,16 @@ AnyBroker = Annotated[
     str | None,
     typer.Option(
         envvar="BROKER_URL",
-        help="The server that holds the queues. Unset: the server of `penstock up` in this directory.",
+        help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
+        "`penstock up` in this directory.",
     ),
 ]
 Store = Annotated[
     str | None,
-    typer.Option(envvar="STORE_URL", help="The server that holds records and token streams. Unset: the broker."),
+    typer.Option(
+        envvar="STORE_URL",
+        help="The Redis or Valkey server that holds records and token streams. Unset: the broker, if it is one.",
+    ),
 ]
 #: -P keeps a folder named `workers` in the current directory from being imported instead of ours.
 PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
@@ -169,7 +173,7 @@ def worker(
     engine = {option: value for option, value in asked.items() if value is not None}
     settings = WorkerSettings(
         broker,
-        store or broker,
+        store_of(broker, store),
         model,
         engine=engine,
         lease=lease,
@@ -262,7 +266,7 @@ def gateway(
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
     settings = GatewaySettings(
         broker,
-        store or broker,
+        store_of(broker, store),
         host,
         port,
         drain=drain_timeout,
@@ -320,7 +324,7 @@ def sweeper(
     set_up_logging(log_level)
     settings = SweeperSettings(
         broker,
-        store or broker,
+        store_of(broker, store),
         lease=lease,
         reader_lease=reader_lease,
         compact_after=compact_after,

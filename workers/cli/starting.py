@@ -9,21 +9,30 @@ from workers.cli.exits import Failure
 
 
 def look_at_servers(broker: str, store: str | None) -> None:
-    """Check broker and store. Raises ServerRefused for an unusable server; waits for one that does not answer."""
-    from producers.store.servers import check_server
+    """Check broker and store. Raises Failure for an unusable server; waits for one that does not answer."""
+    from workers.connect import check_servers
+    from workers.errors import Refused
 
-    for url, role in {store or broker: "store", broker: "broker"}.items():
-        check_server(url, role, must_answer=False)
+    try:
+        check_servers(broker, store_of(broker, store), must_answer=False)
+    except Refused as error:
+        raise Failure(str(error)) from error
+
+
+def store_of(broker: str, store: str | None) -> str:
+    """The store's URL. Raises Failure where a broker that is none is given alone."""
+    from producers.connection import local
+
+    with refusing_bad_urls():
+        return local.store_of(broker, store)
 
 
 @contextmanager
 def refusing_bad_urls() -> Iterator[None]:
-    """Within it, a bad URL or an unusable server raises Failure."""
-    from producers.store.servers import ServerRefused
-
+    """Within it, a bad URL raises Failure."""
     try:
         yield
-    except (ValueError, ServerRefused) as error:
+    except ValueError as error:
         raise Failure(str(error)) from error
 
 

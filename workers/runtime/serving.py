@@ -41,6 +41,12 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
     return engine, ModelCard.tokenizer_files(folder)
 
 
+def pool_of(engine: Any) -> keys.Pool:
+    """The pool that a worker with this engine belongs to."""
+    card = json.loads(engine.card.to_json())
+    return keys.Pool(card["name"], card["version"], engine.fingerprint)
+
+
 def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], keys.Pool]:
     """Write the model's card, tokenizer files and pool into the store; return the card as served, and the pool.
 
@@ -50,7 +56,7 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
     card["context_length"] = min(card["context_length"], engine.max_model_len)
     if engine.kv_capacity < card["context_length"]:
         card["kv_capacity"] = engine.kv_capacity
-    pool = keys.Pool(card["name"], card["version"], engine.fingerprint)
+    pool = pool_of(engine)
     for name, data in files.items():
         model_files.put(store, card["files"][name], data)
     # When: a sweeper that is about to forget the pool sees that it is back.

@@ -19,13 +19,13 @@ from celery.worker import state
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import trouble
 from producers.contract.keys import Pool
-from workers.connect import LOST, check_server, connect
+from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
 from workers.pool.app import attach, make_app
 from workers.runtime.assembly import Runtime
 from workers.runtime.health import Health
 from workers.runtime.notify import notify_ready
-from workers.runtime.serving import announce
+from workers.runtime.serving import announce, pool_of
 from workers.runtime.spot import SpotNotice
 from workers.runtime.stopping import Stopping
 from workers.settings import WorkerSettings
@@ -51,10 +51,11 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     stopping = Stopping()
     stopping.install()
     health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
-    check_server(settings.broker, "broker")
-    check_server(settings.store, "store")
+    check_servers(settings.broker, settings.store, queues=())
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     check_model(engine, settings.model, settings.step_limit)
+    _, *queues = pool_of(engine).queues
+    check_queues(settings.broker, settings.store, queues, must_answer=False, make=True)
     card, pool = _announced(settings.store, engine, files)
     served = Served(settings, engine, card, files, pool)
     app = make_app(settings, pool.queues)

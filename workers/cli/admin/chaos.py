@@ -89,6 +89,7 @@ def chaos(
     from redis.exceptions import RedisError
 
     from producers.connection.connect import connect, shown
+    from producers.connection.local import store_of
     from producers.contract import keys
     from workers.chaos.load import Load
     from workers.chaos.operated import Operated, Process, say_plan
@@ -120,10 +121,11 @@ def chaos(
         )
         system.check(drawn)
         system.look()
-        server = connect(store or broker)
+        store = store_of(broker, store)
+        server = connect(store)
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
-    servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store or broker)))
+    servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store)))
     typer.echo(f"Faults for the system at {servers} and {url}, under load, within {drawn.seconds:.0f} s:", err=True)
     say_plan(lambda line: typer.echo(line, err=True), drawn.faults, processes)
     if not confirm:
@@ -134,7 +136,7 @@ def chaos(
         raise Failure(f"{folder} has the journals of another run; choose another --report-dir")
     load = Load(drawn.seed, model, 40, max_output_tokens)
     gateway = Gateway(url)
-    trial = Trial(gateway.url, broker, store or broker, load, drawn, folder, open_tasks=concurrency, alone=exclusive)
+    trial = Trial(gateway.url, broker, store, load, drawn, folder, open_tasks=concurrency, alone=exclusive)
     # SIGTERM from `timeout` or a job's end: paused processes must be resumed, as at Ctrl-C.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -1,6 +1,6 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless a broker is given) -> gateway, workers, sweeper, webhooks, sources -> wait until all serve
+    start:  valkey (unless one is given) -> gateway, workers, sweeper, webhooks, sources -> wait until all serve
     stop:   gateway stops listening -> workers drain -> sweeper, webhooks, sources, the gateway's streams end -> valkey
 
 Once all run, a child that dies is restarted. A worker that was told to drain, or that drained for a spot notice, stays
@@ -21,6 +21,7 @@ from typing import Final
 from engine.execution.threads import threads_of_each
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
+from producers.connection.connect import is_redis
 from producers.connection.local import HOST
 from producers.gateway.pools import read_fleet
 from workers.cli.client import Gateway
@@ -29,7 +30,7 @@ from workers.cli.gpus.choice import Chosen
 from workers.cli.local import embedded
 from workers.cli.local.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
 from workers.cli.processes import PENSTOCK, open_port
-from workers.connect import check_server
+from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import Found
 from workers.runtime.signals import coming
@@ -42,11 +43,7 @@ VALKEY_STOP_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes to run.
-
-    With a `broker`, no embedded server is started, and `data_dir` is used for files alone. With `gpus`, each worker
-    gets one.
-    """
+    """The processes to run. With `gpus`, each worker gets one."""
 
     models: tuple[Found, ...]
     data_dir: Path
@@ -66,6 +63,11 @@ class Plan:
     files_dir: str | None = None
     sources: Path | None = None
     """The configuration of event sources; None: there are none."""
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it has a server of its own in `data_dir`: as both, or as the store of a broker on SQS."""
+        return self.store is None and (self.broker is None or not is_redis(self.broker))
 
     @property
     def files(self) -> tuple[str, str]:
@@ -109,18 +111,17 @@ class System:
         # The port first: it is the most frequent obstacle, and nothing runs yet.
         self._listener = open_port(plan.host, plan.port)
         self.port = self._listener.getsockname()[1]
-        if plan.broker is None:
+        self.broker, self.store = plan.broker or "", plan.store or ""
+        if plan.embedded:
             self._data = await embedded.open_data_dir(plan.data_dir)
             port = self._data.port()
-            self.broker = self.store = f"redis://{HOST}:{port}/0"
+            self.store = f"redis://{HOST}:{port}/0"
             self._valkey = Child(embedded.valkey(self._data, port), self.say)
             await self._valkey.start()
             await embedded.started(self._valkey, self._data, port)
-        else:
-            self.broker, self.store = plan.broker, plan.store or plan.broker
+        self.broker, self.store = self.broker or self.store, self.store or self.broker
         try:
-            for url, role in {self.store: "store", self.broker: "broker"}.items():
-                await asyncio.to_thread(check_server, url, role)
+            await asyncio.to_thread(check_servers, self.broker, self.store, ())
         except Refused as refused:
             raise Failure(str(refused)) from refused
         self._gateway = Child(self._gateway_program(), self.say)

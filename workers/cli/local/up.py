@@ -87,13 +87,18 @@ def up(
         Path, typer.Option(help="The folder in which the embedded Valkey keeps queues and results, and files lie.")
     ] = DATA_DIR,
     broker: Annotated[
-        str | None, typer.Option(envvar="BROKER_URL", help="Use this Redis or Valkey instead of an embedded one.")
+        str | None,
+        typer.Option(
+            envvar="BROKER_URL",
+            help="Use this Redis or Valkey instead of an embedded one; or SQS for the queues: sqs://REGION?prefix=pen-.",
+        ),
     ] = None,
     store: Annotated[
         str | None,
         typer.Option(
             envvar="STORE_URL",
-            help="With --broker: the server that holds records and token streams. Unset: the broker.",
+            help="With --broker: the server that holds records and token streams. Unset: the broker; with SQS, the "
+            "embedded Valkey.",
         ),
     ] = None,
     model: Annotated[
@@ -202,7 +207,7 @@ def up(
         sources=sources,
     )
 
-    server = "an embedded Valkey server" if broker is None else "the broker that was given"
+    server = "an embedded Valkey server" if plan.embedded else "the broker that was given"
     say(
         "up",
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
@@ -221,12 +226,14 @@ async def _serve(system: System) -> None:
 
     models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
-    kept = f", kept in {system.plan.data_dir}" if system.plan.broker is None else ""
+    kept = f", kept in {system.plan.data_dir}" if system.plan.embedded else ""
+    store = "" if system.store == system.broker else f"  store   {shown(system.store)}{kept}\n"
     health = " ".join(f"http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
         f"  models  {', '.join(models)}\n"
-        f"  broker  {shown(system.broker)}{kept}\n"
+        f"  broker  {shown(system.broker)}{kept if not store else ''}\n"
+        + store
         + (f"  workers {health}\n" if health else "")
         + f"  webhooks to public https:// URLs{_allowed(system)}\n"
         + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"

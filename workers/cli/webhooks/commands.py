@@ -13,7 +13,7 @@ from workers.cli.admin.dlq import with_client
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs
 from workers.cli.options import LogLevel, WebhookAllow, finite
 from workers.cli.processes import AnyBroker, Broker, Store
-from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging
+from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
 from workers.cli.terminal.show import printable
 from workers.cli.webhooks import deliveries, listen
 
@@ -68,9 +68,9 @@ def run(
         from workers.webhooks.settings import WebhookSettings
     set_up_logging(log_level)
     allowed = tuple(webhook_allow or ())
-    settings = WebhookSettings(store or broker, allowed, drain=drain_timeout, health_port=health_port)
+    settings = WebhookSettings(store_of(broker, store), allowed, drain=drain_timeout, health_port=health_port)
     with refusing_bad_urls():
-        look_at_servers(store or broker, None)
+        look_at_servers(settings.store, None)
         try:
             asyncio.run(process.run(settings))
         except Refused as refusal:

@@ -1,0 +1,68 @@
+"""Checks that SQS can be used, before a process starts and while it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from redis import Redis
+
+from producers.broker.sqs.address import Address
+from producers.broker.sqs.names import is_celery, lists
+from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.setup import make_missing
+from producers.connection.aws import AwsError, AwsMissing, client
+from producers.connection.script import text
+from producers.connection.trouble import Trouble
+from producers.contract import keys
+from producers.contract.queues import version_queue_of
+
+log = logging.getLogger(__name__)
+
+#: A queue that need not exist: SQS's answer shows whether it can be reached, with which credentials.
+PROBE: Final = "penstock_probe#default"
+
+
+def check(address: Address, store: Redis, queues: Sequence[str] | None = None, *, make: bool = False) -> None:
+    """Raise AwsError, which names queue, region and permission, if the queues cannot be used.
+
+    `queues`: by Penstock's names; None: those of all versions that workers have announced, or the region alone while
+    there are none. `make`: make missing ones, where the credentials may. Raises AwsNotInstalled without boto3, and
+    redis.exceptions.RedisError.
+    """
+    sqs = client("sqs", address.region, address.endpoint_url)
+    found = Queues(sqs, address, store)
+    asked = [
+        queue for queue in (announced(store) if queues is None else queues) if address.celery or not is_celery(queue)
+    ]
+    names = [name for queue in asked for name, _ in lists(queue)]
+    if not names:
+        with suppress(AwsMissing):
+            found.url(PROBE)
+    for name in names:
+        try:
+            found.check(name)
+        except AwsMissing as error:
+            if not make:
+                raise
+            _make(address, name, error)
+            found.check(name)
+
+
+def announced(store: Redis) -> list[str]:
+    """The queues of the model versions that workers have announced, and that no sweeper has forgotten."""
+    return sorted({version_queue_of(text(about)) for about in store.hvals(keys.POOLS)})
+
+
+def _make(address: Address, name: str, missing: AwsMissing) -> None:
+    """Make a list's queue. Raises `missing` where the credentials may not."""
+    try:
+        for made in make_missing(address, [name]):
+            log.info("made queue %s in %s", made, address.region)
+    except AwsError as error:
+        if error.trouble is not Trouble.DENIED:
+            raise
+        said = f"{missing}. This process may not make it: {error}"
+        raise AwsMissing(said, missing.code, missing.trouble) from error
