@@ -135,6 +135,10 @@ class Consumer(ABC):
         Calls may be spurious. A message may arrive unnoticed during a reconnect, so callers must also look regularly.
         """
 
+    def faults(self) -> list[str]:
+        """Why messages of its queues cannot be received now, as last seen; empty where they can. It asks no server."""
+        return []
+
     @abstractmethod
     def prepare(self) -> None:
         """Do in advance the work of the first `put_down`, such as loading scripts."""
@@ -173,7 +177,7 @@ class Broker(ABC):
 
     @abstractmethod
     async def ping(self) -> None:
-        """Raise unless the broker answers."""
+        """Raise unless the broker answers, and has the queues of the announced models, as far as it can lack any."""
 
     @abstractmethod
     async def send(self, message: Message) -> None:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from producers.client.steps import FAILURES
+from producers.connection.aws import AwsError
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.pools import read_fleet
@@ -18,6 +19,7 @@ router = APIRouter(tags=["health"])
 
 #: Time limit (s) for a server's PONG.
 PATIENCE_S = 2.0
+SILENT = "does not answer"
 
 
 @router.get("/livez")
@@ -36,10 +38,12 @@ async def readyz(request: Request) -> JSONResponse:
     gateway = gateway_of(request)
     client = gateway.client
     servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.store.ping, "broker": client.broker.ping}
-    answers = dict(zip(servers, await asyncio.gather(*map(_answers, servers.values())), strict=True))
-    checks = {name: "ok" if fine else "does not answer" for name, fine in answers.items()}
-    if away := " and ".join(name for name, fine in answers.items() if not fine):
+    faults = dict(zip(servers, await asyncio.gather(*map(_fault, servers.values())), strict=True))
+    checks = {name: fault or "ok" for name, fault in faults.items()}
+    if away := " and ".join(name for name, fault in faults.items() if fault == SILENT):
         return _not_ready(f"No answer from the {away}.", checks)
+    if faults["broker"]:
+        return _not_ready(f"The broker cannot be used: {faults['broker']}.", checks)
     if missing := await _unserved(gateway):
         checks["models"] = f"no worker serves {', '.join(missing)} yet"
         return _not_ready(f"N{checks['models'][1:]}.", checks)
@@ -62,10 +66,13 @@ async def _unserved(gateway: Gateway) -> list[str]:
     return sorted(gateway.awaited)
 
 
-async def _answers(ping: Callable[[], Awaitable[object]]) -> bool:
+async def _fault(ping: Callable[[], Awaitable[object]]) -> str:
+    """What is wrong with a server; empty if nothing is."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             await ping()
+    except AwsError as error:
+        return str(error)
     except FAILURES:
-        return False
-    return True
+        return SILENT
+    return ""

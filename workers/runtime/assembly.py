@@ -124,7 +124,7 @@ class Runtime:
 
     def faults(self) -> list[str]:
         """Reasons why it is broken or stuck; empty where it is well."""
-        return [*([self.given_up] if self.given_up else []), *self.watchdog.reasons]
+        return [*([self.given_up] if self.given_up else []), *self.watchdog.reasons, *self.acker.broker.faults()]
 
     def __json__(self) -> str:
         """The form in which `inspect stats` shows the transport's options, of which this is one."""
