@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -169,3 +169,51 @@ def failure(error: Mapping[str, Any] | None) -> TaskFailed:
     return TaskFailed(
         error.get("message", "The task failed."), "failed", error.get("code", "failed"), error.get("param")
     )
+
+
+def view(result: Result) -> dict[str, Any]:
+    """A result as JSON's object, in the form of GET /v1/tasks/{id}. Times are unix seconds."""
+    return {
+        "id": result.id,
+        "object": "task",
+        "status": result.status,
+        "model": result.model,
+        "tier": result.tier,
+        "created_at": _seconds(result, "created"),
+        "finished_at": _seconds(result, "finished"),
+        "usage": result.usage,
+        "error": result.error,
+        "choices": [
+            {
+                "index": one.index,
+                "text": one.text,
+                "token_ids": one.token_ids,
+                "finish_reason": one.finish_reason,
+                "logprobs": None
+                if one.logprobs is None
+                else [None if scores is None else logprobs_view(scores) for scores in one.logprobs],
+            }
+            for one in result.choices
+        ],
+        "prompt_logprobs": None
+        if result.prompt_token_ids is None
+        else prompt_view(result.prompt_token_ids, result.prompt_logprobs or ()),
+    }
+
+
+def _seconds(result: Result, name: str) -> float | None:
+    return result.times[name] / 1000 if name in result.times else None
+
+
+def logprobs_view(logprobs: Logprobs) -> dict[str, Any]:
+    """A token's log probability and its alternatives, as callers see them."""
+    logprob, top = logprobs
+    return {"logprob": logprob, "top": [{"token_id": token, "logprob": value} for token, value in top]}
+
+
+def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any]]:
+    """A prompt's tokens with their log probabilities, as callers see them; null for the first."""
+    return [
+        {"token_id": token, **(logprobs_view(one) if one else {"logprob": None, "top": []})}
+        for token, one in zip(token_ids, logprobs, strict=True)
+    ]

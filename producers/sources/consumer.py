@@ -32,10 +32,19 @@ RETRIED: Final = (*FAILURES, SubmitFailed)
 
 
 class Consumer:
-    """Consumes one inbox. `handle`: makes of a message what it asks for; may be called again for the same one."""
+    """Consumes one inbox. `handle`: makes of a message what it asks for; may be called again for the same one.
 
-    def __init__(self, name: str, inbox: Inbox, handle: Callable[[Received], Awaitable[None]]) -> None:
-        self._name, self._inbox, self._handle = name, inbox, handle
+    `removed`: called with messages that were removed, unless the process dies in between.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inbox: Inbox,
+        handle: Callable[[Received], Awaitable[None]],
+        removed: Callable[[Sequence[Received]], Awaitable[None]] | None = None,
+    ) -> None:
+        self._name, self._inbox, self._handle, self._removed = name, inbox, handle, removed
         self._receives = ""
         self._held: dict[str, str] = {}
         self._flows = asyncio.Event()
@@ -97,6 +106,10 @@ class Consumer:
             if ours:
                 done = list(ours.values())
                 await self._until_done(done[0].id, partial(self._inbox.remove, done))
+                ours.clear()
+                if self._removed is not None:
+                    with suppress(*FAILURES):
+                        await self._removed(done)
         except asyncio.CancelledError:
             await self._back(list(ours.values()))
             raise

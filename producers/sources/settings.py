@@ -22,7 +22,9 @@ from producers.errors import shown
 from producers.sources.source import SourceSettings
 
 #: Type -> its module. They are imported where a table needs them: schedules alone need croniter.
-TYPES: Final[dict[str, str]] = {}
+TYPES: Final[dict[str, str]] = {
+    "messages": "producers.sources.messages",
+}
 #: A source's name: it is a part of task ids and of keys.
 NAME: Final = re.compile("[A-Za-z0-9_.-]{1,48}")
 #: The extra of the distribution with what a type imports.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,8 @@ class Context:
     """What the process gives to each of its sources. `process`: a name that no other process has."""
 
     client: AsyncClient
+    store_url: str
+    """For connections that wait: those of `client` are few, and all sources share them."""
     process: str
     files_dir: str
     """The folder, or the URL of a bucket, for files' content: that of gateways and sweepers."""
@@ -51,6 +55,19 @@ class SourceSettings(BaseModel, ABC):
     @abstractmethod
     def source(self, name: str, context: Context) -> Source:
         """The source. It connects to nothing yet. Raises ValueError for what settings alone cannot tell."""
+
+
+async def together(*parts: Coroutine[Any, Any, None]) -> None:
+    """Run parts of a source side by side. When one fails, the others are cancelled, and its error is raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in done:
+        task.result()
 
 
 def as_tuple(value: Any) -> Any:

@@ -23,9 +23,9 @@ all replays have the same. The row is the hash `penstock:webhooks:row:<name>`:
 | `tries`, `attempts` | finished tries since the event, or its replay; the last of all tries (JSON, see `Attempt`) |
 
 A row does not depend on its task's record, whose time to live may end first. The zsets `penstock:webhooks:due`,
-`:delivered` and `:dead` have the names of all rows by server time (ms); replies that are due are in `penstock:replies:<source>` instead. `penstock:webhooks:wake` is
-published when a row becomes due at once, with the source of a reply, else empty; rows that wait for a later try become
-due silently, see `Taken.next_ms`.
+`:delivered` and `:dead` have the names of all rows by server time (ms); replies that are due are in
+`penstock:replies:<source>` instead. `penstock:webhooks:wake` is published when a row becomes due at once, with the
+source of a reply, else empty; rows that wait for a later try become due silently, see `Taken.next_ms`.
 
 Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; the scripts read `id`, `url`, `event_types`, `tenant`
 (null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A record's `webhook` is JSON, too: `url` and

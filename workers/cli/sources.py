@@ -76,7 +76,7 @@ async def _run(
 
     log = logging.getLogger(__name__)
     async with AsyncClient(broker, store) as client:
-        context = Context(client, f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}", files_dir)
+        context = Context(client, store, f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}", files_dir)
         sources = Sources([settings.source(name, context) for name, settings in found.items()])
         if health is not None:
             health.serve(sources)

@@ -18,13 +18,13 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.client.steps import FAILURES
-from producers.contract.events import Event, Logprobs, Prompt, Token
+from producers.contract.events import Event, Prompt, Token
+from producers.contract.result import logprobs_view, prompt_view
 from producers.errors import PenstockError
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of
@@ -44,20 +44,6 @@ EVENT = {
         "data": {"type": "string", "description": "JSON"},
     },
 }
-
-
-def logprobs_view(logprobs: Logprobs) -> dict[str, Any]:
-    """A token's log probability and its alternatives, as callers see them."""
-    logprob, top = logprobs
-    return {"logprob": logprob, "top": [{"token_id": token, "logprob": value} for token, value in top]}
-
-
-def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any]]:
-    """A prompt's tokens with their log probabilities, as callers see them; null for the first."""
-    return [
-        {"token_id": token, **(logprobs_view(one) if one else {"logprob": None, "top": []})}
-        for token, one in zip(token_ids, logprobs, strict=True)
-    ]
 
 
 def named(event: Event) -> tuple[str, str]:

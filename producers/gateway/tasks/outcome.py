@@ -19,8 +19,8 @@ from starlette.responses import Response
 from producers.client.aio import AsyncHandle
 from producers.contract.events import Event, Prompt, Token
 from producers.contract.record import Record
+from producers.contract.result import logprobs_view, prompt_view
 from producers.gateway.context import Gateway
-from producers.gateway.http.sse import logprobs_view, prompt_view
 from producers.gateway.tasks import large
 from producers.gateway.tasks.views import TaskView
 

@@ -1,0 +1,150 @@
+"""A source of messages: each becomes one task, and is removed once that is queued.
+
+read ─▶ IDEMPOTENT, ADMIT, send, QUEUED ─▶ remove ─▶ the key is kept a day longer
+  └──────── refused: a row with the reply ─▶ bury
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from redis.asyncio import Redis
+
+from producers.client.once import submit_as
+from producers.client.submission import TASK
+from producers.connection.connect import SILENT_S, connect_async
+from producers.connection.script import arun
+from producers.contract import keys
+from producers.contract.trace import trace_fields
+from producers.errors import InvalidTask, PenstockError, TaskExists
+from producers.sources.consumer import Consumer
+from producers.sources.inbox import BadMessage, Inbox, Received
+from producers.sources.messages import envelope
+from producers.sources.messages.answer import Reply
+from producers.sources.messages.envelope import Asked
+from producers.sources.messages.replies import Replies
+from producers.sources.messages.settings import MessagesSettings
+from producers.sources.messages.targets import LIST, allowed, is_list
+from producers.sources.source import Context, Source, together
+from producers.sources.sqs import SqsInbox
+from producers.sources.stored_list import ListInbox
+from producers.store import idempotency, outbox
+
+log = logging.getLogger(__name__)
+
+#: Time (s) for which a message's key is kept before it is removed: longer than SQS keeps a message.
+UNREMOVED_S: Final = 15 * 24 * 3600
+#: Time (s) from then on, in which a sender's repetition makes no second task.
+REMOVED_S: Final = idempotency.KEPT_S
+
+
+class Messages(Source):
+    """One table of type "messages"."""
+
+    def __init__(self, name: str, settings: MessagesSettings, context: Context) -> None:
+        self.name, self._settings, self._client = name, settings, context.client
+        self._store_url = context.store_url
+        self._replies: Replies | None = None
+        self._consumer: Consumer | None = None
+
+    async def run(self) -> None:
+        waiting = connect_async(self._store_url)
+        inbox = self._inbox(waiting)
+        self._consumer = Consumer(self.name, inbox, self._handle, self._removed)
+        self._replies = Replies(self.name, self._settings, self._client, waiting)
+        try:
+            await together(self._consumer.run(), self._replies.run())
+        finally:
+            inbox.close()
+            await waiting.aclose()
+
+    def unready(self) -> list[str]:
+        parts = (self._consumer, self._replies)
+        return [part.trouble for part in parts if part is not None and part.trouble]
+
+    def _inbox(self, waiting: Redis) -> Inbox:
+        it = self._settings
+        if is_list(it.queue):
+            return ListInbox(self._client.store, waiting, it.queue.removeprefix(LIST))
+        return SqsInbox(it.queue, dead_letters=it.dead_letters, region=it.region, endpoint_url=it.endpoint_url)
+
+    async def _handle(self, message: Received) -> None:
+        """Submit a message's task. Raises BadMessage, after its sender was told."""
+        asked = Asked(("message", message.id), message.id, "json")
+        try:
+            asked = envelope.read(message)
+            await self._submit(asked)
+        except (InvalidTask, TaskExists) as refused:
+            await self._refuse(asked, refused)
+            raise BadMessage(str(refused)) from refused
+
+    async def _submit(self, asked: Asked) -> None:
+        reply = self._reply(asked)
+        task = self._settings.task_of(asked.fields)
+        more = {**TASK, **trace_fields(asked.traceparent)}
+        if reply is not None:
+            more["reply"] = reply.to_json()
+        entry, task_id = self._entry(asked), self._task_id(asked)
+        steps = submit_as(
+            self._client.directory, task, entry, asked.digest, task_id, self._client.patience, more, UNREMOVED_S
+        )
+        if await self._client.run(steps) is None:
+            raise InvalidTask(
+                "an earlier message with this id asked for something else; give each message an id of its own",
+                param="id",
+                code="idempotency_key_reused",
+            )
+
+    def _reply(self, asked: Asked, *, strict: bool = True) -> Reply | None:
+        """Where the reply goes. Raises InvalidTask for a target that is not allowed, if `strict`; else it goes where
+        the settings say."""
+        target = asked.reply_to or self._settings.reply
+        if target is not None and not allowed(target, self._settings.targets):
+            if strict:
+                raise InvalidTask("reply_to is not among the targets that this source allows", param="reply_to")
+            target = self._settings.reply
+        if target is None:
+            return None
+        return Reply(self.name, target, asked.correlation, self._settings.reply_format or asked.format)
+
+    async def _refuse(self, asked: Asked, refused: PenstockError) -> None:
+        """Put the reply to a bad message into the outbox, once."""
+        if (reply := self._reply(asked, strict=False)) is None:
+            return
+        error = {
+            "code": getattr(refused, "code", "invalid_value"),
+            "message": str(refused),
+            "param": getattr(refused, "param", None),
+        }
+        said = Reply(reply.source, reply.url, reply.correlation, reply.format, error)
+        webhook_id = f"evt_{idempotency.digest(self._entry(asked).encode(), asked.digest.encode())[:40]}"
+        row = {
+            "webhook_id": webhook_id,
+            "type": "response.failed",
+            "object": self._task_id(asked),
+            "url": reply.url,
+            "source": self.name,
+            "reply": said.to_json(),
+        }
+        async with asyncio.timeout(SILENT_S):
+            await arun(self._client.store, outbox.put(f"{webhook_id}.reply", row))
+
+    async def _removed(self, messages: Sequence[Received]) -> None:
+        """Keep the keys of messages that are gone for a day: no more is promised for a sender's repetition."""
+        async with asyncio.timeout(SILENT_S), self._client.store.pipeline(transaction=False) as pipe:
+            for message in messages:
+                pipe.expire(self._entry(envelope.read(message)), REMOVED_S)
+            await pipe.execute()
+
+    def _entry(self, asked: Asked) -> str:
+        return keys.idempotency(self._identity(asked))
+
+    def _task_id(self, asked: Asked) -> str:
+        return f"{self.name}-{self._identity(asked)[:32]}"
+
+    def _identity(self, asked: Asked) -> str:
+        return idempotency.digest(json.dumps(["source", self.name, *asked.identity]).encode())
