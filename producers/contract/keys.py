@@ -135,6 +135,21 @@ def batch_begun(batch_id: str) -> str:
     return f"penstock:batch:{batch_id}:begun"
 
 
+def inbox(place: str) -> str:
+    """Hash: batch id -> object of a bucket's or folder's inbox that is open (JSON, `producers.store.inbox`)."""
+    return f"penstock:inbox:{place}"
+
+
+def inbox_known(digest: str) -> str:
+    """Hash with a TTL: stamp -> batch id, of the objects of one name; `newest` -> batch id of the last one."""
+    return f"penstock:inbox:known:{digest}"
+
+
+def inbox_lease(batch_id: str) -> str:
+    """String with a TTL: the process that works on an object."""
+    return f"penstock:inbox:lease:{batch_id}"
+
+
 def workers(queue: str) -> str:
     """Set with a TTL: incarnations of a pool that do not drain; whose lease is over does not count."""
     return f"penstock:workers:{queue}"

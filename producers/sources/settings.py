@@ -23,6 +23,8 @@ from producers.sources.source import SourceSettings
 
 #: Type -> its module. They are imported where a table needs them: schedules alone need croniter.
 TYPES: Final[dict[str, str]] = {
+    "bucket": "producers.sources.files.notified",
+    "folder": "producers.sources.files.watched",
     "messages": "producers.sources.messages",
 }
 #: A source's name: it is a part of task ids and of keys.

@@ -38,6 +38,7 @@ from redis.asyncio import Redis
 
 from producers.connection.script import Call, script, text
 from producers.contract import keys
+from producers.contract.batch import MAX_WINDOW_S
 from producers.contract.ids import timed_id
 from producers.store.files import OUTPUT_KEPT_S
 from producers.store.protocol import PACKAGE
@@ -46,8 +47,6 @@ PREFIX: Final = "batch_"
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 #: Time (s) for which a batch that ended is kept.
 KEPT_S: Final = 30 * 24 * 3600
-#: Longest completion window (s).
-MAX_WINDOW_S: Final = 7 * 24 * 3600
 #: Time (s) after the deadline for which a line's result waits to be written: a sweeper may be away for so long.
 MARGIN_S: Final = 7 * 24 * 3600
 

@@ -28,7 +28,13 @@ def add_to(app: typer.Typer) -> None:
 
 def sources(
     broker: Broker,
-    config: Annotated[Path, typer.Option(help="The TOML file with a table for each source (docs/sources.md).")],
+    config: Annotated[
+        Path | None, typer.Option(help="The TOML file with a table for each source (docs/sources.md).")
+    ] = None,
+    watch_folder: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder whose inbox/ gets files of requests; results go to its outbox/. May be repeated."),
+    ] = None,
     store: Store = None,
     files_dir: FilesDir = None,
     drain_timeout: Annotated[
@@ -43,13 +49,17 @@ def sources(
     """Make tasks and batches of messages, files, bucket events and schedules, until SIGTERM. Any number may run."""
     import asyncio
 
-    from producers.sources.settings import BadSources, read
+    from producers.sources.settings import BadSources, parse, read
     from workers.errors import Refused
     from workers.runtime.health import Health
 
     set_up_logging(log_level)
+    folders = {f"folder{number}": str(path) for number, path in enumerate(watch_folder or (), 1)}
+    if config is None and not folders:
+        raise Failure("there is no source: name a file with --config, or a folder with --watch-folder")
     try:
-        found = read(config)
+        found = read(config) if config is not None else {}
+        found |= {name: parse(name, {"type": "folder", "folder": path}) for name, path in folders.items()}
         health = None if health_port is None else Health("0.0.0.0", health_port)  # noqa: S104 - asked from outside
     except (BadSources, Refused) as error:
         raise Failure(str(error)) from error

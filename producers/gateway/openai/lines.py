@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from engine.text import Tokenizer
+from producers.contract.batch import ENDPOINTS
 from producers.contract.events import Event
 from producers.contract.record import Record
 from producers.contract.task import Task
@@ -27,7 +28,7 @@ from producers.gateway.openai.responses.request import Wanted, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.gateway.openai.whole import Choice, Whole
 
-CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
 #: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the
 #: values that ask for nothing.
 URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {

@@ -28,9 +28,9 @@ class FolderBlobs(Blobs):
         self.place = str(self._folder)
         self._incoming = self._folder / ".incoming"
 
-    def writer(self, name: str) -> BlobWriter:
+    def writer(self, name: str) -> FolderWriter:
         self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _FolderWriter(self._incoming / secrets.token_hex(16), self._folder, checked(name))
+        return FolderWriter(self._incoming / secrets.token_hex(16), self._folder, checked(name))
 
     def join(self, name: str, parts: Sequence[str]) -> int:
         with self.writer(name) as writer:
@@ -70,7 +70,7 @@ class FolderBlobs(Blobs):
                 writer.write(data)
 
 
-class _FolderWriter(BlobWriter):
+class FolderWriter(BlobWriter):
     """Writes a file at `path`, to be renamed into `folder`."""
 
     def __init__(self, path: Path, folder: Path, name: str) -> None:
@@ -87,10 +87,14 @@ class _FolderWriter(BlobWriter):
         self.size += len(data)
 
     def commit(self, name: str = "") -> None:
+        self.rename(self._folder / checked(name or self._name))
+
+    def rename(self, target: Path) -> None:
+        """Make the file visible at any path of this file system: whole, and durable. Raises OSError."""
         os.fsync(self._file.fileno())
         self._file.close()
-        os.rename(self._path, self._folder / checked(name or self._name))
-        _sync(self._folder)
+        os.rename(self._path, target)
+        _sync(target.parent)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from producers.connection.aws import AwsError
 from producers.store.blobs.base import LEAST_PART, PIECE, BlobNotFound, BlobWriter, checked
-from producers.store.blobs.objects import Objects
+from producers.store.blobs.objects import ANY, Content, Objects
 
 #: Bytes of a part that is written: what a writer holds in memory, twice while it is sent. Every STEP parts they grow by
 #: as many, since S3 takes 10,000 parts.
@@ -41,9 +41,10 @@ class S3Writer(BlobWriter):
             if len(self._buffer) == self._grown(PART):
                 self._flush()
 
-    def append(self, name: str) -> None:
-        """Append a blob, which stays. Raises BlobNotFound."""
-        with self._objects.opened(name) as (size, body):
+    def append(self, name: str, source: Objects | None = None, content: Content = ANY) -> None:
+        """Append a blob, which stays; with `source`, an object from there. Raises BlobNotFound and AwsError."""
+        source = source or self._objects
+        with source.opened(name, content) as (size, body):
             least = self._grown(LEAST_PART)
             missing = max(0, least - len(self._buffer)) if self._buffer else 0
             if size - missing < self._grown(LEAST_PART, 1):
@@ -53,10 +54,10 @@ class S3Writer(BlobWriter):
             self.write(body.read(missing))
         if self._buffer:
             self._flush()
-        self._copy(name, missing, size)
+        self._copy(name, missing, size, source, content)
 
     def commit(self, name: str = "") -> None:
-        name = checked(name or self._name)
+        name = checked(name) if name else self._name
         if not self._upload:
             data = bytes(self._buffer)
             self._ask("put_object", name, Body=data, ChecksumCRC32=_crc(data), **self._objects.bucket.settings)
@@ -96,14 +97,15 @@ class S3Writer(BlobWriter):
         answer = self._part("upload_part", Body=data, ChecksumCRC32=crc)
         self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": answer["ETag"], "ChecksumCRC32": crc})
 
-    def _copy(self, name: str, start: int, end: int) -> None:
+    def _copy(self, name: str, start: int, end: int, source: Objects, content: Content) -> None:
         """Append bytes of another object, in as few equal parts as S3 takes."""
-        bucket = self._objects.bucket
-        source = {"Bucket": bucket.name, "Key": bucket.key(name)}
+        place = {"Bucket": source.bucket.name, "Key": source.bucket.key(name)}
+        place |= {"VersionId": content.version} if content.version else {}
+        same = {"CopySourceIfMatch": content.etag} if content.etag else {}
         each = -(-(end - start) // -(-(end - start) // MAX_COPY))
         for first in range(start, end, each):
             within = f"bytes={first}-{min(first + each, end) - 1}"
-            copied = self._part("upload_part_copy", CopySource=source, CopySourceRange=within)["CopyPartResult"]
+            copied = self._part("upload_part_copy", CopySource=place, CopySourceRange=within, **same)["CopyPartResult"]
             crc = {"ChecksumCRC32": copied["ChecksumCRC32"]} if "ChecksumCRC32" in copied else {}
             self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": copied["ETag"], **crc})
         self.size += end - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -13,6 +14,22 @@ from producers.store.blobs.bucket import Bucket
 
 #: The code of a HEAD's error: it has no body that could say more.
 _HEAD: Final = "404"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One content that an object has, or had: requests for it fail once it is another one. Empty: any."""
+
+    version: str = ""
+    etag: str = ""
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """Arguments of GetObject and HeadObject."""
+        return {name: value for name, value in (("VersionId", self.version), ("IfMatch", self.etag)) if value}
+
+
+ANY: Final = Content()
 
 
 class Objects:
@@ -28,12 +45,14 @@ class Objects:
             answer: dict[str, Any] = getattr(self._s3, call)(Bucket=self.bucket.name, Key=self.bucket.key(name), **more)
             return answer
 
-    def read(self, name: str, start: int, size: int) -> bytes:
+    def read(self, name: str, start: int, size: int, content: Content = ANY) -> bytes:
         """Up to `size` bytes; fewer only at the end of the object."""
         if size <= 0:
             return b""
         try:
-            found = self.ask("get_object", "s3:GetObject", name, Range=f"bytes={start}-{start + size - 1}")
+            found = self.ask(
+                "get_object", "s3:GetObject", name, Range=f"bytes={start}-{start + size - 1}", **content.asked
+            )
         except AwsError as error:
             if error.code == "InvalidRange":  # it begins behind the object's end
                 return b""
@@ -43,9 +62,9 @@ class Objects:
             return data
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[tuple[int, Any]]:
+    def opened(self, name: str, content: Content = ANY) -> Iterator[tuple[int, Any]]:
         """An object's size, and its bytes as they come."""
-        found = self.ask("get_object", "s3:GetObject", name)
+        found = self.ask("get_object", "s3:GetObject", name, **content.asked)
         with closing(found["Body"]) as body, self._told("get_object", "s3:GetObject", name):
             yield found["ContentLength"], body
 
@@ -102,7 +121,7 @@ class Objects:
             with told(f"{call.replace('_', ' ')} {name} in {self.bucket}", permission):
                 yield
         except AwsMissing as error:
-            if error.code not in ("NoSuchKey", _HEAD):
+            if error.code not in ("NoSuchKey", "NoSuchVersion", _HEAD):
                 raise
             if error.code == _HEAD:
                 self.check()

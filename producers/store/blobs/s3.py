@@ -25,34 +25,34 @@ class S3Blobs(Blobs):
 
     def __init__(self, bucket: Bucket) -> None:
         self.place = bucket.url
-        self._objects = Objects(bucket)
+        self.objects = Objects(bucket)
 
     def writer(self, name: str) -> BlobWriter:
-        return S3Writer(self._objects, checked(name))
+        return S3Writer(self.objects, checked(name))
 
     def join(self, name: str, parts: Sequence[str]) -> int:
-        with S3Writer(self._objects, checked(name)) as writer:
+        with S3Writer(self.objects, checked(name)) as writer:
             for part in parts:
                 writer.append(checked(part))
             writer.commit()
         return writer.size
 
     def size(self, name: str) -> int:
-        size: int = self._objects.ask("head_object", "s3:GetObject", checked(name))["ContentLength"]
+        size: int = self.objects.ask("head_object", "s3:GetObject", checked(name))["ContentLength"]
         return size
 
     def read(self, name: str, start: int, size: int) -> bytes:
-        return self._objects.read(checked(name), start, size)
+        return self.objects.read(checked(name), start, size)
 
     def delete(self, name: str) -> None:
-        self._objects.ask("delete_object", "s3:DeleteObject", checked(name))
+        self.objects.ask("delete_object", "s3:DeleteObject", checked(name))
 
     def url(self, name: str, filename: str, seconds: int) -> str | None:
         shown = f"attachment; filename*=UTF-8''{quote(filename, errors='replace')}"
-        return self._objects.signed(checked(name), shown, seconds)
+        return self.objects.signed(checked(name), shown, seconds)
 
     def clean(self, older_s: float) -> int:
-        return self._objects.abort_untouched(datetime.now(UTC) - timedelta(seconds=older_s))
+        return self.objects.abort_untouched(datetime.now(UTC) - timedelta(seconds=older_s))
 
     def check(self) -> None:
-        self._objects.check()
+        self.objects.check()

@@ -89,13 +89,13 @@ def test_a_large_part_is_copied_and_never_comes_here(aws: Aws) -> None:
 def _spied(blobs: Any) -> list[tuple[str, int]]:
     """Each request that it sends from now on, and how many bytes it carries."""
     sent: list[tuple[str, int]] = []
-    ask = blobs._objects.ask
+    ask = blobs.objects.ask
 
     def asked(call: str, permission: str, name: str, **more: Any) -> Any:
         sent.append((call, len(more.get("Body", b""))))
         return ask(call, permission, name, **more)
 
-    blobs._objects.ask = asked
+    blobs.objects.ask = asked
     return sent
 
 

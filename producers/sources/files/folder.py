@@ -1,0 +1,126 @@
+"""A watched folder.
+
+    <folder>/inbox/a/b.jsonl    ─▶ batch ─▶    <folder>/outbox/a/b.jsonl, <folder>/outbox/a/b.errors.jsonl
+                                               <folder>/done/a/b.jsonl, if inputs are moved
+
+A file's stamp is its size and the time at which it was written. Hidden files and folders are nobody's, as are links.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from producers.connection.log_throttle import warn_throttled
+from producers.sources.files.place import ERRORS, SUFFIX, Place, Replaced, is_input
+from producers.store.blobs import FolderBlobs
+from producers.store.inbox import Found
+
+log = logging.getLogger(__name__)
+
+#: Longest name of a file, or of a folder, in bytes.
+LONGEST: Final = 255
+#: What an outbox may add to a file's name: a batch's id, and that it has errors.
+ADDED: Final = len(".batch_") + 32 + len(ERRORS) - len(SUFFIX)
+
+
+class Folder(Place):
+    """A folder, which is made as far as it is not there. All processes that serve it know it by the same path."""
+
+    def __init__(self, folder: Path, *, moves: bool) -> None:
+        self.folder = folder.absolute()
+        self.name = self.folder.as_uri()
+        self.moves = moves
+        self._inbox, self._outbox, self._done = (self.folder / name for name in ("inbox", "outbox", "done"))
+        self._writing = FolderBlobs(self._outbox)
+
+    def make(self) -> None:
+        """Make inbox and outbox, if they are not there."""
+        for folder in (self._inbox, self._outbox):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def files(self) -> Iterator[Found]:
+        """The files of the inbox, as they are now."""
+        yield from _files(self._inbox, "")
+
+    def clean(self, older_s: float) -> int:
+        """Remove what killed processes left half written. Returns how many."""
+        return self._writing.clean(older_s)
+
+    def refusal(self, name: str) -> str | None:
+        base = os.path.basename(name)
+        if len(os.fsencode(base)) + ADDED > LONGEST:
+            return f"its name has more than {LONGEST - ADDED} bytes"
+        return None
+
+    def read(self, found: Found, start: int, size: int) -> bytes:
+        try:
+            with open(self._inbox / found.name, "rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, start)
+        except FileNotFoundError:
+            raise Replaced from None
+
+    def check_same(self, found: Found) -> None:
+        try:
+            status = os.stat(self._inbox / found.name)
+        except FileNotFoundError:
+            raise Replaced from None
+        if _stamp(status) != found.stamp:
+            raise Replaced
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> None:
+        target = self._outbox / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        writer = self._writing.writer("results")
+        with writer:
+            for piece in pieces:
+                writer.write(piece)
+            writer.rename(target)
+
+    def leave(self, found: Found) -> None:
+        target = self._done / found.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.check_same(found)
+            os.rename(self._inbox / found.name, target)
+        except (Replaced, FileNotFoundError):
+            return
+
+
+def _files(folder: Path, below: str) -> Iterator[Found]:
+    for entry in _entries(folder):
+        name = f"{below}{entry.name}"
+        if entry.name.startswith(".") or not _is_text(name):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files(folder / entry.name, f"{name}/")
+        elif is_input(name) and entry.is_file(follow_symlinks=False):
+            try:
+                status = entry.stat()
+            except FileNotFoundError:  # taken, or renamed, meanwhile
+                continue
+            yield Found(name, _stamp(status), status.st_size)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        warn_throttled(log, "cannot look for batches in %s: %s", folder, error)
+        return []
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""The source type `bucket`: a bucket of S3, whose notifications come on an SQS queue.
+
+    [uploads]
+    type = "bucket"
+    bucket = "s3://my-bucket"
+    queue = "https://sqs.us-east-1.amazonaws.com/123456789012/uploads"
+
+A notification is removed from the queue once its object stands in the store as open: from then on any process goes on
+with it. Notifications may come twice, late, and in any order: each only says where to look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from producers.sources.aws import region_of
+from producers.sources.consumer import Consumer
+from producers.sources.files.bucket import Bucket
+from producers.sources.files.notification import read_notification
+from producers.sources.files.place import is_input
+from producers.sources.files.settings import InboxSettings
+from producers.sources.files.source import InboxSource
+from producers.sources.files.work import Work
+from producers.sources.inbox import Received
+from producers.sources.source import Context, Source
+from producers.sources.sqs import SqsInbox
+from producers.store.blobs import open_blobs
+from producers.store.blobs.bucket import read
+
+_URL: Final = re.compile(r"https?://[^/\s]+/\S+")
+_PREFIX_FORM: Final = "what keys begin with, which ends with / and does not begin with one"
+
+
+def _prefix(value: str) -> str:
+    if not value.endswith("/") or value.startswith("/"):
+        raise ValueError(f"it must be {_PREFIX_FORM}")
+    return value
+
+
+def _bucket(value: str) -> str:
+    read(value)
+    return value
+
+
+_Prefix = Annotated[str, AfterValidator(_prefix)]
+
+
+class BucketSettings(InboxSettings):
+    """A bucket with notifications."""
+
+    type: Literal["bucket"]
+    bucket: Annotated[str, AfterValidator(_bucket)] = Field(description="a bucket's URL, such as s3://my-bucket")
+    queue: str = Field(pattern=f"^{_URL.pattern}$", description="the URL of the SQS queue for its notifications")
+    dead_letters: str | None = Field(
+        None, pattern=f"^{_URL.pattern}$", description="the URL of an SQS queue for messages that are no notifications"
+    )
+    inbox: _Prefix = Field("inbox/", description=_PREFIX_FORM)
+    outbox: _Prefix = Field("outbox/", description=_PREFIX_FORM)
+    done: _Prefix = Field("done/", description=_PREFIX_FORM)
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        """What is written must not be taken for an input."""
+        for name in ("outbox", "done"):
+            if getattr(self, name).startswith(self.inbox):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must not begin with inbox ({self.inbox!r})")
+        if self.outbox == self.done:
+            raise ValueError(f"done is {self.done!r}; it must not be that of outbox")
+        return self
+
+    def source(self, name: str, context: Context) -> Source:
+        return BucketSource(name, context, self)
+
+
+SETTINGS = BucketSettings
+
+
+class BucketSource(InboxSource):
+    """Batches of a bucket's objects."""
+
+    def __init__(self, name: str, context: Context, settings: BucketSettings) -> None:
+        url = read(settings.bucket)
+        url = url if url.region else replace(url, region=region_of(settings.queue) or "")
+        self._bucket = Bucket(url, settings.inbox, settings.outbox, settings.done, moves=settings.after == "move")
+        super().__init__(name, Work(name, context, self._bucket, open_blobs(context.files_dir), settings))
+        queue = SqsInbox(
+            settings.queue, dead_letters=settings.dead_letters, region=url.region, endpoint_url=url.endpoint_url
+        )
+        self._consumer = Consumer(name, queue, self._told)
+
+    def unready(self) -> list[str]:
+        return [trouble for trouble in (self._consumer.trouble, *super().unready()) if trouble]
+
+    async def _open(self) -> None:
+        await asyncio.to_thread(self._bucket.check)
+
+    def _duties(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._consumer.run()]
+
+    async def _told(self, message: Received) -> None:
+        """Take up the objects that a message names. May be called again. Raises BadMessage, and OSError."""
+        for created in read_notification(message.body):
+            inbox = self._bucket.url.key(self._bucket.inbox)
+            name = created.key.removeprefix(inbox)
+            if created.bucket != self._bucket.url.name or name == created.key or not is_input(name):
+                continue
+            found = await asyncio.to_thread(self._bucket.find, name, created.version)
+            if found is not None:
+                await self._work.open(found)

@@ -1,0 +1,90 @@
+"""The source type `folder`: a watched folder.
+
+    [batches]
+    type = "folder"
+    folder = "/srv/batches"
+
+A file is taken when it has not changed for some seconds: one that is renamed into the inbox is whole at once, one that
+is written there has a writer who pauses no longer. The inbox is looked through again and again; nothing has to tell of
+a file, and none is missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from producers.sources.files.folder import Folder
+from producers.sources.files.settings import InboxSettings
+from producers.sources.files.source import InboxSource
+from producers.sources.files.work import EVERY_S, Work
+from producers.sources.source import Context, Source
+from producers.store.blobs import open_blobs
+from producers.store.inbox import Found
+
+#: Time (s) after which a file that stays in the inbox is named to the store again, which knows it for weeks.
+AGAIN_S: Final = 3600.0
+#: Time (s) after which a half-written result counts as left by a dead process; and between two looks for such.
+HALVES_S: Final = 3600.0
+
+
+class FolderSettings(InboxSettings):
+    """A watched folder."""
+
+    type: Literal["folder"]
+    folder: str = Field(min_length=1, description="the path of a folder, which gets inbox/, outbox/ and done/")
+    settled_seconds: float = Field(
+        5.0, ge=0, description="seconds, 0 or more, for which a file has to be unchanged before it is taken"
+    )
+
+    def source(self, name: str, context: Context) -> Source:
+        return FolderSource(name, context, self)
+
+
+SETTINGS = FolderSettings
+
+
+class FolderSource(InboxSource):
+    """Batches of a folder's files."""
+
+    def __init__(self, name: str, context: Context, settings: FolderSettings) -> None:
+        self._folder = Folder(Path(settings.folder), moves=settings.after == "move")
+        super().__init__(name, Work(name, context, self._folder, open_blobs(context.files_dir), settings))
+        self._settled_s = settings.settled_seconds
+        self._seen: dict[str, tuple[str, float, bool]] = {}
+        """Name -> stamp, since when (monotonic) it is so, or when it was taken, and whether it was."""
+
+    async def _open(self) -> None:
+        await asyncio.to_thread(self._folder.make)
+
+    def _duties(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._watch(), self._clean()]
+
+    async def _watch(self) -> None:
+        every_s = min(EVERY_S, max(self._settled_s, 0.05))
+        while True:
+            there = await asyncio.to_thread(lambda: list(self._folder.files()))
+            for found in there:
+                await self._look(found, time.monotonic())
+            self._seen = {found.name: self._seen[found.name] for found in there}
+            await asyncio.sleep(every_s)
+
+    async def _look(self, found: Found, now: float) -> None:
+        """Take up the file if it has been as it is for long enough."""
+        stamp, since, taken = self._seen.get(found.name, ("", now, False))
+        if stamp != found.stamp:
+            since, taken = now, False
+        if now - since >= (AGAIN_S if taken else self._settled_s):
+            await self._work.open(found)
+            since, taken = now, True
+        self._seen[found.name] = found.stamp, since, taken
+
+    async def _clean(self) -> None:
+        while True:
+            await asyncio.to_thread(self._folder.clean, HALVES_S)
+            await asyncio.sleep(HALVES_S)

@@ -1,0 +1,101 @@
+"""Objects of inboxes: each becomes a batch, and the batch's results go to an outbox (`producers.sources.files`).
+
+    INBOX_TAKE ─▶ open: input copied, batch made, batch ended, results written ─▶ INBOX_DONE
+
+A **place** is a bucket or a folder that has an inbox and an outbox. An object is known by its place, its name and its
+**stamp**, which another content does not have. So what is told of twice is one batch, and the id of the batch is
+written down before anything is made of it: whoever goes on after a kill makes the same things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, script, text
+from producers.contract import keys
+from producers.store import batches
+from producers.store.protocol import PACKAGE
+
+#: Time (s) for which an object is known after it was last heard of: longer than its batch is.
+KNOWN_S: Final = 2 * batches.KEPT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object as it stood when it was found. `name`: its path below the inbox. `size`: bytes."""
+
+    name: str
+    stamp: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An open object. `id`: that of its batch, which may be yet to be made. `at`: when it was taken (unix ms)."""
+
+    id: str
+    at: int
+    found: Found
+
+    def to_json(self) -> str:
+        return json.dumps({"at": self.at, **asdict(self.found)})
+
+    @classmethod
+    def parse(cls, batch_id: str, raw: str) -> Entry:
+        fields: dict[str, Any] = json.loads(raw)
+        return cls(batch_id, fields.pop("at"), Found(**fields))
+
+
+def new_entry(place: str, found: Found, at: int) -> Entry:
+    """An entry for an object that is found at unix time `at` (ms)."""
+    return Entry(batches.new_id(at, f"{place}\n{found.name}\n{found.stamp}"), at, found)
+
+
+def take(place: str, entry: Entry) -> Call:
+    """INBOX_TAKE: open the object. Answers `[1, batch id]`, or `[0, batch id]` for one that was known."""
+    names = (keys.inbox(place), _known(place, entry.found.name))
+    return Call(script(PACKAGE, "inbox_take"), names, (entry.found.stamp, entry.id, entry.to_json(), KNOWN_S))
+
+
+def done(place: str, entry: Entry, *, forget: bool) -> Call:
+    """INBOX_DONE: nothing is left to do for it. `forget`: it has left the inbox, so it may come again."""
+    names = (keys.inbox(place), _known(place, entry.found.name))
+    return Call(script(PACKAGE, "inbox_done"), names, (entry.found.stamp, entry.id, int(forget)))
+
+
+def hold(entry: Entry, process: str, ms: int) -> Call:
+    """LEAD: one process works on the object. Answers 0, or the ms left of another's lease."""
+    return Call(script(PACKAGE, "lead"), (keys.inbox_lease(entry.id),), (process, ms))
+
+
+def let_go(entry: Entry, process: str) -> Call:
+    """RESIGN: another process may work on it at once."""
+    return Call(script(PACKAGE, "resign"), (keys.inbox_lease(entry.id),), (process,))
+
+
+async def open_entries(store: Redis, place: str) -> list[tuple[Entry, str | None]]:
+    """The place's open objects, the oldest first, each with the status of its batch; None before that is made."""
+    found = [Entry.parse(text(name), text(raw)) for name, raw in (await store.hgetall(keys.inbox(place))).items()]
+    found.sort(key=lambda entry: entry.id)
+    if not found:
+        return []
+    async with store.pipeline(transaction=False) as pipe:
+        for entry in found:
+            pipe.hget(keys.batch(entry.id), "status")
+        statuses = await pipe.execute()
+    return [(entry, text(raw) if raw else None) for entry, raw in zip(found, statuses, strict=True)]
+
+
+async def newest(store: Redis, place: str, entry: Entry) -> bool:
+    """Whether no other content of the same name was taken after this one."""
+    name = await store.hget(_known(place, entry.found.name), "newest")
+    return name is None or text(name) == entry.id
+
+
+def _known(place: str, name: str) -> str:
+    return keys.inbox_known(hashlib.sha256(f"{place}\n{name}".encode()).hexdigest())
