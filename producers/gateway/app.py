@@ -23,12 +23,14 @@ from producers.gateway.http.openapi import Documented
 from producers.gateway.http.sse import Streams
 from producers.gateway.http.trace import TracedClient
 from producers.gateway.metrics import Metrics
+from producers.gateway.reach import Reach
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.tasks import events, views
 from producers.gateway.tasks import routes as tasks
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.blobs import open_blobs
+from producers.store.blobs.bucket import is_s3
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
@@ -49,10 +51,13 @@ EXPOSED: Final = (
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application, to be started once. It connects when it is started.
 
-    Raises ValueError for a broker or store that is no Redis or Valkey, and for a bad network in `webhook_allow`.
+    Raises ValueError for a broker or store that is no Redis or Valkey, a bad network in `webhook_allow`, and
+    `files_redirect` without a bucket.
     """
     client = TracedClient(settings.broker, settings.store, patience=settings.patience)
     allowed = networks(settings.webhook_allow)
+    if settings.files_redirect and not is_s3(settings.files_dir):
+        raise ValueError(f"--files-redirect needs a bucket: --files-dir is {settings.files_dir!r}, not s3://...")
     streams = Streams()
     figures = Metrics(streams.__len__)
 
@@ -72,6 +77,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 prompts,
                 templates,
                 blobs,
+                Reach(blobs),
                 readers,
                 admission,
                 places,

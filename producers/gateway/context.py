@@ -12,6 +12,7 @@ from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.http.sse import Streams
 from producers.gateway.metrics import Metrics
+from producers.gateway.reach import Reach
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
@@ -28,6 +29,8 @@ class Gateway:
     prompts: Prompts
     templates: Templates
     blobs: Blobs
+    reach: Reach
+    """Whether `blobs` can be used."""
     readers: ReaderLeases
     admission: Admission
     destinations: Destinations

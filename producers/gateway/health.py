@@ -13,6 +13,7 @@ from producers.connection.aws import AwsError
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.pools import read_fleet
+from producers.gateway.reach import lasts
 from producers.gateway.tasks.views import ErrorView
 
 router = APIRouter(tags=["health"])
@@ -34,7 +35,7 @@ async def livez() -> JSONResponse:
     responses={503: {"model": ErrorView, "description": "The gateway cannot take tasks now; the error says why."}},
 )
 async def readyz(request: Request) -> JSONResponse:
-    """Store and broker answer, and every awaited model has been served: the gateway can take tasks."""
+    """Store and broker answer, files' bucket lets us in, and every awaited model has been served: it can take tasks."""
     gateway = gateway_of(request)
     client = gateway.client
     servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.store.ping, "broker": client.broker.ping}
@@ -44,6 +45,10 @@ async def readyz(request: Request) -> JSONResponse:
         return _not_ready(f"No answer from the {away}.", checks)
     if faults["broker"]:
         return _not_ready(f"The broker cannot be used: {faults['broker']}.", checks)
+    if error := await gateway.reach.error(PATIENCE_S):
+        checks["files"] = str(error)
+        if lasts(error):
+            return _not_ready("The place of files cannot be used.", checks)
     if missing := await _unserved(gateway):
         checks["models"] = f"no worker serves {', '.join(missing)} yet"
         return _not_ready(f"N{checks['models'][1:]}.", checks)

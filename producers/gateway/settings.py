@@ -22,6 +22,8 @@ class GatewaySettings:
     """Largest uploaded file; a larger one is refused with 413."""
     files_dir: str = str(FILES_DIR)
     """The folder, or the bucket's URL, for files' content, which all gateways and sweepers share."""
+    files_redirect: bool = False
+    """Whether downloads go to the bucket of `files_dir`, by a signed URL, instead of through the gateway."""
     patience: float = 4.0
     """Time for which a failing connection to store or broker is retried before the caller gets 503."""
     heartbeat: float = 10.0

@@ -9,10 +9,12 @@ from typing import Final
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import connect, shown
 from producers.connection.script import Call, script, text
 from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, trouble
 from producers.errors import PenstockError
+from producers.store.blobs import open_blobs
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,20 @@ def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
         if must_answer or isinstance(error, NotPrimary):
             raise ServerRefused(f"cannot reach the {role} at {shown(url)}: {said}") from error
         log.warning("the %s at %s does not answer yet: %s", role, shown(url), said)
+
+
+def check_files(place: str) -> None:
+    """Check where files' content is. Raises ServerRefused, with the reason, for what only an operator can mend.
+
+    A bucket that does not answer is logged.
+    """
+    try:
+        open_blobs(place).check()
+    except (ValueError, AwsNotInstalled, OSError) as error:
+        if isinstance(error, OSError) and trouble(error) is Trouble.AWAY:
+            log.warning("the place of files does not answer yet: %s", error)
+            return
+        raise ServerRefused(f"cannot use --files-dir: {error}") from error
 
 
 def _may(client: Redis) -> None:

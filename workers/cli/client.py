@@ -163,7 +163,7 @@ class Gateway:
         try:
             connection.request(method, self._base + path, body, headers)
             response = connection.getresponse()
-            if response.status not in (200, 202, 204, 206):
+            if response.status not in (200, 202, 204, 206, 307):
                 raise Refused(response.status, _error(response))
             yield response
         except (OSError, HTTPException, ValueError) as error:

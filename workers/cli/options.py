@@ -227,6 +227,14 @@ FilesDir = Annotated[
         "share it. Unset: files in the data directory.",
     ),
 ]
+FilesRedirect = Annotated[
+    bool,
+    typer.Option(
+        "--files-redirect",
+        help="Send downloads to the bucket of --files-dir, by URLs that open a file for 15 minutes. Unset: files come "
+        "through the gateway.",
+    ),
+]
 MaxFile = Annotated[int, typer.Option(min=1, help="Largest uploaded file, in bytes.")]
 CorsOrigin = Annotated[
     list[str] | None,

@@ -20,6 +20,7 @@ from workers.cli.options import (
     DraftModel,
     DType,
     FilesDir,
+    FilesRedirect,
     Gpus,
     KvCacheBytes,
     KvCacheDType,
@@ -248,6 +249,7 @@ def gateway(
     cors_origin: CorsOrigin = None,
     proxy_headers: ProxyHeaders = None,
     files_dir: FilesDir = None,
+    files_redirect: FilesRedirect = False,
     max_file: MaxFile = 2 << 30,
     webhook_allow: WebhookAllow = None,
     await_model: Annotated[
@@ -262,6 +264,7 @@ def gateway(
 
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
+        from producers.store.servers import check_files
     set_up_logging(log_level)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
     settings = GatewaySettings(
@@ -277,11 +280,13 @@ def gateway(
         proxy_headers=tuple(proxy_headers or ()),
         awaited=tuple(await_model or ()),
         files_dir=str(files_dir or FILES_DIR),
+        files_redirect=files_redirect,
         max_file=max_file,
         webhook_allow=tuple(webhook_allow or ()),
     )
     with refusing_bad_urls():
         look_at_servers(broker, store)
+        check_files(settings.files_dir)
         serve(settings, listener)
 
 
@@ -319,6 +324,7 @@ def sweeper(
     """
     import asyncio
 
+    from producers.store.servers import check_files
     from producers.sweeper.sweeper import SweeperSettings
 
     set_up_logging(log_level)
@@ -336,6 +342,7 @@ def sweeper(
         settings = replace(settings, name=name)
     with refusing_bad_urls():
         look_at_servers(broker, store)
+        check_files(settings.files_dir)
         asyncio.run(sweep(settings))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 from urllib.parse import quote
 
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from producers.errors import shown
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that are read at a time: what a download holds in memory, beside the server's buffer.
 PIECE: Final = 1 << 18
+#: Time (s) for which a URL opens a file: the download has to begin within it.
+URL_S: Final = 900
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
@@ -71,10 +75,26 @@ class FileContent(Response):
 
 
 async def content_of(request: Request, blobs: Blobs, file: File, stall: float) -> FileContent:
-    """The answer to a request for a file's content. Raises Problem."""
+    """The answer to a request for a file's content. Raises Problem, and OSError."""
     start, end = _asked(request, file)
-    try:
+    with _known(file):
         first = await asyncio.to_thread(blobs.read, file.id, start, min(PIECE, end - start))
+    return FileContent(blobs, file, start, end, first, stall)
+
+
+async def redirect_of(blobs: Blobs, file: File) -> Response:
+    """An answer that sends the caller to the bucket. Raises Problem, and OSError."""
+    with _known(file):
+        await asyncio.to_thread(blobs.size, file.id)
+    url = await asyncio.to_thread(blobs.url, file.id, file.filename, URL_S)
+    assert url is not None, "the settings are refused where there are no URLs"
+    return RedirectResponse(url, 307, {"cache-control": "no-store"})
+
+
+@contextmanager
+def _known(file: File) -> Iterator[None]:
+    try:
+        yield
     except BlobNotFound:
         logger.error("the file %s is known, and not in this gateway's --files-dir", file.id)
         raise Problem(
@@ -83,7 +103,6 @@ async def content_of(request: Request, blobs: Blobs, file: File, stall: float) -
             code="file_unavailable",
             headers=RETRY_AFTER,
         ) from None
-    return FileContent(blobs, file, start, end, first, stall)
 
 
 def _asked(request: Request, file: File) -> tuple[int, int]:

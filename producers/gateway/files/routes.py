@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import logging
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -16,18 +12,17 @@ from fastapi import APIRouter, Request, Response
 from producers.connection.script import arun, text
 from producers.errors import shown
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.files import expiry
-from producers.gateway.files.content import FileContent, content_of
+from producers.gateway.files import expiry, faults
+from producers.gateway.files.content import FileContent, content_of, redirect_of
 from producers.gateway.files.upload import Asked, Upload
 from producers.gateway.files.views import FileDeleted, FileList, FileView
 from producers.gateway.http import idempotency, query, tenant
+from producers.gateway.http.edge import HEAD
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.tasks.views import errors
 from producers.store import files
 from producers.store.files import BATCH, BATCH_OUTPUT, File
 from producers.store.idempotency import Entry
-
-logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
@@ -68,7 +63,7 @@ async def create(request: Request, response: Response) -> FileView:
     gateway = gateway_of(request)
     owner = tenant.tenant_of(request.headers)
     new_id = files.new_id(int(time.time() * 1000))
-    with _writable():
+    with faults.telling():
         async with Upload(request, gateway.blobs, gateway.settings.max_file, new_id) as upload:
             asked = await upload.receive()
             entry = await idempotency.first(request, gateway.client, new_id, tenant=owner, digest=upload.digest(asked))
@@ -153,6 +148,7 @@ async def look(request: Request, file_id: str) -> FileView:
     responses={
         200: {"content": {FileContent.media_type: {"schema": {"type": "string", "format": "binary"}}}},
         206: {"description": "the range that was asked for", "content": {FileContent.media_type: {}}},
+        307: {"description": "the content is at `location`, for some minutes (--files-redirect)"},
         **errors(404, 416),
     },
     openapi_extra={
@@ -170,7 +166,10 @@ async def content(request: Request, file_id: str) -> Response:
     """Get a file's bytes."""
     gateway = gateway_of(request)
     file = await file_of(gateway, file_id)
-    return await content_of(request, gateway.blobs, file, gateway.settings.stall)
+    with faults.telling():
+        if gateway.settings.files_redirect and not request.scope.get(HEAD):
+            return await redirect_of(gateway.blobs, file)
+        return await content_of(request, gateway.blobs, file, gateway.settings.stall)
 
 
 @router.delete("/{file_id}", response_model=FileDeleted, responses=errors(404))
@@ -178,8 +177,9 @@ async def delete(request: Request, file_id: str) -> FileDeleted:
     """Delete a file. A batch that still needs it fails."""
     gateway = gateway_of(request)
     await file_of(gateway, file_id)
-    if not await files.remove(gateway.client.store, gateway.blobs, file_id):
-        raise _none(file_id)
+    with faults.telling():
+        if not await files.remove(gateway.client.store, gateway.blobs, file_id):
+            raise _none(file_id)
     return FileDeleted(id=file_id, deleted=True)
 
 
@@ -195,23 +195,3 @@ def _none(file_id: str, param: str | None = None) -> Problem:
     return Problem(
         404, f"There is no file {shown(file_id)}; it was deleted, or has expired.", code="file_not_found", param=param
     )
-
-
-@contextmanager
-def _writable() -> Iterator[None]:
-    """Turns errors of the disk into a Problem."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or isinstance(error, ConnectionError | TimeoutError):  # of the store
-            raise
-        logger.error("--files-dir cannot be written to: %s", error)
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise Problem(
-            503,
-            "The disk for files is full: no file is taken for now."
-            if full
-            else "This gateway cannot write to its folder for files; its log says why.",
-            code="storage_full" if full else "file_unavailable",
-            headers=RETRY_AFTER,
-        ) from error

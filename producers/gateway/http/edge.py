@@ -19,6 +19,8 @@ from producers.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+#: True in the scope of a HEAD, whose method is GET for all that is behind the edge.
+HEAD: Final = "penstock.head"
 METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 #: Callers' request ids that are safe in logs and are kept.
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
@@ -49,7 +51,7 @@ class Edge:
         method = scope.get("method", "GET")  # a WebSocket's handshake is a GET
         method = method if method in METHODS else "other"
         if method == "HEAD":
-            scope, send = {**scope, "method": "GET"}, _without_body(send)
+            scope, send = {**scope, "method": "GET", HEAD: True}, _without_body(send)
 
         async def send_on(message: Message) -> None:
             nonlocal begun

@@ -82,8 +82,12 @@ class Objects:
 
     def check(self) -> None:
         """Raise AwsError unless the bucket is there and lets us look into it."""
-        with told(f"reach {self.bucket}", "s3:ListBucket"):
-            self._s3.head_bucket(Bucket=self.bucket.name)
+        try:
+            with told(f"reach {self.bucket}", "s3:ListBucket"):
+                self._s3.head_bucket(Bucket=self.bucket.name)
+        except AwsMissing as error:
+            text = f"there is no bucket {self.bucket.name} for {self.bucket}; check its name, region and endpoint_url"
+            raise AwsMissing(text, "NoSuchBucket", None) from error
 
     def abort_untouched(self, before: datetime) -> int:
         """Abort uploads that nobody has written to since. Returns how many."""

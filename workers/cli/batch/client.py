@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, BinaryIO, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from workers.cli.client import Gateway
 
@@ -61,8 +62,18 @@ class BatchGateway(Gateway):
         """A file's bytes from `start` on, a piece at a time."""
         headers = {"range": f"bytes={start}-"} if start else {}
         with self.opened("GET", f"/v1/files/{file_id}/content", None, headers) as response:
-            while piece := response.read(PIECE):
-                yield piece
+            if response.status != 307:
+                yield from _pieces(response)
+                return
+            parts = urlsplit(response.headers["location"])
+        bucket = Gateway(f"{parts.scheme}://{parts.netloc}")
+        with bucket.opened("GET", f"{parts.path}?{parts.query}", None, headers) as response:
+            yield from _pieces(response)
+
+
+def _pieces(response: HTTPResponse) -> Iterator[bytes]:
+    while piece := response.read(PIECE):
+        yield piece
 
 
 def _form(head: bytes, file: BinaryIO, size: int, tail: bytes) -> Iterator[bytes]:

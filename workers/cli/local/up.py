@@ -17,6 +17,7 @@ from workers.cli.options import (
     DraftModel,
     DType,
     FilesDir,
+    FilesRedirect,
     Gpus,
     KvCacheBytes,
     KvCacheDType,
@@ -68,6 +69,7 @@ OF_THE_GATEWAY: Final = (
     "cors_origin",
     "proxy_headers",
     "max_file",
+    "files_redirect",
     "webhook_allow",
 )
 OF_WEBHOOKS: Final = ("webhook_allow",)
@@ -139,6 +141,7 @@ def up(
     cors_origin: CorsOrigin = None,
     proxy_headers: ProxyHeaders = None,
     files_dir: FilesDir = None,
+    files_redirect: FilesRedirect = False,
     max_file: MaxFile = 2 << 30,
     webhook_allow: WebhookAllow = None,
     sources: Annotated[
