@@ -21,6 +21,7 @@ from producers.broker.redis.consumer import RedisConsumer
 from producers.broker.redis.operator import RedisBroker, RedisSender
 from producers.broker.sqs.address import SCHEME as SQS
 from producers.broker.sqs.address import is_sqs, read
+from producers.broker.sqs.consumer import SqsConsumer
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
 
 MEMORY: Final = "memory://"
@@ -61,6 +62,8 @@ def connect_consumer(
     _check(url, store_url)
     if _is_memory(url):
         return MemoryConsumer(server_of(url), queues, home)
+    if is_sqs(url):
+        return SqsConsumer(read(url), queues, store_url, timeout, home)
     return RedisConsumer(url, queues, timeout, home)
 
 

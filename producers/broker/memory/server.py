@@ -109,7 +109,7 @@ class Server:
         if d is None:
             return False
         self.reaped.pop(d.id, None)
-        self._correct(d, max(1, used))  # nothing is for nothing
+        self.correct(d, max(1, used))  # nothing is for nothing
         if reason:
             self.bury(reason, d.list, d.raw)
         return True
@@ -139,9 +139,9 @@ class Server:
 
     def _returns(self, d: Delivery) -> None:
         self.returned[d.id] = d.number
-        self._correct(d, 0)
+        self.correct(d, 0)
 
-    def _correct(self, d: Delivery, used: int) -> None:
+    def correct(self, d: Delivery, used: int) -> None:
         self.turns[d.list].correct(d.tenant, (used - d.charge) / d.weight)
 
     # ---- leases ---------------------------------------------------------------------------------------------------

@@ -85,6 +85,10 @@ class Queues:
             self._queues[name] = found
         return self._queues[name]
 
+    def known(self, name: str) -> Queue | None:
+        """The queue's settings, if they were read. It asks nobody."""
+        return self._queues.get(name)
+
     def called(self, name: str) -> str:
         """A list's queue, for messages to people."""
         return f"queue {sqs_name(self._address, name)} in {self._address.region}"

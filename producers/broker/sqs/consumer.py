@@ -1,0 +1,162 @@
+"""A worker's side of the broker on SQS: its leases and books are on the store, its messages in the process's `Hold`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+from redis import Redis
+
+from producers.broker.base import Consumer, Waker
+from producers.broker.redis import calls as shared_calls
+from producers.broker.redis import keys as shared
+from producers.broker.redis.consumer import read_listed
+from producers.broker.sqs import keys, names
+from producers.broker.sqs.address import Address
+from producers.broker.sqs.hold import reaping
+from producers.broker.sqs.hold.errand import body_of
+from producers.broker.sqs.hold.hold import Hold, hold_of, release
+from producers.broker.sqs.keys import Entry
+from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
+from producers.connection.connect import SILENT_S, connect
+from producers.connection.script import run, text
+from producers.contract import keys as contract_keys
+
+#: Longest wait (s) for SQS in a call of a thread that has other work, such as the lease's; the courier goes on.
+PATIENCE_S: Final = 1.0
+
+
+class SqsConsumer(Consumer):
+    """Consumers of one process and address share what it has received."""
+
+    def __init__(
+        self,
+        address: Address,
+        queues: Sequence[str],
+        store_url: str,
+        timeout: float = SILENT_S,
+        home: str | None = None,
+    ) -> None:
+        self.queues = list(queues)
+        self.home = home or self.queues[0]
+        self.capabilities = capabilities(address)
+        self._timeout = timeout
+        self._redis: Redis = connect(store_url, timeout=timeout)
+        self._hold = hold_of(address, self.queues, store_url, self.home)
+
+    # ---- deliveries -----------------------------------------------------------------------------------------------
+
+    def fetch(
+        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
+    ) -> list[Fetched] | None:
+        return self._hold.fetch(incarnation, uuids, credit, rules)
+
+    def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
+        return self._hold.put_down(what, self._timeout)
+
+    def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
+        said = self._redis.hgetall(keys.inflight(incarnation))
+        flying = {text(field): reaping.read_flying(text(field), raw).id for field, raw in said.items()}
+        return self._hold.strays(incarnation, flying, held)
+
+    def scheduled(self, count: int) -> list[bytes]:
+        """Of what SQS delays, the index knows id, size and tenant."""
+        kept: Any = self._redis.zrange(keys.delayed(self.home), 0, count - 1, withscores=True)
+        found = [(due, body_of(raw)) for raw, due in kept]
+        seconds: int = self._redis.time()[0]
+        for name, _ in names.lists(self.home):
+            later: Any = self._redis.zrangebyscore(
+                keys.waiting(name), (seconds + 1) * 1000, "inf", start=0, num=count, withscores=True
+            )
+            found += [(due, Entry.parse(text(raw)).message(name).envelope().encode()) for raw, due in later]
+        return [body for _, body in sorted(found)[:count]]
+
+    # ---- leases ---------------------------------------------------------------------------------------------------
+
+    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
+        run(self._redis, shared_calls.lease(incarnation, about, int(ttl * 1000), take=True, queue=self.queues[0]))
+
+    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
+        if run(self._redis, shared_calls.lease(incarnation, about, int(ttl * 1000), take=False)):
+            return True
+        self._hold.lose(incarnation)
+        return False
+
+    def end_lease(self, incarnation: str) -> None:
+        self._redis.delete(contract_keys.lease(incarnation))
+
+    def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
+        self._hold.rest()
+        self._hold.flush(PATIENCE_S)
+        self.end_lease(incarnation)
+        self.reap(incarnation)
+
+    def workers(self) -> list[Listed]:
+        listed = self._redis.hgetall(shared.INCARNATIONS)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in listed:
+                pipe.pttl(contract_keys.lease(text(name)))
+            return read_listed(listed, pipe.execute())
+
+    def reap(self, incarnation: str) -> int:
+        count, flying = reaping.read_reap(run(self._redis, reaping.reap(incarnation)))
+        self._hold.reap(incarnation, flying, min(PATIENCE_S, self._timeout))
+        return count
+
+    # ---- queues ---------------------------------------------------------------------------------------------------
+
+    def adopt(self, source: str, target: str) -> int:
+        """A pool has no queue of its own on SQS: nothing is there to be moved, but what is delayed."""
+        return int(run(self._redis, shared_calls.adopt(source, target)))
+
+    def waiting(self, queue: str) -> int:
+        indexes = [keys.waiting(name) for name, _ in names.lists(queue)]
+        return sum(self._redis.zcard(key) for key in chain(indexes, [keys.delayed(queue)]))
+
+    def weights(self) -> dict[str, float]:
+        return self._hold.weigh(self._redis.hgetall(shared.WEIGHTS))
+
+    def waker(self, poke: Callable[[], None]) -> Waker:
+        return SqsWaker(self._hold, poke)
+
+    def prepare(self) -> None:
+        """The connections to SQS are there already."""
+
+    def faults(self) -> list[str]:
+        return self._hold.faults()
+
+    def close(self) -> None:
+        release(self._hold)
+        self._redis.close()
+
+
+class SqsWaker:
+    """Is called by the pollers; it has no thread of its own."""
+
+    def __init__(self, hold: Hold, poke: Callable[[], None]) -> None:
+        self._hold, self._poke = hold, poke
+        self._started = False
+
+    def start(self) -> None:
+        self._started = True
+        self._hold.pokes.append(self._poke)
+        self._poke()
+
+    def stop(self) -> None:
+        """The worker fetches no more, either: what it has not taken goes back."""
+        if self._started and self._poke in self._hold.pokes:
+            self._hold.pokes.remove(self._poke)
+            self._hold.rest()
+
+
+def capabilities(address: Address) -> Capabilities:
+    return Capabilities(
+        strict_order=False,
+        front_of_queue=False,
+        tenant_turns=False,
+        delay_per_message=True,
+        max_message_bytes=256 * 1024,
+        pool_queues=False,
+        order_per_key=address.fifo,
+    )

@@ -1,0 +1,391 @@
+"""A worker process's messages of SQS, which its consumers share: received, given to the worker, on their way out.
+
+One lock guards it. Nothing waits for a server under it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import inf
+from typing import Any, Final
+
+from producers.broker.sqs import keys
+from producers.broker.sqs.address import Address
+from producers.broker.sqs.hold import calls, errand
+from producers.broker.sqs.hold.buffer import Buffer, places
+from producers.broker.sqs.hold.courier import Courier
+from producers.broker.sqs.hold.errand import ANEW_BEFORE_S, Errand, Steps
+from producers.broker.sqs.hold.held import LONGEST_S, Held
+from producers.broker.sqs.hold.poller import WAIT_S, Poller
+from producers.broker.sqs.hold.polls import BLOCKED_S, Blocked, Line, Wants, ask, read_look
+from producers.broker.sqs.hold.reaping import Flying
+from producers.broker.sqs.names import is_celery
+from producers.broker.sqs.queues import RENEW_BEFORE_S, Queues
+from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules, sane_weights
+from producers.connection import aws
+from producers.connection.connect import connect
+from producers.connection.script import run
+
+#: A message that no thread takes goes back after so long (s).
+KEEP_S: Final = 2.0
+#: Without a fetch for so long (s), nothing is polled for.
+FRESH_S: Final = 3.0
+#: Interval (s) of looking for kept messages that are due.
+DUE_S: Final = 1.0
+DUE: Final = 10
+
+
+class Hold:
+    """`queues`: those of a worker, its own pool's first, which has none on SQS; `home`: the version's."""
+
+    def __init__(self, address: Address, queues: Sequence[str], store_url: str, home: str) -> None:
+        self.address, self.home = address, home
+        self.redis = connect(store_url)
+        served = [queue for queue in queues if _is_polled(queue, queues, home, address)]
+        self.lines = {name: Line(name, queue, rank) for queue in served for name, rank in places(queue)}
+        self.changed = threading.Condition()
+        self.closed = False
+        self.users = 0
+        self.pokes: list[Callable[[], None]] = []
+        self._buffer = Buffer(served, address.fifo)
+        self._held: dict[str, Held] = {}
+        self._given: dict[str, Held] = {}
+        self._buried: list[Fetched] = []
+        self._wants: Wants | None = None
+        self._finished: deque[float] = deque()
+        self._sending: set[bytes] = set()
+        self._reaping: set[tuple[str, str]] = set()
+        self._due_at = 0.0
+        self._courier: Courier | None = None
+        self._pollers: list[Poller] = []
+        self._making = threading.Lock()
+
+    @cached_property
+    def sqs(self) -> Any:
+        """The courier's client."""
+        with self._making:
+            return aws.client("sqs", self.address.region, self.address.endpoint_url)
+
+    @cached_property
+    def polling_sqs(self) -> Any:
+        """The pollers'."""
+        with self._making:
+            return aws.client("sqs", self.address.region, self.address.endpoint_url, wait_s=WAIT_S)
+
+    @cached_property
+    def queues(self) -> Queues:
+        return Queues(self.sqs, self.address, self.redis)
+
+    # ---- fetch ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules) -> list[Fetched] | None:
+        """As `producers.broker.base.Consumer.fetch`, of what was received. It also tells the pollers what has room."""
+        with self.changed:
+            self._back([one for one in self._held.values() if one.incarnation != incarnation and not one.given])
+            since = {line.name: line.since for line in self.lines.values()}
+            fetched, left = self._buffer.choose(incarnation, uuids, credit, rules, since)
+            for one in self._held.values():
+                if one.uuid and not one.given:
+                    self._given[one.uuid] = one
+            taken = [held for one in fetched if (held := self._given.get(one.uuid)) and not held.given]
+        answer = run(self.redis, calls.take(incarnation, list(self.lines), taken))
+        if answer == calls.LOST:
+            self.lose(incarnation)
+            return None
+        moved = self._moved_on()
+        with self.changed:
+            for held in taken:
+                held.given = True
+            read_look(self.lines, answer)
+            self._want(incarnation, left, rules, moved)
+            buried, self._buried = self._buried, []
+            self._start()
+            self.changed.notify_all()
+        return fetched + buried
+
+    def _want(self, incarnation: str, left: Credit, rules: Rules, moved: set[str]) -> None:
+        now = time.monotonic()
+        while self._finished and self._finished[0] < now - 1:
+            self._finished.popleft()
+        wants = Wants(incarnation, left, rules, now, *self._buffer.amounts(), len(self._finished))
+        self._wants = wants
+        for line in self.lines.values():
+            if (b := line.blocked) and (wants.fits(line.rank, b) or now > b.until or line.name in moved):
+                line.blocked = None
+
+    def _moved_on(self) -> set[str]:
+        """Lists whose first message, which did not fit here, was taken by another worker."""
+        blocked = {line.name: line.blocked for line in self.lines.values() if line.blocked}
+        asked = {name: b for name, b in blocked.items() if b.member and b.mid not in self._held}
+        return {name for name, b in asked.items() if self.redis.zscore(keys.waiting(name), b.member) is None}
+
+    def next_poll(self, line: Line) -> tuple[str, int]:
+        """Wait until a list is to be polled: for which incarnation, and how many messages. 0: the worker ends."""
+        with self.changed:
+            while not self.closed:
+                now, pause = time.monotonic(), inf
+                wants = self._wants
+                if wants is not None and now - wants.at < FRESH_S:
+                    count, pause = ask(line, list(self.lines.values()), wants, now, time.time() * 1000)
+                    if count:
+                        line.polling = inf
+                        return wants.incarnation, count
+                self.changed.wait(None if pause == inf else pause)
+            return "", 0
+
+    # ---- received -------------------------------------------------------------------------------------------------
+
+    def known(self, received: Sequence[Held]) -> list[tuple[Held, bool]]:
+        """What of it is new, and what is a copy of what the worker has: that keeps its place, and gets the receipt."""
+        found = []
+        with self.changed:
+            for one in received:
+                has = self._held.setdefault(one.mid, one)
+                if has is not one:
+                    has.receipt, has.until = one.receipt, one.until
+                if has is one or not (has.leaving or has.lost):
+                    found.append((has, has is not one))
+        return found
+
+    def forget(self, received: Sequence[tuple[Held, bool]]) -> None:
+        """They were not entered in flight."""
+        with self.changed:
+            for one, known in received:
+                if not known:
+                    self._held.pop(one.mid, None)
+
+    def admit(self, received: Sequence[tuple[Held, bool]], returns: Sequence[int]) -> None:
+        """They are in flight; `returns`: redeliveries of each whose worker died."""
+        with self.changed:
+            wants = self._wants
+            for (one, known), count in zip(received, returns, strict=True):
+                if known:
+                    continue
+                if one.sent is None:
+                    self._buried.append(Fetched("", one.queue, one.rank, one.raw, buried=one.reason))
+                    self._leave(one, errand.ack(one, one.reason))
+                elif wants is None or wants.incarnation != one.incarnation:
+                    self._back([one])
+                else:
+                    self._buffer.place(one, int(count), wants.rules)
+            if wants is not None:
+                wants.seqs, wants.tokens = self._buffer.amounts()
+            self.changed.notify_all()
+        self._poke()
+
+    def _poke(self) -> None:
+        for poke in list(self.pokes):
+            poke()
+
+    # ---- put down -------------------------------------------------------------------------------------------------
+
+    def put_down(self, what: Sequence[Ack | Back], timeout: float) -> list[PutDown | Exception]:
+        """As `producers.broker.base.Consumer.put_down`. What is acknowledged is deleted soon; it waits for the rest."""
+        with self.changed:
+            said = [self._put_down(one) for one in what]
+            backs = [one for one in said if isinstance(one, Errand)]
+            if not self.changed.wait_for(lambda: all(one.answer for one in backs), timeout):
+                raise ConnectionError(f"SQS or the store did not take {len(backs)} messages back within {timeout:g} s")
+            return [one if isinstance(one, PutDown) else one.answer or PutDown.GONE for one in said]
+
+    def _put_down(self, one: Ack | Back) -> Errand | PutDown:
+        held = self._given.get(one.uuid)
+        if held is None or held.incarnation != one.incarnation:
+            return PutDown.GONE
+        if held.leaving:
+            found = next((e for e in self.courier.errands if e.held is held), None)
+            return found if found is not None and isinstance(one, Back) else PutDown.GONE
+        if isinstance(one, Ack):
+            self._finished.append(time.monotonic())
+            self._leave(held, errand.ack(held, one.reason, settled=bool(one.settled)), max(1, one.used))
+            return PutDown.DONE
+        if one.to:
+            to = next(name for name, rank in places(one.to) if rank == held.rank or is_celery(one.to))
+            return self._leave(held, errand.move(held, to))
+        return self._leave(held, self._way_back(held, one.delay))
+
+    def _way_back(self, held: Held, delay: float = 0.0) -> Steps:
+        queue = self.queues.known(held.list)
+        worn = queue is not None and time.time() + delay > held.sent_at + queue.retention - RENEW_BEFORE_S
+        return errand.back(held, delay, fifo=self.address.fifo, worn=worn)
+
+    def _leave(self, held: Held, steps: Steps, used: int | None = None) -> Errand:
+        """Under the lock. `used`: it is done with; what waits for it may be chosen, else that goes back, too."""
+        held.leaving = True
+        one = Errand(steps, held=held)
+        self.courier.add(one)
+        self._back(self._buffer.drop(held, used))
+        return one
+
+    def _back(self, some: Sequence[Held]) -> None:
+        for one in some:
+            if not one.leaving:
+                self._leave(one, self._way_back(one))
+
+    def ended(self, one: Errand) -> None:
+        """Under the lock: an errand has."""
+        held = one.held
+        if held is None:
+            return
+        if one.answer is PutDown.UNSETTLED:
+            held.leaving, held.stray = False, True
+            return
+        self._held.pop(held.mid, None)
+        self._given.pop(held.uuid, None)
+
+    # ---- chores of the courier ------------------------------------------------------------------------------------
+
+    def tend(self, now: float) -> None:
+        """Under the lock: give back what nobody takes, renew what stays, look for what is due."""
+        half = self.address.visibility / 2
+        for one in self._buffer.waiting():
+            if one.received + KEEP_S <= now and not one.leaving:
+                self.lines[one.list].blocked = self.lines[one.list].blocked or Blocked(
+                    one.seqs, one.tokens, one.member, one.mid, now + BLOCKED_S
+                )
+                self._back([one])
+        for one in list(self._held.values()):
+            if one.leaving or one.lost or one.renewing or not one.receipt:
+                continue
+            if one.given and not self.address.fifo and now > one.received + LONGEST_S - ANEW_BEFORE_S:
+                one.renewing = True
+                self.courier.add(Errand(errand.anew(one)))
+            elif now >= one.until - half:
+                one.renewing = True
+                self.courier.add(Errand(errand.renew(one, self.address.visibility)))
+        if self._serves(now) and now >= self._due_at:
+            self._due_at = now + DUE_S
+            self.courier.add(Errand(self._look_for_due()))
+
+    def next_chore(self, now: float) -> float:
+        """When `tend` has something to do (monotonic)."""
+        half = self.address.visibility / 2
+        times = [one.received + KEEP_S for one in self._buffer.waiting()]
+        times += [one.until - half for one in self._held.values() if not (one.leaving or one.lost or one.renewing)]
+        return min(times, default=inf) if not self._serves(now) else min([*times, self._due_at])
+
+    def _serves(self, now: float) -> bool:
+        return self._wants is not None and now - self._wants.at < FRESH_S
+
+    def _look_for_due(self) -> Steps:
+        entries = yield calls.due(self.home, DUE)
+        with self.changed:
+            fresh = [entry for entry in entries if entry not in self._sending]
+            self._sending.update(fresh)
+            self.courier.add(*(Errand(self._resend(entry)) for entry in fresh))
+        return PutDown.DONE
+
+    def _resend(self, entry: bytes) -> Steps:
+        said = yield from errand.resend(self.home, entry)
+        self._sending.discard(entry)
+        return said
+
+    # ---- the ends of incarnations ---------------------------------------------------------------------------------
+
+    def lose(self, incarnation: str) -> None:
+        """Its lease is gone. What it has not given to the worker goes back; the rest is renewed no more."""
+        with self.changed:
+            some = [one for one in self._held.values() if one.incarnation == incarnation]
+            for one in some:
+                one.lost = True
+            self._back([one for one in some if not one.given])
+            if self._wants is not None and self._wants.incarnation == incarnation:
+                self._wants = None
+
+    def rest(self) -> None:
+        """The worker fetches no more: poll no more, and give back what it has not taken. A fetch begins it anew."""
+        with self.changed:
+            self._wants = None
+            self._back([one for one in self._held.values() if not one.given])
+
+    def reap(self, incarnation: str, flying: Sequence[Flying], timeout: float) -> None:
+        """Tell SQS of what REAP has put on its way; wait for it for so long (s), it goes on then."""
+        with self.changed:
+            fresh = [one for one in flying if (incarnation, one.field) not in self._reaping]
+            errands = [Errand(self._reap(incarnation, one)) for one in fresh]
+            self._reaping.update((incarnation, one.field) for one in fresh)
+            self.courier.add(*errands)
+            self.changed.wait_for(lambda: all(one.answer for one in errands), timeout)
+
+    def _reap(self, incarnation: str, one: Flying) -> Steps:
+        said = yield from errand.reap(incarnation, one)
+        self._reaping.discard((incarnation, one.field))
+        return said
+
+    def strays(self, incarnation: str, flying: Mapping[str, str], held: Sequence[str]) -> dict[str, str]:
+        """`flying`: task ids by field. What neither the worker nor this has."""
+        with self.changed:
+            mine = {one.field for one in self._held.values() if not one.stray} | set(held)
+        return {field: task_id for field, task_id in flying.items() if field not in mine and field[:2] != "m:"}
+
+    def weigh(self, raw: Mapping[Any, Any]) -> dict[str, float]:
+        found = sane_weights(raw)
+        with self.changed:
+            self._buffer.server.weights = dict(found)
+        return found
+
+    def faults(self) -> list[str]:
+        """What keeps lists from being polled."""
+        with self.changed:
+            return [line.error for line in self.lines.values() if line.error]
+
+    def flush(self, timeout: float) -> bool:
+        return self._courier is None or self._courier.flush(timeout)
+
+    @property
+    def courier(self) -> Courier:
+        """Under the lock."""
+        if self._courier is None:
+            self._courier = Courier(self)
+            self._courier.start()
+        return self._courier
+
+    def _start(self) -> None:
+        if not self._pollers and not self.closed:
+            self._pollers = [Poller(self, line) for line in self.lines.values()]
+            for poller in self._pollers:
+                poller.start()
+
+    def close(self) -> None:
+        """The last of its consumers is closed: what goes back within a second does."""
+        self.rest()
+        self.flush(1.0)
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+def _is_polled(queue: str, queues: Sequence[str], home: str, address: Address) -> bool:
+    if is_celery(queue):
+        return address.celery
+    return queue == home or queue != queues[0]
+
+
+#: Holds of this process; one that was forked has its own.
+_holds: dict[tuple[Any, ...], Hold] = {}
+_lock = threading.Lock()
+
+
+def hold_of(address: Address, queues: Sequence[str], store_url: str, home: str) -> Hold:
+    """The process's, made when first asked for; `release` it."""
+    key = (os.getpid(), address, tuple(queues), store_url, home)
+    with _lock:
+        hold = _holds.get(key)
+        if hold is None or hold.closed:
+            hold = _holds[key] = Hold(address, queues, store_url, home)
+        hold.users += 1
+        return hold
+
+
+def release(hold: Hold) -> None:
+    """Close it with the last of its users."""
+    with _lock:
+        hold.users -= 1
+        last = hold.users == 0
+    if last:
+        hold.close()

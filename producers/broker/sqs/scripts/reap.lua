@@ -1,0 +1,32 @@
+#!lua flags=allow-oom
+-- REAP(inc) | lease absent: all its messages are on their way back, if on no other (see OUT): in the index, unless their
+-- records are settled; deliveries (not what is in the buffer) count a redelivery. Then SQS is told, then REAPED.
+-- KEYS: lease, in flight of inc, reaped, incarnations   ARGV: inc
+-- Answers: {-1} while the lease is alive; else messages that this call has put on their way, then field, entry (JSON), ...
+-- of all that are in flight. Without any, the incarnation is forgotten.
+-- include: _index.lua
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  return { -1 }
+end
+local now, out, flying = clock(), { 0 }, redis.call('HGETALL', KEYS[2])
+for k = 1, #flying, 2 do
+  local field, e = flying[k], cjson.decode(flying[k + 1])
+  if not e.out then
+    e.out = 'back'
+    out[1] = out[1] + 1
+    if field:sub(1, 2) ~= 'm:' and e.id ~= '' then
+      redis.call('HINCRBY', KEYS[3], e.id, 1)
+    end
+    local r = redis.call('HMGET', 'penstock:task:' .. e.id, 'status', 'settled')
+    if e.member ~= '' and not r[2] then
+      local at = tonumber(e.at)
+      enter(e.list, e.member, math.min(at > 0 and at or now, now))
+    end
+    redis.call('HSET', KEYS[2], field, cjson.encode(e))
+  end
+  out[#out + 1], out[#out + 2] = field, cjson.encode(e)
+end
+if not flying[1] then
+  redis.call('HDEL', KEYS[4], ARGV[1])
+end
+return out

@@ -1,0 +1,16 @@
+#!lua flags=allow-oom
+-- REAPED(inc, fields) | lease absent: these are in flight no more, because SQS shows or has deleted their messages. With the
+-- last of them the incarnation is forgotten.
+-- KEYS: lease, in flight of inc, incarnations   ARGV: inc, field ...
+-- Answers: entries left; -1 while the lease is alive
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  return -1
+end
+for k = 2, #ARGV do
+  redis.call('HDEL', KEYS[2], ARGV[k])
+end
+local left = redis.call('HLEN', KEYS[2])
+if left == 0 then
+  redis.call('HDEL', KEYS[3], ARGV[1])
+end
+return left
