@@ -137,9 +137,10 @@ def refusal(doing: str, permission: str, code: str, message: str, status: str = 
 
 
 def _unreached(doing: str, permission: str, error: Exception) -> AwsError:
-    from botocore.exceptions import HTTPClientError, NoCredentialsError, PartialCredentialsError
+    from botocore import exceptions
+    from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 
-    if isinstance(error, HTTPClientError):
+    if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError):
         return AwsError(f"cannot {doing}: {error}", "Unreachable", Trouble.AWAY)
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         text = f"cannot {doing}: no AWS credentials were found (it needs {permission})"

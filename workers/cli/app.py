@@ -10,6 +10,7 @@ import typer
 
 from workers.cli import batch, completion, listing, processes, sources, tasks
 from workers.cli.admin import bench, chaos, dlq, drain, tenants
+from workers.cli.aws import commands as aws
 from workers.cli.completion import COMPLETE
 from workers.cli.demo import command as demo
 from workers.cli.exits import Exit, Failure
@@ -45,6 +46,7 @@ for group in (
     dlq,
     tenants,
     webhooks,
+    aws,
     bench,
     chaos,
     completion,

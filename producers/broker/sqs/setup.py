@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import QUEUE_TAG
 from producers.broker.sqs.queues import Queue, is_fifo, unfit
-from producers.broker.sqs.wanted import MAX_RECEIVES, Encryption, Wanted, arn, encrypted, redrive, wanted
+from producers.broker.sqs.wanted import AS_IT_IS, MAX_RECEIVES, Encryption, Wanted, arn, encrypted, redrive, wanted
 from producers.connection.aws import AwsError, AwsMissing, client, told
 from producers.connection.trouble import Trouble
 
@@ -53,7 +53,7 @@ class Setup:
     def __init__(
         self,
         address: Address,
-        encryption: Encryption = Encryption(),  # noqa: B008 - it cannot be changed
+        encryption: Encryption = AS_IT_IS,
         apply: bool = True,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:

@@ -35,6 +35,9 @@ class Encryption:
     """Use AWS's own keys (SSE-SQS, SSE-S3), also where a KMS key was used before."""
 
 
+AS_IT_IS: Final = Encryption()
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """An SQS queue as it should be."""

@@ -1,0 +1,151 @@
+"""IAM policies: what each process may do in AWS, and no more.
+
+| process | queues of tiers | inbox | bucket |
+| --- | --- | --- | --- |
+| `producer`, `gateway` | send | | files (the gateway) |
+| `worker` | receive, delete, hide, send again | | files |
+| `sweeper` | receive, delete, hide, send again | | files |
+| `sources` | send | receive, delete, hide | files; read `inbox/`, write `outbox/` and `done/` |
+| `setup` | make, change, tag | as the others | make, change |
+
+Tiers are named by the prefix and the end of their names (`pen-*-priority`), so a new version of a model needs no new
+policy, and no process reaches the dead letters. A process for webhooks needs nothing of AWS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from producers.aws.bucket import DONE, INBOX, OUTBOX
+from producers.broker.sqs.address import Address
+from producers.broker.sqs.names import celery_name
+from producers.broker.sqs.wanted import arn, inbox_name, partition_of
+from producers.contract.keys import TIERS, model_queue
+from producers.store.blobs.bucket import KMS_PERMISSIONS, OBJECT_PERMISSIONS, PERMISSIONS, Bucket
+
+FIND: Final = ("sqs:GetQueueUrl", "sqs:GetQueueAttributes")
+SEND: Final = ("sqs:SendMessage",)
+TAKE: Final = ("sqs:ReceiveMessage", "sqs:DeleteMessage", "sqs:ChangeMessageVisibility")
+MAKE: Final = (
+    *("sqs:CreateQueue", "sqs:SetQueueAttributes", "sqs:GetQueueAttributes", "sqs:GetQueueUrl"),
+    *("sqs:TagQueue", "sqs:ListQueueTags"),
+)
+MAKE_BUCKET: Final = (
+    *("s3:CreateBucket", "s3:ListBucket", "s3:GetBucketLocation"),
+    *("s3:GetBucketPublicAccessBlock", "s3:PutBucketPublicAccessBlock"),
+    *("s3:GetEncryptionConfiguration", "s3:PutEncryptionConfiguration"),
+    *("s3:GetLifecycleConfiguration", "s3:PutLifecycleConfiguration"),
+    *("s3:GetBucketNotification", "s3:PutBucketNotification", "s3:GetBucketTagging", "s3:PutBucketTagging"),
+)
+#: What each process does with the tiers' queues, beside finding them.
+OF_TIERS: Final = {
+    "producer": SEND,
+    "gateway": SEND,
+    "worker": (*SEND, *TAKE),
+    "sweeper": (*SEND, *TAKE),
+    "sources": SEND,
+}
+ROLES: Final = (*OF_TIERS, "setup")
+#: Processes that read and write files.
+FILES: Final = frozenset({"gateway", "worker", "sweeper", "sources"})
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What policies speak of. Parts of ARNs may be CloudFormation's, such as `${AWS::AccountId}`."""
+
+    address: Address
+    account: str
+    region: str = ""
+    """The address's, unless given."""
+    partition: str = ""
+    files: Bucket | None = None
+    """Where files are (`--files-dir`)."""
+    inbox: str = ""
+    """Name of the bucket with `inbox/`; empty: no such source."""
+    chosen: tuple[str, ...] = ()
+    """ARNs of an operator's own queues for the tiers; empty: those that are made."""
+    kms_keys: tuple[str, ...] = ()
+    """ARNs of the keys of queues and bucket."""
+    receives: tuple[str, ...] = ()
+    """ARNs of further queues that sources take messages from."""
+    replies: tuple[str, ...] = ()
+    """ARNs of queues and topics that results are sent to."""
+
+    def queue(self, name: str) -> str:
+        """A queue's ARN; the name may hold `*`."""
+        return arn(self.region or self.address.region, self.account, name, self.partition)
+
+    def s3(self, what: str) -> str:
+        """The ARN of a bucket or of objects."""
+        return f"arn:{self.partition or partition_of(self.address.region)}:s3:::{what}"
+
+    @property
+    def tiers(self) -> list[str]:
+        """ARNs of the queues of all models and versions."""
+        if self.chosen:
+            return list(self.chosen)
+        prefix, end = self.address.prefix, ".fifo" if self.address.fifo else ""
+        found = [self.queue(f"{prefix}*-{tier}{end}") for tier in TIERS]
+        return found + [self.queue(celery_name(prefix, model_queue("")) + "*")] * self.address.celery
+
+
+def policy(role: str, scope: Scope) -> dict[str, Any]:
+    """The policy of a process (`ROLES`), as IAM takes it."""
+    statements = _of_setup(scope) if role == "setup" else _of_process(role, scope)
+    statements += _keys(role, scope)
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def _of_process(role: str, scope: Scope) -> list[dict[str, Any]]:
+    found = [_allow("Tiers", (*FIND, *OF_TIERS[role]), scope.tiers)]
+    if scope.files is not None and role in FILES:
+        found += [
+            _allow("Bucket", PERMISSIONS, [scope.s3(scope.files.name)]),
+            _allow("Files", OBJECT_PERMISSIONS, [scope.s3(f"{scope.files.name}/{scope.files.key('*')}")]),
+        ]
+    return found + (_of_sources(scope) if role == "sources" else [])
+
+
+def _of_sources(scope: Scope) -> list[dict[str, Any]]:
+    found = []
+    inboxes = [*scope.receives, *([scope.queue(inbox_name(scope.address.prefix))] if scope.inbox else [])]
+    if inboxes:
+        found.append(_allow("Messages", (*FIND, *TAKE), inboxes))
+    queues = [reply for reply in scope.replies if ":sqs:" in reply]
+    topics = [reply for reply in scope.replies if ":sns:" in reply]
+    if queues:
+        found.append(_allow("ReplyQueues", (*FIND, *SEND), queues))
+    if topics:
+        found.append(_allow("ReplyTopics", ("sns:Publish",), topics))
+    return found + (_of_inbox(scope) if scope.inbox else [])
+
+
+def _of_inbox(scope: Scope) -> list[dict[str, Any]]:
+    inbox, outbox, done = (scope.s3(f"{scope.inbox}/{part}*") for part in (INBOX, OUTBOX, DONE))
+    return [
+        _allow("InboxBucket", ("s3:ListBucket",), [scope.s3(scope.inbox)]),
+        _allow("Inbox", ("s3:GetObject", "s3:GetObjectVersion", "s3:DeleteObject"), [inbox]),
+        _allow("Outbox", ("s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"), [outbox, done]),
+    ]
+
+
+def _of_setup(scope: Scope) -> list[dict[str, Any]]:
+    found = [_allow("Queues", MAKE, [scope.queue(f"{scope.address.prefix}*")])]
+    buckets = dict.fromkeys([*([scope.files.name] if scope.files else []), *([scope.inbox] if scope.inbox else [])])
+    if buckets:
+        found.append(_allow("Bucket", MAKE_BUCKET, [scope.s3(name) for name in buckets]))
+    return found
+
+
+def _keys(role: str, scope: Scope) -> list[dict[str, Any]]:
+    """The use of keys: SQS and S3 ask KMS in the process's name, for senders and receivers alike."""
+    if not scope.kms_keys or role == "setup":
+        return []
+    return [_allow("Keys", KMS_PERMISSIONS, scope.kms_keys)]
+
+
+def _allow(sid: str, actions: Sequence[str], resources: Sequence[str]) -> dict[str, Any]:
+    return {"Sid": sid, "Effect": "Allow", "Action": list(actions), "Resource": list(resources)}

@@ -1,0 +1,86 @@
+"""Tries, with the credentials of this process, what a process of Penstock does; nothing is changed.
+
+Sending and receiving are not tried: both would change what waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from redis import Redis
+
+from producers.aws.account import Needs
+from producers.aws.policies import FILES, OF_TIERS
+from producers.broker.sqs.names import sqs_name
+from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.setup import Finding
+from producers.broker.sqs.wanted import lists_of
+from producers.connection.aws import AwsError, client, told
+from producers.connection.trouble import Trouble
+from producers.store.blobs.bucket import Bucket
+
+#: A receipt handle, and an object, that nobody has.
+NOBODYS: Final = "penstock-probe"
+
+
+def probe(role: str, needs: Needs, store: Redis) -> list[Finding]:
+    """What a process can and cannot do. Raises ValueError for an unknown one, AwsError where AWS is away."""
+    if role not in OF_TIERS:
+        raise ValueError(f"role is {role!r}; it must be one of {', '.join(OF_TIERS)}")
+    address = needs.address
+    sqs = client("sqs", address.region, address.endpoint_url)
+    queues = Queues(sqs, address, store)
+    found = []
+    for name in lists_of(address, needs.models):
+        wrong = dict(_of_queue(role, queues, sqs, name))
+        found.append(Finding("queue", sqs_name(address, name), "wrong" if wrong else "keep", wrong, list=name))
+    if needs.bucket is not None and role in FILES:
+        found.append(_of_bucket(needs.bucket, address.region))
+    return found
+
+
+def _of_queue(role: str, queues: Queues, sqs: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Each thing that is wrong, and why."""
+    try:
+        receipt = {"QueueUrl": queues.check(name).url, "ReceiptHandle": NOBODYS}
+    except AwsError as error:
+        yield "settings", _refused(error)
+        return
+    calls: dict[str, Callable[[], Any]] = {
+        "sqs:DeleteMessage": lambda: sqs.delete_message(**receipt),
+        "sqs:ChangeMessageVisibility": lambda: sqs.change_message_visibility(**receipt, VisibilityTimeout=0),
+    }
+    for permission, call in calls.items():
+        if permission not in OF_TIERS[role]:
+            continue
+        try:
+            with queues.telling("put down messages of", name, permission):
+                call()
+        except AwsError as error:
+            if error.trouble is not None:  # else it only says that nobody has this receipt
+                yield permission, _refused(error)
+
+
+def _of_bucket(bucket: Bucket, region: str) -> Finding:
+    s3 = client("s3", bucket.region or region, bucket.endpoint_url)
+    wrong = {}
+    calls: dict[str, Callable[[], Any]] = {
+        "s3:ListBucket": lambda: s3.list_objects_v2(Bucket=bucket.name, Prefix=bucket.key(), MaxKeys=1),
+        "s3:GetObject": lambda: s3.get_object(Bucket=bucket.name, Key=bucket.key(NOBODYS)),
+    }
+    for permission, call in calls.items():
+        try:
+            with told(f"read {bucket}", permission):
+                call()
+        except AwsError as error:
+            if error.code != "NoSuchKey":
+                wrong[permission] = _refused(error)
+    return Finding("bucket", bucket.name, "wrong" if wrong else "keep", wrong)
+
+
+def _refused(error: AwsError) -> str:
+    """The error's text. Raises it again where AWS is away: then nothing is known."""
+    if error.trouble is Trouble.AWAY:
+        raise error
+    return str(error)

@@ -1,0 +1,246 @@
+"""A CloudFormation template of what `penstock aws setup` makes, with a role for each process.
+
+Text with `${...}` becomes `Fn::Sub`. Queues and bucket outlive their stack: they may hold tasks and files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from producers.aws.bucket import INBOX, PRIVATE, SUFFIX, encryption_rules, may_send, notification
+from producers.aws.policies import OF_TIERS, Scope, policy
+from producers.broker.sqs.address import Address
+from producers.broker.sqs.wanted import (
+    AS_IT_IS,
+    Encryption,
+    Wanted,
+    encrypted,
+    inbox,
+    inbox_name,
+    lists_of,
+    named_tags,
+    redrive,
+    wanted,
+)
+from producers.store.blobs.bucket import Bucket, lifecycle
+
+#: What may run Penstock's processes.
+SERVICES: Final = ("ecs-tasks.amazonaws.com", "ec2.amazonaws.com", "pods.eks.amazonaws.com")
+#: Ways of a bucket's notifications, and the conditions' names.
+WAYS: Final = {"direct": "Direct", "sns": "BySns", "eventbridge": "ByEventBridge"}
+_BUCKET: Final = "${BucketName}"
+_BUCKET_ARN: Final = f"arn:${{AWS::Partition}}:s3:::{_BUCKET}"
+_ACCOUNT: Final = "${AWS::AccountId}"
+_PARTS: Final[dict[str, Any]] = {"account": _ACCOUNT, "region": "${AWS::Region}", "partition": "${AWS::Partition}"}
+_KEPT: Final = {"DeletionPolicy": "Retain", "UpdateReplacePolicy": "Retain"}
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What the template is about. `models`: names and versions; `inbox`: whether the bucket tells of input files."""
+
+    address: Address
+    models: Sequence[tuple[str, str]]
+    bucket: Bucket | None = None
+    inbox: bool = False
+    encryption: Encryption = AS_IT_IS
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The template as JSON."""
+        return json.dumps(self.build(), indent=2) + "\n"
+
+    def build(self) -> dict[str, Any]:
+        """The template."""
+        found: dict[str, Any] = {
+            "AWSTemplateFormatVersion": "2010-09-09",
+            "Description": "Penstock: queues, bucket, notifications and roles (made by: penstock aws template)",
+            "Parameters": self._parameters(),
+        }
+        if self.inbox:
+            equal = {WAYS[way]: {"Fn::Equals": [{"Ref": "Notifications"}, way]} for way in WAYS}
+            found["Conditions"] = equal
+        return {**found, "Resources": _substituted(self._resources()), "Outputs": _substituted(self._outputs())}
+
+    def _queues(self) -> list[Wanted]:
+        found = wanted(self.address, lists_of(self.address, self.models), self.tags)
+        if self.inbox:
+            found += inbox(self.address, self.tags, {})
+        return list({one.name: one for one in found}.values())
+
+    def _resources(self) -> dict[str, Any]:
+        found = {_id(one.name): _queue(one, self.encryption) for one in self._queues()}
+        if self.bucket is not None:
+            found["Bucket"] = self._bucket(replace(self.bucket, name=_BUCKET))
+        if self.inbox:
+            found |= self._ways()
+        return found | {f"{role.capitalize()}Role": self._role(role) for role in OF_TIERS}
+
+    def _bucket(self, bucket: Bucket) -> dict[str, Any]:
+        properties: dict[str, Any] = {
+            "BucketName": _BUCKET,
+            "PublicAccessBlockConfiguration": PRIVATE,
+            "BucketEncryption": {"ServerSideEncryptionConfiguration": _renamed(encryption_rules(self.encryption))},
+            "LifecycleConfiguration": {"Rules": _renamed(lifecycle(bucket))},
+            **_tagged(self.tags),
+        }
+        after = {}
+        if self.inbox:
+            properties["NotificationConfiguration"] = self._notifications()
+            after = {"DependsOn": ["InboxPolicy", "InboxTopicPolicy"]}  # S3 tries whether it may send
+        return {"Type": "AWS::S3::Bucket", **_KEPT, **after, "Properties": properties}
+
+    def _notifications(self) -> dict[str, Any]:
+        to_queue = _renamed(notification(self._inbox_arn))
+        del to_queue["Id"]
+        to_topic = {**to_queue, "Topic": "${InboxTopic}"}
+        del to_topic["Queue"]
+        return _by_way(
+            {"QueueConfigurations": [to_queue]},
+            {"TopicConfigurations": [to_topic]},
+            {"EventBridgeConfiguration": {"EventBridgeEnabled": True}},
+        )
+
+    @property
+    def _inbox_arn(self) -> str:
+        return f"${{{_id(inbox_name(self.address.prefix))}.Arn}}"
+
+    def _ways(self) -> dict[str, Any]:
+        """What brings a bucket's notifications to the queue."""
+        queue, topic = self._inbox_arn, "${InboxTopic}"
+        rule = {"source": ["aws.s3"], "detail-type": ["Object Created"]}
+        detail = {"bucket": {"name": [_BUCKET]}, "object": {"key": [{"wildcard": f"{INBOX}*{SUFFIX}"}]}}
+        may = _by_way(
+            may_send(queue, "s3", _BUCKET_ARN, _ACCOUNT),
+            may_send(queue, "sns", topic, _ACCOUNT),
+            may_send(queue, "events", "${InboxRule.Arn}", _ACCOUNT),
+        )
+        url = f"${{{_id(inbox_name(self.address.prefix))}}}"
+        may_publish = may_send(topic, "s3", _BUCKET_ARN, _ACCOUNT, "sns:Publish")
+        by_sns, by_eventbridge = {"Condition": WAYS["sns"]}, {"Condition": WAYS["eventbridge"]}
+        return {
+            "InboxPolicy": _resource("SQS::QueuePolicy", {"Queues": [url], "PolicyDocument": may}),
+            "InboxTopic": _resource("SNS::Topic", _tagged(self.tags)),
+            "InboxTopicPolicy": _resource("SNS::TopicPolicy", {"Topics": [topic], "PolicyDocument": may_publish}),
+            "InboxSubscription": _resource(
+                "SNS::Subscription", {"TopicArn": topic, "Protocol": "sqs", "Endpoint": queue}, **by_sns
+            ),
+            "InboxRule": _resource(
+                "Events::Rule",
+                {"EventPattern": {**rule, "detail": detail}, "Targets": [{"Id": "inbox", "Arn": queue}]},
+                **by_eventbridge,
+            ),
+        }
+
+    def _role(self, role: str) -> dict[str, Any]:
+        scope = Scope(
+            self.address,
+            **_PARTS,
+            files=self.bucket and replace(self.bucket, name=_BUCKET),
+            inbox=_BUCKET if self.inbox else "",
+            kms_keys=(self.encryption.kms_key,) if self.encryption.kms_key else (),
+        )
+        trust = {
+            "Effect": "Allow",
+            "Principal": {"Service": {"Ref": "Service"}},
+            "Action": ["sts:AssumeRole", "sts:TagSession"],
+        }
+        document = {"Version": "2012-10-17", "Statement": [trust]}
+        allowed = {"PolicyName": f"penstock-{role}", "PolicyDocument": policy(role, scope)}
+        return _resource(
+            "IAM::Role", {"AssumeRolePolicyDocument": document, "Policies": [allowed], **_tagged(self.tags)}
+        )
+
+    def _parameters(self) -> dict[str, Any]:
+        found = {"Service": _choice("What runs Penstock's processes, and takes their roles.", SERVICES)}
+        if self.bucket is not None:
+            about = "The bucket's name, unique in the world."
+            found["BucketName"] = {"Type": "String", "Description": about, "Default": self.bucket.name}
+        if self.inbox:
+            found["Notifications"] = _choice("How the bucket tells the queue of input files.", tuple(WAYS))
+        return found
+
+    def _outputs(self) -> dict[str, Any]:
+        options = {"visibility": str(self.address.visibility)} if self.address.visibility != 60 else {}
+        options |= {name: "1" for name in ("fifo", "celery") if getattr(self.address, name)}
+        said = "".join(f"&{name}={value}" for name, value in options.items())
+        found = {"Broker": f"sqs://${{AWS::Region}}?prefix={self.address.prefix}{said}"}
+        if self.bucket is not None:
+            found["FilesDir"] = str(replace(self.bucket, name=_BUCKET))
+        if self.inbox:
+            found["InboxQueue"] = f"${{{_id(inbox_name(self.address.prefix))}}}"
+        found |= {f"{role.capitalize()}RoleArn": f"${{{role.capitalize()}Role.Arn}}" for role in OF_TIERS}
+        return {name: {"Value": value} for name, value in found.items()}
+
+
+def _queue(one: Wanted, encryption: Encryption) -> dict[str, Any]:
+    asked = {key: value for key, value in one.attributes.items() if key != "Policy"}  # it is a resource of its own
+    properties: dict[str, Any] = {key: _typed(value) for key, value in (asked | encrypted(encryption, {})).items()}
+    if one.dead_letters:
+        properties["RedrivePolicy"] = redrive(f"${{{_id(one.dead_letters)}.Arn}}")
+    return _resource("SQS::Queue", {"QueueName": one.name, **properties, **_tagged(one.tags)}, **_KEPT)
+
+
+def _resource(kind: str, properties: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"Type": f"AWS::{kind}", **more, "Properties": dict(properties)}
+
+
+def _choice(description: str, values: Iterable[str]) -> dict[str, Any]:
+    """A parameter; the first value is its default."""
+    allowed = list(values)
+    return {"Type": "String", "Description": description, "AllowedValues": allowed, "Default": allowed[0]}
+
+
+def _by_way(direct: Any, by_sns: Any, by_eventbridge: Any) -> dict[str, Any]:
+    return {"Fn::If": [WAYS["direct"], direct, {"Fn::If": [WAYS["sns"], by_sns, by_eventbridge]}]}
+
+
+def _tagged(tags: Mapping[str, str]) -> dict[str, Any]:
+    return {"Tags": named_tags(tags)} if tags else {}
+
+
+def _typed(value: str) -> bool | int | str:
+    return value == "true" if value in ("true", "false") else int(value) if value.isdecimal() else value
+
+
+def _id(name: str) -> str:
+    """A resource's id within the template: letters and digits alone."""
+    return "".join(part[:1].upper() + part[1:] for part in re.split("[^A-Za-z0-9]+", name))
+
+
+#: S3's names in its API -> CloudFormation's.
+_NAMES: Final = {
+    "ID": "Id",
+    "ApplyServerSideEncryptionByDefault": "ServerSideEncryptionByDefault",
+    "QueueArn": "Queue",
+    "Events": "Event",
+    "Key": "S3Key",
+    "FilterRules": "Rules",
+}
+
+
+def _renamed(setting: Any) -> Any:
+    """A setting of S3's API as CloudFormation writes it."""
+    if isinstance(setting, list):
+        return [_renamed(one) for one in setting]
+    if not isinstance(setting, Mapping):
+        return setting
+    found = {_NAMES.get(key, key): _renamed(value) for key, value in setting.items()}
+    if "Event" in found:
+        (found["Event"],) = found["Event"]
+    if "Prefix" in found.get("Filter", {}):  # of a lifecycle rule
+        found["Prefix"] = found.pop("Filter")["Prefix"]
+    return found
+
+
+def _substituted(value: Any) -> Any:
+    """`value` with `Fn::Sub` around each text that has something to fill in."""
+    if isinstance(value, Mapping):
+        return {key: _substituted(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_substituted(one) for one in value]
+    return {"Fn::Sub": value} if isinstance(value, str) and "${" in value else value

@@ -1,0 +1,303 @@
+"""`penstock aws`: makes and checks queues and bucket, and prints policies and a template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from workers.cli.aws.report import show, telling
+from workers.cli.aws.versions import versions
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
+from workers.cli.models.references import MODEL, complete_model
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+    from producers.aws.account import Needs
+    from producers.broker.sqs.address import Address
+    from producers.broker.sqs.wanted import Encryption
+    from producers.store.blobs.bucket import Bucket as BucketUrl
+
+Broker = Annotated[
+    str,
+    typer.Option(envvar="BROKER_URL", help="SQS: sqs://REGION?prefix=pen-, as the processes get it."),
+]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        envvar="STORE_URL",
+        help="The Redis or Valkey server of the system; the queues' URLs are written there. Unset: processes find the "
+        "queues by their names.",
+    ),
+]
+Model = Annotated[
+    list[str] | None,
+    typer.Option(help=f"{MODEL} NAME@VERSION needs no files. May be repeated.", autocompletion=complete_model),
+]
+Predefined = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TIER=ARN",
+        help="Use this existing queue for a tier (or `celery`) of the model, also of another account. It is checked, "
+        "and not changed. Once for each tier.",
+    ),
+]
+Bucket = Annotated[
+    str | None,
+    typer.Option(metavar="BUCKET", help="Also a bucket: its name, or s3://BUCKET/PREFIX as for --files-dir."),
+]
+Inbox = Annotated[bool, typer.Option("--inbox", help="Let the bucket tell a queue of files in inbox/.")]
+KmsKey = Annotated[
+    str | None, typer.Option(help="Encrypt with this KMS key (ARN). Unset: as it is; new ones with AWS's own keys.")
+]
+Sse = Annotated[str | None, typer.Option(help="sqs: encrypt with AWS's own keys, also what has a KMS key now.")]
+Tag = Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help="Tag queues and bucket. May be repeated.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; show what would be done.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    group = typer.Typer(no_args_is_help=True, help="AWS: queues, bucket and permissions of a system on SQS and S3.")
+    url = "--broker 'sqs://us-east-1?prefix=pen-'"
+    examples: dict[str, tuple[Callable[..., None], str]] = {
+        "setup": (setup, f"penstock aws setup {url} --store redis://10.0.0.5:6379/0 --model tiny"),
+        "check": (check, f"penstock aws check {url} --store redis://10.0.0.5:6379/0 --model tiny --role worker"),
+        "policy": (policy, f"penstock aws policy worker {url} --files-dir s3://my-bucket/files"),
+        "template": (template, f"penstock aws template {url} --model tiny --bucket my-bucket --inbox"),
+    }
+    for name, (command, example) in examples.items():
+        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
+    app.add_typer(group, name="aws", rich_help_panel="Operations")
+
+
+def setup(
+    broker: Broker,
+    store: Store = None,
+    model: Model = None,
+    predefined: Predefined = None,
+    bucket: Bucket = None,
+    inbox: Inbox = False,
+    kms_key: KmsKey = None,
+    sse: Sse = None,
+    tag: Tag = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Make the queues of models, and a bucket; correct those that exist. It may be run again at any time.
+
+    Exit status 1: something is wrong that this command cannot change.
+    """
+    from producers.aws.account import provide
+
+    with _store(broker, store) as (address, server):
+        needs = _needs(address, server, model, predefined, bucket, inbox, kms_key, sse, tag)
+        found = provide(needs, server, apply=not dry_run)
+    show(found, applied=not dry_run, as_json=as_json)
+    if any(one.action == "wrong" for one in found):
+        raise typer.Exit(Exit.TASK_FAILED)
+
+
+def check(
+    broker: Broker,
+    store: Store = None,
+    model: Model = None,
+    predefined: Predefined = None,
+    bucket: Bucket = None,
+    inbox: Inbox = False,
+    role: Annotated[
+        str | None,
+        typer.Option(
+            help="Try what this process does, as far as that changes nothing: producer, gateway, worker, sweeper or "
+            "sources. Unset: compare all settings with those of `aws setup`."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what is missing or wrong, with the credentials of this process. Nothing is changed.
+
+    Exit status 1: something is missing or wrong.
+    """
+    from producers.aws.account import provide
+    from producers.aws.probe import probe
+
+    with _store(broker, store) as (address, server):
+        needs = _needs(address, server, model, predefined, bucket, inbox, None, None, None)
+        if role is not None and server is None:
+            raise Failure("--role needs --store: the process finds its queues there")
+        found = probe(role, needs, server) if role and server else provide(needs, server, apply=False)
+    show(found, applied=False, as_json=as_json)
+    if any(one.action != "keep" for one in found):
+        raise typer.Exit(Exit.TASK_FAILED)
+
+
+def policy(
+    role: Annotated[str, typer.Argument(help="producer, gateway, worker, sweeper, sources or setup.")],
+    broker: Broker,
+    files_dir: Annotated[
+        str | None, typer.Option(envvar="FILES_DIR", help="Where files are: s3://BUCKET/PREFIX.")
+    ] = None,
+    inbox_bucket: Annotated[str | None, typer.Option(help="The bucket with inbox/, for sources.")] = None,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARN", help="Instead of the queues that `aws setup` makes: these. May be repeated."),
+    ] = None,
+    source_queue: Annotated[
+        list[str] | None, typer.Option(metavar="ARN", help="Sources take messages from this queue. May be repeated.")
+    ] = None,
+    reply_to: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARN", help="Sources send results to this queue or topic. May be repeated."),
+    ] = None,
+    kms_key: Annotated[
+        list[str] | None, typer.Option(metavar="ARN", help="A KMS key of queues or bucket. May be repeated.")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option(help="The account's 12 digits. Unset: the broker's URL's, or the credentials'.")
+    ] = None,
+) -> None:
+    """Print the IAM policy of a process: what it may do, and no more."""
+    from producers.aws.policies import ROLES, Scope
+    from producers.aws.policies import policy as policy_of
+    from producers.broker.sqs.address import read
+    from producers.broker.sqs.setup import own_account
+
+    if role not in ROLES:
+        raise Failure(f"no process is called {role!r}; there are {', '.join(ROLES)}")
+    with telling(broker):
+        address = read(broker)
+        scope = Scope(
+            address,
+            account or address.account or own_account(address),
+            files=_bucket(files_dir) if files_dir and files_dir.startswith("s3:") else None,
+            inbox=_bucket(inbox_bucket).name if inbox_bucket else "",
+            chosen=tuple(queue or ()),
+            kms_keys=tuple(kms_key or ()),
+            receives=tuple(source_queue or ()),
+            replies=tuple(reply_to or ()),
+        )
+    typer.echo(json.dumps(policy_of(role, scope), indent=2))
+
+
+def template(
+    broker: Broker,
+    store: Store = None,
+    model: Model = None,
+    bucket: Bucket = None,
+    inbox: Inbox = False,
+    kms_key: KmsKey = None,
+    tag: Tag = None,
+) -> None:
+    """Print a CloudFormation template of what `aws setup` makes, with a role for each process. AWS is not asked."""
+    from producers.aws.template import Template
+
+    with _store(broker, store) as (address, server):
+        needs = _needs(address, server, model, None, bucket, inbox, kms_key, None, tag)
+    made = Template(needs.address, needs.models, needs.bucket, needs.inbox, needs.encryption, needs.tags)
+    typer.echo(str(made), nl=False)
+
+
+@contextmanager
+def _store(broker: str, store: str | None) -> Iterator[tuple[Address, Redis | None]]:
+    """The broker's address, and a client of the store, if one is given. Errors within it raise Failure."""
+    from contextlib import closing
+
+    from producers.broker.sqs.address import read
+    from producers.connection.connect import connect
+
+    with telling(broker):
+        address = read(broker)
+        if store is None:
+            yield address, None
+            return
+        with closing(connect(store)) as server:
+            yield address, server
+
+
+def _needs(
+    address: Address,
+    store: Redis | None,
+    model: list[str] | None,
+    predefined: list[str] | None,
+    bucket: str | None,
+    inbox: bool,
+    kms_key: str | None,
+    sse: str | None,
+    tag: list[str] | None,
+) -> Needs:
+    from producers.aws.account import Needs
+
+    if inbox and bucket is None:
+        raise Failure("--inbox needs --bucket: the bucket that tells of files in inbox/")
+    models = versions(model or (), store, lambda line: typer.echo(line, err=True))
+    if not models and bucket is None:
+        raise Failure("nothing to do: give --model, --bucket or both")
+    return Needs(
+        address,
+        models,
+        _chosen(address, store, models, predefined or []),
+        None if bucket is None else _bucket(bucket),
+        inbox,
+        _encryption(kms_key, sse),
+        dict(map(_tag, tag or ())),
+    )
+
+
+def _chosen(
+    address: Address, store: Redis | None, models: list[tuple[str, str]], predefined: list[str]
+) -> dict[str, str]:
+    """List -> ARN. Raises Failure unless every list of one model has a queue, and a store to write it into."""
+    from producers.broker.sqs.wanted import lists_of
+
+    if not predefined:
+        return {}
+    if store is None:
+        raise Failure("--predefined needs --store: processes read there which queues were chosen")
+    if len(models) != 1:
+        raise Failure("--predefined is about one version of one model: give one --model, as NAME@VERSION if need be")
+    arns = dict(map(_pair, predefined))
+    lists = {_tier(name): name for name in lists_of(address, models)}
+    if arns.keys() != lists.keys():
+        raise Failure(f"--predefined names {', '.join(sorted(arns))}; it must name each of {', '.join(lists)} once")
+    return {name: arns[tier] for tier, name in lists.items()}
+
+
+def _tier(name: str) -> str:
+    from producers.broker.sqs.names import is_celery, split
+
+    queue, tier = split(name)
+    return "celery" if is_celery(queue) else tier
+
+
+def _bucket(said: str) -> BucketUrl:
+    from producers.store.blobs.bucket import read
+
+    return read(said if "://" in said else f"s3://{said}")
+
+
+def _encryption(kms_key: str | None, sse: str | None) -> Encryption:
+    from producers.broker.sqs.wanted import Encryption
+
+    if sse not in (None, "sqs"):
+        raise Failure(f"--sse is {sse!r}; it must be sqs, or use --kms-key")
+    if sse and kms_key:
+        raise Failure("--sse and --kms-key exclude each other")
+    return Encryption(kms_key or "", sse is not None)
+
+
+def _tag(said: str) -> tuple[str, str]:
+    key, value = _pair(said)
+    if key.startswith(("aws:", "penstock:")):
+        raise Failure(f"the tag {key!r} cannot be set: aws: is AWS's own, penstock: is Penstock's")
+    return key, value
+
+
+def _pair(said: str) -> tuple[str, str]:
+    name, equals, value = said.partition("=")
+    if not equals or not name:
+        raise Failure(f"{said!r} must be NAME=VALUE")
+    return name, value
