@@ -16,7 +16,8 @@ from producers.broker.sqs import keys, names
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.hold import reaping
 from producers.broker.sqs.hold.errand import body_of
-from producers.broker.sqs.hold.hold import Hold, hold_of, release
+from producers.broker.sqs.hold.hold import Hold
+from producers.broker.sqs.hold.shared import hold_of, release
 from producers.broker.sqs.keys import Entry
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
 from producers.connection.connect import SILENT_S, connect
@@ -101,7 +102,7 @@ class SqsConsumer(Consumer):
 
     def reap(self, incarnation: str) -> int:
         count, flying = reaping.read_reap(run(self._redis, reaping.reap(incarnation)))
-        self._hold.reap(incarnation, flying, min(PATIENCE_S, self._timeout))
+        self._hold.chores.reap(incarnation, flying, min(PATIENCE_S, self._timeout))
         return count
 
     # ---- queues ---------------------------------------------------------------------------------------------------

@@ -9,32 +9,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import RedisError
 
 from producers.broker.sqs.hold.errand import Act, Ask, Errand
-from producers.connection.aws import AwsError, refusal
+from producers.broker.sqs.hold.requests import BATCH, GONE, request
+from producers.broker.values import PutDown
+from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
-from producers.connection.trouble import Trouble
 
 if TYPE_CHECKING:
     from producers.broker.sqs.hold.hold import Hold
 
 logger = logging.getLogger(__name__)
 
-BATCH: Final = 10
 #: Longest wait (s) of a delete for others.
 LINGER_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 5.0
-#: A message's own errors that a retry does not mend, by which SQS says that it does not have it, or not in flight.
-GONE: Final = frozenset(
-    {"ReceiptHandleIsInvalid", "InvalidParameterValue", "AWS.SimpleQueueService.InvalidReceiptHandle"}
-)
-NOT_IN_FLIGHT: Final = frozenset({"MessageNotInflight", "AWS.SimpleQueueService.MessageNotInflight"})
 
 
 class Courier(threading.Thread):
@@ -80,7 +74,7 @@ class Courier(threading.Thread):
 
     def _ready(self, now: float) -> list[Errand]:
         """Errands whose next step is due. Chores of the hold may add some."""
-        self._hold.tend(now)
+        self._hold.chores.tend(now)
         due = [one for one in self.errands if one.after <= now]
         company: dict[str, list[Errand]] = {}
         for one in due:
@@ -98,7 +92,7 @@ class Courier(threading.Thread):
     def _pause(self) -> float | None:
         now = time.monotonic()
         times = [one.after if one.after > now else one.at + LINGER_S for one in self.errands]
-        times.append(self._hold.next_chore(now))
+        times.append(self._hold.chores.next_at(now))
         soonest = min(times)
         return None if soonest == float("inf") else max(0.001, soonest - now)
 
@@ -136,8 +130,15 @@ class Courier(threading.Thread):
             if one not in asked:
                 self._advance(one, False)
         try:
-            refused = request(self._hold, name, act, [_entry(one.step) for one in asked]) if asked else {}
+            refused = (
+                request(self._hold, name, act, [one.step.entry for one in asked if isinstance(one.step, Ask)])
+                if asked
+                else {}
+            )
         except (AwsError, RedisError, OSError) as error:
+            if isinstance(error, AwsError) and error.trouble is None and not isinstance(error, AwsMissing):
+                self._alone(name, act, asked)
+                return
             warn_throttled(logger, "Messages on SQS are put down later: %s", error)
             self._later(asked)
             return
@@ -149,9 +150,21 @@ class Courier(threading.Thread):
             else:
                 self._advance(one, own is not None and own.code in GONE)
 
+    def _alone(self, name: str, act: Act, errands: Sequence[Errand]) -> None:
+        """SQS refused a request for one of its messages: find out for which, and go on without it."""
+        if len(errands) > 1:
+            for one in errands:
+                self._sqs(name, act, [one])
+        else:
+            self._advance(errands[0], True)
+
     def _advance(self, errand: Errand, answer: Any) -> None:
         with self._changed:
-            errand.advance(answer)
+            try:
+                errand.advance(answer)
+            except Exception:
+                logger.exception("A message on SQS cannot be put down: it comes back when its visibility is over")
+                errand.answer = PutDown.GONE
             if errand.answer is not None:
                 self.errands.remove(errand)
                 self._hold.ended(errand)
@@ -169,47 +182,3 @@ def _needless(step: Call | Ask | None) -> bool:
     if not isinstance(step, Ask) or step.receipt_of is None:
         return False
     return not step.receipt_of.receipt or (step.renews and step.receipt_of.leaving)
-
-
-def _entry(step: Call | Ask | None) -> dict[str, Any]:
-    assert isinstance(step, Ask)
-    if step.receipt_of is not None:
-        more = {"VisibilityTimeout": int(step.seconds)} if step.act is Act.SHOW else {}
-        return {"ReceiptHandle": step.receipt_of.receipt, **more}
-    return {"MessageBody": step.body, "group": step.group, "DelaySeconds": int(step.seconds)}
-
-
-def request(hold: Hold, name: str, act: Act, entries: Sequence[dict[str, Any]]) -> dict[int, AwsError]:
-    """One batch request to a list's queue. Returns the refused entries' errors by place. Raises AwsError."""
-    asked = [{"Id": str(place), **entry} for place, entry in enumerate(entries)]
-    with hold.queues.telling(_DOING[act], name, act.value):
-        url = hold.queues.url(name)
-        if act is Act.DELETE:
-            answer = hold.sqs.delete_message_batch(QueueUrl=url, Entries=asked)
-        elif act is Act.SHOW:
-            answer = hold.sqs.change_message_visibility_batch(QueueUrl=url, Entries=asked)
-        else:
-            answer = hold.sqs.send_message_batch(QueueUrl=url, Entries=[_sendable(one, url) for one in asked])
-    doing = f"{_DOING[act]} {hold.queues.called(name)}"
-    refused = {}
-    for one in answer.get("Failed", ()):
-        code = one.get("Code", "")
-        found = refusal(doing, act.value, code, one.get("Message", ""))
-        if found.trouble is None and code not in GONE | NOT_IN_FLIGHT and not one.get("SenderFault", True):
-            found = AwsError(str(found), code, Trouble.AWAY)
-        refused[int(one["Id"])] = found
-    return refused
-
-
-_DOING: Final = {Act.DELETE: "delete from", Act.SHOW: "change visibilities in", Act.SEND: "send to"}
-
-
-def _sendable(entry: dict[str, Any], url: str) -> dict[str, Any]:
-    """FIFO queues take no delay of a message, and drop for five minutes what has the id of an earlier one."""
-    group = entry.pop("group")
-    if url.endswith(".fifo"):
-        entry.pop("DelaySeconds")
-        entry |= {"MessageGroupId": group or str(uuid.uuid4()), "MessageDeduplicationId": str(uuid.uuid4())}
-    elif group:
-        entry["MessageGroupId"] = group
-    return entry

@@ -54,6 +54,14 @@ class Ask:
         """It may wait for others, to share a request."""
         return self.act is Act.DELETE
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Its entry of the request."""
+        if self.receipt_of is None:
+            return {"MessageBody": self.body, "group": self.group, "DelaySeconds": int(self.seconds)}
+        more = {"VisibilityTimeout": int(self.seconds)} if self.act is Act.SHOW else {}
+        return {"ReceiptHandle": self.receipt_of.receipt, **more}
+
 
 Steps = Generator[Call | Ask, Any, PutDown]
 
@@ -143,7 +151,7 @@ def renew(held: Held, seconds: float) -> Steps:
     """SQS hides it for as long again; if it does not have it in flight, whoever has it by now renews it."""
     began = time.monotonic()
     gone = yield Ask(Act.SHOW, held.list, held, seconds=seconds, renews=True)
-    held.until = math.inf if gone else max(began, held.until - seconds / 2) + seconds
+    held.until = math.inf if gone else began + seconds
     held.renewing = False
     return PutDown.DONE
 

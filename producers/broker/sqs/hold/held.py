@@ -65,7 +65,7 @@ class Held:
     @property
     def in_buffer(self) -> str:
         """Its field of the hash of messages in flight, while no thread of the worker has it."""
-        return f"m:{self.mid}"
+        return f"m:{self.mid}:{self.number}"
 
     @property
     def field(self) -> str:

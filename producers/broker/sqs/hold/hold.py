@@ -5,7 +5,7 @@ One lock guards it. Nothing waits for a server under it.
 
 from __future__ import annotations
 
-import os
+import sys
 import threading
 import time
 from collections import deque
@@ -18,12 +18,12 @@ from producers.broker.sqs import keys
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.hold import calls, errand
 from producers.broker.sqs.hold.buffer import Buffer, places
+from producers.broker.sqs.hold.chores import Chores
 from producers.broker.sqs.hold.courier import Courier
-from producers.broker.sqs.hold.errand import ANEW_BEFORE_S, Errand, Steps
-from producers.broker.sqs.hold.held import LONGEST_S, Held
+from producers.broker.sqs.hold.errand import Errand, Steps
+from producers.broker.sqs.hold.held import Held
 from producers.broker.sqs.hold.poller import WAIT_S, Poller
-from producers.broker.sqs.hold.polls import BLOCKED_S, Blocked, Line, Wants, ask, read_look
-from producers.broker.sqs.hold.reaping import Flying
+from producers.broker.sqs.hold.polls import Blocked, Line, Wants, ask, read_look
 from producers.broker.sqs.names import is_celery
 from producers.broker.sqs.queues import RENEW_BEFORE_S, Queues
 from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules, sane_weights
@@ -31,13 +31,11 @@ from producers.connection import aws
 from producers.connection.connect import connect
 from producers.connection.script import run
 
-#: A message that no thread takes goes back after so long (s).
-KEEP_S: Final = 2.0
 #: Without a fetch for so long (s), nothing is polled for.
 FRESH_S: Final = 3.0
-#: Interval (s) of looking for kept messages that are due.
-DUE_S: Final = 1.0
-DUE: Final = 10
+#: A message that was not taken holds its list up for so long (s) at most: it does not fit; or it was passed over.
+UNFIT_S: Final = 60.0
+PASSED_S: Final = 10.0
 
 
 class Hold:
@@ -58,24 +56,19 @@ class Hold:
         self._buried: list[Fetched] = []
         self._wants: Wants | None = None
         self._finished: deque[float] = deque()
-        self._sending: set[bytes] = set()
-        self._reaping: set[tuple[str, str]] = set()
-        self._due_at = 0.0
         self._courier: Courier | None = None
         self._pollers: list[Poller] = []
-        self._making = threading.Lock()
+        self.chores = Chores(self)
 
     @cached_property
     def sqs(self) -> Any:
         """The courier's client."""
-        with self._making:
-            return aws.client("sqs", self.address.region, self.address.endpoint_url)
+        return aws.client("sqs", self.address.region, self.address.endpoint_url)
 
     @cached_property
     def polling_sqs(self) -> Any:
         """The pollers'."""
-        with self._making:
-            return aws.client("sqs", self.address.region, self.address.endpoint_url, wait_s=WAIT_S)
+        return aws.client("sqs", self.address.region, self.address.endpoint_url, wait_s=WAIT_S)
 
     @cached_property
     def queues(self) -> Queues:
@@ -86,7 +79,7 @@ class Hold:
     def fetch(self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules) -> list[Fetched] | None:
         """As `producers.broker.base.Consumer.fetch`, of what was received. It also tells the pollers what has room."""
         with self.changed:
-            self._back([one for one in self._held.values() if one.incarnation != incarnation and not one.given])
+            self.give_back([one for one in self._held.values() if one.incarnation != incarnation and not one.given])
             since = {line.name: line.since for line in self.lines.values()}
             fetched, left = self._buffer.choose(incarnation, uuids, credit, rules, since)
             for one in self._held.values():
@@ -130,7 +123,7 @@ class Hold:
             while not self.closed:
                 now, pause = time.monotonic(), inf
                 wants = self._wants
-                if wants is not None and now - wants.at < FRESH_S:
+                if wants is not None and self.serves(now):
                     count, pause = ask(line, list(self.lines.values()), wants, now, time.time() * 1000)
                     if count:
                         line.polling = inf
@@ -145,11 +138,13 @@ class Hold:
         found = []
         with self.changed:
             for one in received:
-                has = self._held.setdefault(one.mid, one)
-                if has is not one:
+                has = self._held.get(one.mid)
+                if has is None or has.leaving or has.lost:  # what was given back, or was another incarnation's
+                    self._held[one.mid] = one
+                    found.append((one, False))
+                else:
                     has.receipt, has.until = one.receipt, one.until
-                if has is one or not (has.leaving or has.lost):
-                    found.append((has, has is not one))
+                    found.append((has, True))
         return found
 
     def forget(self, received: Sequence[tuple[Held, bool]]) -> None:
@@ -157,7 +152,7 @@ class Hold:
         with self.changed:
             for one, known in received:
                 if not known:
-                    self._held.pop(one.mid, None)
+                    self._drop(one)
 
     def admit(self, received: Sequence[tuple[Held, bool]], returns: Sequence[int]) -> None:
         """They are in flight; `returns`: redeliveries of each whose worker died."""
@@ -168,9 +163,9 @@ class Hold:
                     continue
                 if one.sent is None:
                     self._buried.append(Fetched("", one.queue, one.rank, one.raw, buried=one.reason))
-                    self._leave(one, errand.ack(one, one.reason))
+                    self.leave(one, errand.ack(one, one.reason))
                 elif wants is None or wants.incarnation != one.incarnation:
-                    self._back([one])
+                    self.give_back([one])
                 else:
                     self._buffer.place(one, int(count), wants.rules)
             if wants is not None:
@@ -202,30 +197,30 @@ class Hold:
             return found if found is not None and isinstance(one, Back) else PutDown.GONE
         if isinstance(one, Ack):
             self._finished.append(time.monotonic())
-            self._leave(held, errand.ack(held, one.reason, settled=bool(one.settled)), max(1, one.used))
+            self.leave(held, errand.ack(held, one.reason, settled=bool(one.settled)), max(1, one.used))
             return PutDown.DONE
         if one.to:
             to = next(name for name, rank in places(one.to) if rank == held.rank or is_celery(one.to))
-            return self._leave(held, errand.move(held, to))
-        return self._leave(held, self._way_back(held, one.delay))
+            return self.leave(held, errand.move(held, to))
+        return self.leave(held, self._way_back(held, one.delay))
 
     def _way_back(self, held: Held, delay: float = 0.0) -> Steps:
         queue = self.queues.known(held.list)
         worn = queue is not None and time.time() + delay > held.sent_at + queue.retention - RENEW_BEFORE_S
         return errand.back(held, delay, fifo=self.address.fifo, worn=worn)
 
-    def _leave(self, held: Held, steps: Steps, used: int | None = None) -> Errand:
+    def leave(self, held: Held, steps: Steps, used: int | None = None) -> Errand:
         """Under the lock. `used`: it is done with; what waits for it may be chosen, else that goes back, too."""
         held.leaving = True
         one = Errand(steps, held=held)
         self.courier.add(one)
-        self._back(self._buffer.drop(held, used))
+        self.give_back(self._buffer.drop(held, used))
         return one
 
-    def _back(self, some: Sequence[Held]) -> None:
+    def give_back(self, some: Sequence[Held]) -> None:
         for one in some:
             if not one.leaving:
-                self._leave(one, self._way_back(one))
+                self.leave(one, self._way_back(one))
 
     def ended(self, one: Errand) -> None:
         """Under the lock: an errand has."""
@@ -235,55 +230,35 @@ class Hold:
         if one.answer is PutDown.UNSETTLED:
             held.leaving, held.stray = False, True
             return
-        self._held.pop(held.mid, None)
+        self._drop(held)
         self._given.pop(held.uuid, None)
 
-    # ---- chores of the courier ------------------------------------------------------------------------------------
+    def _drop(self, held: Held) -> None:
+        if self._held.get(held.mid) is held:  # else a copy has come since
+            del self._held[held.mid]
 
-    def tend(self, now: float) -> None:
-        """Under the lock: give back what nobody takes, renew what stays, look for what is due."""
-        half = self.address.visibility / 2
-        for one in self._buffer.waiting():
-            if one.received + KEEP_S <= now and not one.leaving:
-                self.lines[one.list].blocked = self.lines[one.list].blocked or Blocked(
-                    one.seqs, one.tokens, one.member, one.mid, now + BLOCKED_S
-                )
-                self._back([one])
-        for one in list(self._held.values()):
-            if one.leaving or one.lost or one.renewing or not one.receipt:
-                continue
-            if one.given and not self.address.fifo and now > one.received + LONGEST_S - ANEW_BEFORE_S:
-                one.renewing = True
-                self.courier.add(Errand(errand.anew(one)))
-            elif now >= one.until - half:
-                one.renewing = True
-                self.courier.add(Errand(errand.renew(one, self.address.visibility)))
-        if self._serves(now) and now >= self._due_at:
-            self._due_at = now + DUE_S
-            self.courier.add(Errand(self._look_for_due()))
+    def untaken(self, held: Held) -> None:
+        """Under the lock: it does not fit, so it goes back; its list is not polled until it does, or another has it."""
+        line, now, wants = self.lines[held.list], time.monotonic(), self._wants
+        if line.blocked is None:
+            blocked = Blocked(held.seqs, held.tokens, held.member, held.mid, now + UNFIT_S)
+            if wants is not None and wants.fits(held.rank, blocked):  # it was passed over
+                blocked.seqs, blocked.until = sys.maxsize, now + PASSED_S
+            line.blocked = blocked
+        self.give_back([held])
 
-    def next_chore(self, now: float) -> float:
-        """When `tend` has something to do (monotonic)."""
-        half = self.address.visibility / 2
-        times = [one.received + KEEP_S for one in self._buffer.waiting()]
-        times += [one.until - half for one in self._held.values() if not (one.leaving or one.lost or one.renewing)]
-        return min(times, default=inf) if not self._serves(now) else min([*times, self._due_at])
+    @property
+    def held(self) -> list[Held]:
+        """Under the lock: all that is not put down."""
+        return list(self._held.values())
 
-    def _serves(self, now: float) -> bool:
+    def buffered(self) -> list[Held]:
+        """Under the lock: what no thread has taken, and what does not wait for another's end."""
+        return self._buffer.waiting()
+
+    def serves(self, now: float) -> bool:
+        """Whether the worker fetches."""
         return self._wants is not None and now - self._wants.at < FRESH_S
-
-    def _look_for_due(self) -> Steps:
-        entries = yield calls.due(self.home, DUE)
-        with self.changed:
-            fresh = [entry for entry in entries if entry not in self._sending]
-            self._sending.update(fresh)
-            self.courier.add(*(Errand(self._resend(entry)) for entry in fresh))
-        return PutDown.DONE
-
-    def _resend(self, entry: bytes) -> Steps:
-        said = yield from errand.resend(self.home, entry)
-        self._sending.discard(entry)
-        return said
 
     # ---- the ends of incarnations ---------------------------------------------------------------------------------
 
@@ -293,7 +268,7 @@ class Hold:
             some = [one for one in self._held.values() if one.incarnation == incarnation]
             for one in some:
                 one.lost = True
-            self._back([one for one in some if not one.given])
+            self.give_back([one for one in some if not one.given])
             if self._wants is not None and self._wants.incarnation == incarnation:
                 self._wants = None
 
@@ -301,21 +276,7 @@ class Hold:
         """The worker fetches no more: poll no more, and give back what it has not taken. A fetch begins it anew."""
         with self.changed:
             self._wants = None
-            self._back([one for one in self._held.values() if not one.given])
-
-    def reap(self, incarnation: str, flying: Sequence[Flying], timeout: float) -> None:
-        """Tell SQS of what REAP has put on its way; wait for it for so long (s), it goes on then."""
-        with self.changed:
-            fresh = [one for one in flying if (incarnation, one.field) not in self._reaping]
-            errands = [Errand(self._reap(incarnation, one)) for one in fresh]
-            self._reaping.update((incarnation, one.field) for one in fresh)
-            self.courier.add(*errands)
-            self.changed.wait_for(lambda: all(one.answer for one in errands), timeout)
-
-    def _reap(self, incarnation: str, one: Flying) -> Steps:
-        said = yield from errand.reap(incarnation, one)
-        self._reaping.discard((incarnation, one.field))
-        return said
+            self.give_back([one for one in self._held.values() if not one.given])
 
     def strays(self, incarnation: str, flying: Mapping[str, str], held: Sequence[str]) -> dict[str, str]:
         """`flying`: task ids by field. What neither the worker nor this has."""
@@ -364,28 +325,3 @@ def _is_polled(queue: str, queues: Sequence[str], home: str, address: Address) -
     if is_celery(queue):
         return address.celery
     return queue == home or queue != queues[0]
-
-
-#: Holds of this process; one that was forked has its own.
-_holds: dict[tuple[Any, ...], Hold] = {}
-_lock = threading.Lock()
-
-
-def hold_of(address: Address, queues: Sequence[str], store_url: str, home: str) -> Hold:
-    """The process's, made when first asked for; `release` it."""
-    key = (os.getpid(), address, tuple(queues), store_url, home)
-    with _lock:
-        hold = _holds.get(key)
-        if hold is None or hold.closed:
-            hold = _holds[key] = Hold(address, queues, store_url, home)
-        hold.users += 1
-        return hold
-
-
-def release(hold: Hold) -> None:
-    """Close it with the last of its users."""
-    with _lock:
-        hold.users -= 1
-        last = hold.users == 0
-    if last:
-        hold.close()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from redis.exceptions import RedisError
 
 from producers.broker.sqs.hold import calls
-from producers.broker.sqs.hold.courier import request
 from producers.broker.sqs.hold.errand import Act
 from producers.broker.sqs.hold.held import Held, held_of
 from producers.broker.sqs.hold.polls import Line
+from producers.broker.sqs.hold.requests import request
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run

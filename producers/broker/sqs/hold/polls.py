@@ -18,8 +18,6 @@ from producers.broker.values import Credit, Rules
 MOST: Final = 10
 #: A poll that is not answered for so long (s) has found nothing: SQS answers at once where there is something.
 QUIET_S: Final = 0.25
-#: A message that did not fit holds its list up for so long (s) at most, if nobody takes it.
-BLOCKED_S: Final = 60.0
 
 
 @dataclass(slots=True)
