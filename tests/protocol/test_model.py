@@ -52,6 +52,14 @@ SMALL = {
     "delete-producer": with_faults(SCENARIOS["delete-producer"], delete=1, pcrash=1),
     "outbox-rows": with_faults(SCENARIOS["outbox-rows"], stall=1, refuse=2),
     "outbox-undone": with_faults(SCENARIOS["outbox-undone"], undo=1, unmark=1, dcrash=1),
+    "books": with_faults(SCENARIOS["books"], crash=1, late=1),
+    "books-lapse": with_faults(SCENARIOS["books-lapse"], expire=1),
+    "books-drain": with_faults(SCENARIOS["books-drain"], drain=1),
+    "books-retry": with_faults(SCENARIOS["books-retry"], retry=1),
+    "books-reap": with_faults(SCENARIOS["books-reap"], crash=1),
+    "books-later": with_faults(SCENARIOS["books-later"], later=1, crash=1),
+    "books-scaled": with_faults(SCENARIOS["books-scaled"], crash=1),
+    "books-old": with_faults(SCENARIOS["books-old"], age=1),
     **{
         name: SCENARIOS[name]
         for name in (
@@ -71,6 +79,12 @@ SMALL = {
             "versions-sent",
             "outbox-plain",
             "outbox-unread",
+            "books-tidy",
+            "books-producer",
+            "books-broken",
+            "books-killer",
+            "books-innocent",
+            "books-undone",
         )
     },
 }
@@ -94,6 +108,7 @@ FAULTS: dict[str, dict[str, int]] = {
     "prompt_fence": {"expire": 1, "deadline": 1},
     "prompt_once": {"lost": 1},
     "prompt_first": {"tail": 1},
+    "due_kept": {"later": 1, "pcrash": 1},
     "row_lease": {"dcrash": 1},
     "row_holder": {"lost": 1, "replay": 1},
     "dead_kept": {"refuse": 2},
@@ -110,7 +125,7 @@ def test_every_history_keeps_the_invariants_and_ends_well(name: str) -> None:
 def test_without_the_rule_something_breaks(name: str) -> None:
     rule = RULES[name]
     cfg = with_faults(SCENARIOS[rule.scenario], **FAULTS[name]) if name in FAULTS else SMALL[rule.scenario]
-    verdict = explore(cfg, ALL - {name, *rule.behind}, limit=20_000)
+    verdict = explore(cfg, ALL - {name, *rule.behind}, limit=30_000)
     assert verdict.says[:1] == "S", f"{verdict.says or 'nothing broke'} without: {rule.says}"
 
 

@@ -27,6 +27,8 @@ and what the good end is; `search` visits every state within a scenario's budget
   S17 a final record has its rows in the outbox, a row its final; a first start has its row, once
   S18 a row is marked as delivered only if its receiver got it; its deliverer is not overruled while its lease stands.
       With S5: each row is delivered at last, or dead
+  S19 on SQS a task that is not settled is in the index, in a worker's books or stored, whatever SQS has
+  S20 the index has nothing that does not wait, unless SQS or a process failed  S21 a message leaves one dead letter
 
 Identifiers (delivery, claim, incarnation) are the smallest ones that nobody remembers: "fresh" without infinity. They,
 and the numbers of workers and slots, are given anew in each state: in a trace they hold from one step to the next.

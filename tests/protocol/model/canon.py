@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.protocol.model.outbox import rows_in_order
 from tests.protocol.model.scripts import Rec
-from tests.protocol.model.state import DOWN, IDLE, SQS, Cfg, Message, Slot, State
+from tests.protocol.model.state import DOWN, IDLE, SQS, Cfg, Slot, State
 
 KEEPS_PREFIX = ("got", "score", "run", "fin", "late", "popped")
 KEEPS_CLAIM = ("release_back", "release_ack", "release_end", "retry_pub", "retry_ack")
@@ -38,9 +38,14 @@ def renamed(s: State, cfg: Cfg) -> State:
     inc: dict[Any, Any] = {None: None, SQS: SQS, **{n: i + 1 for i, n in enumerate(s.incs) if n != DOWN}}
     kinds = dict(s.kinds)
     owners = [r.owner if r else None for r in s.recs]
-    strangers = (s.lb | s.ls | s.listed | {e[1] for e in s.infl} | set(owners)) - set(inc)
+    entries = s.fields | (frozenset(s.reap[1]) if s.reap else frozenset())
+    known = s.lb | s.ls | s.listed | {e[1] for e in s.infl} | {f.inc for f in entries} | set(owners)
+    strangers = (known | ({s.reap[0]} if s.reap else set())) - set(inc)
     if len(strangers) > 1:
-        held: dict[Any, list[Message]] = {n: sorted(e[2] for e in s.infl if e[1] == n) for n in strangers}
+        held: dict[Any, list[Any]] = {
+            n: [*sorted(e[2] for e in s.infl if e[1] == n), *sorted(f[2:] for f in entries if f.inc == n)]
+            for n in strangers
+        }
         ordered = sorted(
             strangers,
             key=lambda n: (n in s.lb, n in s.ls, n in s.listed, [o == n for o in owners], held[n], kinds.get(n, ())),
@@ -57,6 +62,8 @@ def renamed(s: State, cfg: Cfg) -> State:
         c.setdefault(p.c, len(c))
     for e in sorted(s.infl, key=lambda e: (inc[e[1]], e[2])):
         d.setdefault(e[0], len(d))
+    for f in sorted(entries, key=lambda f: (inc[f.inc], f.msg, f.what)):
+        d.setdefault(f.d, len(d))
     for r in s.recs:
         if r:
             c.setdefault(r.claim, len(c))
@@ -71,6 +78,9 @@ def renamed(s: State, cfg: Cfg) -> State:
         looks=tuple(one._replace(what=_those(one.what, d), seen=_those(one.seen, d)) for one in s.looks),
         kinds=frozenset((inc[n], kind) for n, kind in s.kinds if n in s.lb | s.ls or n in s.incs) if kinds else s.kinds,
         unknown=frozenset((d[uuid], c[claim]) for uuid, claim in s.unknown if uuid in d and claim in c),
+        fields=frozenset(f._replace(d=d[f.d], inc=inc[f.inc]) for f in s.fields) if s.fields else s.fields,
+        reap=s.reap and (inc[s.reap[0]], tuple(sorted(f._replace(d=d[f.d], inc=inc[f.inc]) for f in s.reap[1]))),
+        old=s.old & ({*s.queue} | {e[2] for e in s.infl} | {f.msg for f in entries}) if s.old else s.old,
         ghosts=s.ghosts if cfg.counting else tuple(g._replace(idle=0) if g.idle else g for g in s.ghosts),
     )
 
@@ -128,7 +138,7 @@ def _at(s: State, i: int, cfg: Cfg) -> tuple[Any, ...]:
 def _stands(s: State, inc: int, slots: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     """What tells a worker from others."""
     owned = [r is not None and r.owner == inc for r in s.recs]
-    held = sorted(e[2] for e in s.infl if e[1] == inc)
+    held = [*sorted(e[2] for e in s.infl if e[1] == inc), *sorted(f[2:] for f in s.fields if f.inc == inc)]
     return (inc == DOWN, inc in s.lb, inc in s.ls, inc in s.listed, owned, held, slots)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.protocol.model.books import wrong_books
 from tests.protocol.model.outbox import wrong_rows
 from tests.protocol.model.scripts import FINAL, Rec
 from tests.protocol.model.state import FAULTS, IDLE, NOBODY, Cfg, Ghost, State
@@ -25,6 +26,8 @@ def wrong(s: State, cfg: Cfg) -> str:
         seen, stream = s.reader[2], s.recs[0].stream
         if (seen != stream[: len(seen)] and stream != seen[: len(stream)]) or (s.reader[3] and seen != stream):
             return "S6 reader got another text"
+    if cfg.books and (said := wrong_books(s, cfg, used)):
+        return said
     return wrong_rows(s) if s.posts else ""
 
 
@@ -77,8 +80,10 @@ def good(s: State, cfg: Cfg) -> bool:
                 return False
         elif g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
             return False
-        if r and r.why == "dead" and not (t in s.dead or g.unlisted or cfg.sqs):
+        if r and r.why == "dead" and not (t in s.dead or g.unlisted or (cfg.sqs and not cfg.books)):
             return False
+    if s.index or s.fields or s.stored or s.reap or s.due:
+        return False
     if s.lease and s.lease[0] != "none":
         return False
     if any(p != NOBODY for p in s.posts) or any(row.state == "due" for rows in s.rows for row in rows):
@@ -93,5 +98,8 @@ def describe(s: State) -> str:
     ]
     inflight = sorted((e[0], f"inc{e[1]}") for e in s.infl)
     lists = f"queue {[m[0] for m in s.queue]}, sorted {[m[0] for m in s.sorted]}, in flight {inflight}"
+    if s.index or s.fields or s.stored or s.reap:
+        fields = sorted((f.d, f"inc{f.inc}", f.msg[0], f.what) for f in s.fields)
+        lists += f", index {sorted(s.index)}, fields {fields}, stored {sorted(s.stored)}, reap {s.reap}"
     rows = f", rows {[row[:4] for rows in s.rows for row in rows]}" if s.posts else ""
     return f"=> {lists}, records {records}, slots {[p.pc for p in s.slots]}{rows}"

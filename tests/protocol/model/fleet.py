@@ -24,8 +24,16 @@ def enlisted(s: State, w: int, cfg: Cfg, rules: Rules) -> State:
 
 def down_steps(s: State, w: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """Process w does not run; it is started where the list is not empty."""
-    if any(len(m) < 3 or m[2][1] is None for m in s.queue):
-        used = (s.incs, s.lb, s.ls, s.listed, {e[1] for e in s.infl}, {r.owner for r in s.recs if r})
+    if s.index or any(len(m) < 3 or m[2][1] is None for m in s.queue if not cfg.books):
+        used = (
+            s.incs,
+            s.lb,
+            s.ls,
+            s.listed,
+            {f.inc for f in s.fields},
+            {e[1] for e in s.infl},
+            {r.owner for r in s.recs if r},
+        )
         inc = fresh(set().union(*used))
         up = s._replace(incs=put(s.incs, w, inc), lb=s.lb | {inc}, ls=s.ls | {inc}, kinds=of_kind(s, w, inc, cfg))
         yield f"worker {w} is started, LEASE(inc{inc})", True, enlisted(up, w, cfg, rules)

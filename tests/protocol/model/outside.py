@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tests.protocol.model import scripts
 from tests.protocol.model.scripts import FINAL, Rules
 from tests.protocol.model.state import Cfg, State, enqueue, message, put, queued_record, spend, without
-from tests.protocol.model.worker import haunt, store
+from tests.protocol.model.worker import haunt, indexed, sent, store
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
 
@@ -19,21 +19,25 @@ def producer_steps(s: State, p: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         answer, r = scripts.admit(s.recs[t], p, False, rules)
         s2, to = store(s, t, r), "done"
         if answer != "exists":
-            s2, to = haunt(s2, t, accepted=True), "send"
+            s2, to = haunt(s2, t, accepted=True), "index" if cfg.books and "index_first" in rules else "send"
             if r and r.nonce != p:
                 s2 = haunt(s2, t, bad="S8 a request was accepted, and another's task stands in its place")
         yield f"producer {p} ADMIT {t} -> {answer}", True, s2._replace(prods=put(s.prods, p, to))
         if lost:
             yield f"producer {p} ADMIT {t}, reply lost", False, s2._replace(budget=lost)
+    elif pc in ("index", "late_index"):
+        to = "send" if pc == "index" else "mark"
+        yield f"producer {p} enters {t} in the index", True, indexed(s, t)._replace(prods=put(s.prods, p, to))
     elif pc == "send":
         s2 = haunt(s._replace(queue=enqueue(s.queue, message(s, cfg, t))), t, accepted=True)
-        yield f"producer {p} sends {t}", True, s2._replace(prods=put(s.prods, p, "done" if cfg.plain else "mark"))
+        to = "done" if cfg.plain else "late_index" if cfg.books and "index_first" not in rules else "mark"
+        yield f"producer {p} sends {t}", True, s2._replace(prods=put(s.prods, p, to))
         if lost:
             yield f"producer {p} sends {t}, reply lost", False, s2._replace(budget=lost)
     elif pc == "mark":
         s2 = store(s, t, scripts.queued(s.recs[t], rules)[1])
         yield f"producer {p} QUEUED {t}", True, s2._replace(prods=put(s.prods, p, "done"))
-    if pc in ("send", "mark") and not cfg.plain and (b := spend(s, "pcrash")):
+    if pc in ("index", "send", "mark") and not cfg.plain and (b := spend(s, "pcrash")):
         yield f"producer {p} crashes", False, s._replace(prods=put(s.prods, p, "done"), budget=b)
 
 
@@ -46,7 +50,7 @@ def sweeper_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         return
     what, t = s.sweep
     if what == "send":
-        yield "sweeper sends", True, s._replace(queue=enqueue(s.queue, message(s, cfg, t)), sweep=("mark", t))
+        yield "sweeper sends", True, sent(s, cfg, t)._replace(sweep=("mark", t))
     else:
         yield "sweeper QUEUED", True, store(s, t, scripts.queued(s.recs[t], rules)[1])._replace(sweep=None)
     if b := spend(s, "pcrash"):
@@ -123,7 +127,10 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if (b := spend(s, "tail")) and r and (r.stream or r.prompt) and r.status not in FINAL:
         cut = r._replace(stream=r.stream[:-1], next=(len(r.stream) - 1,)) if r.stream else r._replace(prompt=())
         yield f"failover drops the last entry of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)
-    if (b := spend(s, "undo")) and r and r.status in FINAL and any(e[2][0] == t for e in s.infl):
+    held = [e[2] for e in s.infl]
+    if cfg.books:  # one server: what was written to the books since would be lost, too
+        held = [f.msg for f in s.fields] if all(f.what == "given" for f in s.fields) else []
+    if (b := spend(s, "undo")) and r and r.status in FINAL and any(m[0] == t for m in held) and not s.reap:
         ghost = s.ghosts[t]._replace(final=None, links=0, excused=True, undone=True)
         back = s._replace(recs=put(s.recs, t, queued_record(cfg)), ghosts=put(s.ghosts, t, ghost), budget=b)
         if s.rows and "row_same_store" in rules:

@@ -28,6 +28,7 @@ def _world(
     broken: bool = False,
     kinds: tuple[tuple[int, int], ...] = (),
     posts: int = 0,
+    books: bool = False,
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -46,7 +47,7 @@ def _world(
         length,
         limit,
         plain,
-        sqs,
+        sqs or books,
         split,
         differ,
         reader,
@@ -62,6 +63,7 @@ def _world(
         broken,
         kinds,
         posts,
+        books,
         budget,
     )
 
@@ -126,6 +128,21 @@ _LIST = [
     _world("delete", posts=1, workers=(0,), delete=1, crash=1, expire=1, lost=1, length=1),
     _world("delete-running", delete=1, crash=1, expire=1, lost=1, drain=1),
     _world("delete-producer", sent=False, delete=1, pcrash=1, lost=1, crash=1, length=1),
+    _world("books", books=True, workers=(0,), crash=1, dup=1, late=1, length=0),
+    _world("books-lapse", books=True, expire=1, crash=1, length=0),
+    _world("books-tidy", books=True, workers=(0,), expire=1, crash=1, length=0),
+    _world("books-drain", books=True, drain=1, crash=1, lost=1, length=1),
+    _world("books-retry", books=True, retry=1, crash=1, length=1),
+    _world("books-producer", books=True, workers=(0,), sent=False, pcrash=1, lost=1, length=0),
+    _world("books-reap", books=True, crash=1, pcrash=1, dup=1, length=0),
+    _world("books-broken", books=True, workers=(0,), broken=True, crash=1, lost=1, length=0),
+    _world("books-killer", books=True, killer=2, limit=2, length=0),
+    _world("books-innocent", books=True, tasks=2, workers=(0, 0), killer=2, limit=2, length=0),
+    _world("books-later", books=True, workers=(0,), later=1, crash=1, pcrash=1, lost=1, length=0),
+    _world("books-scaled", books=True, scaled=True, workers=(0,), crash=2, expire=1, length=0),
+    _world("books-scaled-dup", books=True, scaled=True, workers=(0,), crash=1, dup=1, late=1, later=1, length=0),
+    _world("books-old", books=True, workers=(0,), age=1, crash=1, length=0),
+    _world("books-undone", books=True, workers=(0,), undo=1, crash=1, length=0),
     _world("two", tasks=2, length=1, crash=1, expire=1, cancel=1),
 ]
 

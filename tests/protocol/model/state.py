@@ -13,7 +13,8 @@ from tests.protocol.model.scripts import FINAL, QUEUED, Rec
 #: that loses the ACK, too, so that a live worker has it in flight again, and does not know it. Of the outbox: `dcrash`:
 #: a deliverer is killed; `stall`: a row's lease ends while its deliverer lives; `refuse`: the receiver refuses, or its
 #: answer is lost; `unmark`: a failover loses what became of a row, and keeps its final; `replay`: an operator asks.
-#: `delete`: whoever was told of a task deletes it.
+#: `delete`: whoever was told of a task deletes it. Of SQS: `later`: a message is to come after more than 15 minutes;
+#: `late`: a message that was deleted comes once more; `age`: all messages are so old that SQS will drop them.
 FAULTS = (
     "crash",
     "expire",
@@ -39,6 +40,9 @@ FAULTS = (
     "unmark",
     "replay",
     "delete",
+    "later",
+    "late",
+    "age",
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
@@ -54,7 +58,8 @@ class Cfg(NamedTuple):
     `orphan`, `compact`: the sweeper settles what others left, and compacts streams; `scaled`: FETCH sorts what it does
     not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know;
     `broken`: no worker can make sense of a record that it has claimed, and keeps the message; `kinds[w]`: (version,
-    pool) of worker w, where that matters; `posts`: how many deliver events, of which tasks then want all."""
+    pool) of worker w, where that matters; `posts`: how many deliver events, of which tasks then want all; `books`: of
+    SQS, on the store."""
 
     name: str
     tasks: int
@@ -78,6 +83,7 @@ class Cfg(NamedTuple):
     broken: bool
     kinds: tuple[tuple[int, int], ...]
     posts: int
+    books: bool
     budget: tuple[int, ...]
 
     @property
@@ -104,6 +110,15 @@ class Slot(NamedTuple):
     note: str = ""
 
 
+class Field(NamedTuple):
+    """What a worker has of SQS, in its books: by which receipt, and as what (`books`)."""
+
+    d: int
+    inc: int
+    msg: Message
+    what: str
+
+
 class Look(NamedTuple):
     """How far a worker is in looking for strays: what it does next, with which deliveries, and which it found once."""
 
@@ -116,7 +131,8 @@ class Ghost(NamedTuple):
     """What only the checker knows of a task. `excused`: its owner was lost before SETTLE, so that links may go out
     again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept; `idle`: times in a
     row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none that are known;
-    `undone`: a failover lost its end, whose links went out or will."""
+    `undone`: a failover lost its end, whose links went out or will; `letters`: dead letters kept; `blurred`: SQS
+    showed its message to two."""
 
     accepted: bool
     final: str | None = None
@@ -127,6 +143,8 @@ class Ghost(NamedTuple):
     idle: int = 0
     spared: bool = False
     undone: bool = False
+    letters: int = 0
+    blurred: bool = False
     bad: str = ""
 
 
@@ -159,7 +177,9 @@ class State(NamedTuple):
     `sorted`: what FETCH took off the list, by tenant; `listed`: incarnations that REAP knows of. `incs[w]` is DOWN
     while no process w runs. `looks`: per worker, see `fleet`; `unknown`: deliveries with their claims that a failover
     brought back; `kinds`: (incarnation, its kind) of all with a lease; `rows`: of the outbox, per task;
-    `posts`: deliverers."""
+    `posts`: deliverers. Of SQS's books: `index`: (task, its age: `true`, `old`, or `new` whatever its message is);
+    `fields`: in flight; `stored`: tasks to be sent later; `reap`: the incarnation that is reaped, and its fields to be
+    made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -184,6 +204,12 @@ class State(NamedTuple):
     kinds: frozenset[tuple[int, tuple[int, int]]] = frozenset()
     rows: tuple[tuple[Row, ...], ...] = ()
     posts: tuple[Post, ...] = ()
+    index: frozenset[tuple[int, str]] = frozenset()
+    fields: frozenset[Field] = frozenset()
+    stored: frozenset[int] = frozenset()
+    reap: tuple[int, tuple[Field, ...]] | None = None
+    due: tuple[str, int] | None = None
+    old: frozenset[Message] = frozenset()
 
 
 IDLE = Slot("idle")
@@ -217,7 +243,9 @@ def without(q: tuple[Message, ...], m: Message) -> tuple[Message, ...]:
 def message(s: State, cfg: Cfg, t: int) -> Message:
     if not cfg.sqs:
         return (t, 0)
-    return (t, fresh({m[1] for m in s.queue} | {e[2][1] for e in s.infl} | {p.msg[1] for p in s.slots if p.msg}))
+    noted = {f.msg[1] for f in s.fields} | {f.msg[1] for f in (s.reap[1] if s.reap else ())}
+    there = {m[1] for m in s.queue} | {e[2][1] for e in s.infl} | {p.msg[1] for p in s.slots if p.msg}
+    return (t, fresh(there | noted | {m[1] for m in s.old}))
 
 
 def queued_record(cfg: Cfg) -> Rec:

@@ -57,6 +57,17 @@ def haunt(s: State, t: int, **changes: Any) -> State:
     return s._replace(ghosts=put(s.ghosts, t, s.ghosts[t]._replace(**changes)))
 
 
+def indexed(s: State, t: int) -> State:
+    """The index of SQS has what is about to be sent."""
+    return s._replace(index=frozenset(one for one in s.index if one[0] != t) | {(t, "true")})
+
+
+def sent(s: State, cfg: Cfg, t: int) -> State:
+    """The task's message is sent; on SQS, entered in the index."""
+    after = indexed(s, t) if cfg.books else s
+    return after._replace(queue=enqueue(s.queue, message(s, cfg, t)))
+
+
 def take_back(s: State, cfg: Cfg, p: Slot, rules: Rules, keep: bool) -> list[State]:
     """ACK and BACK by delivery. On SQS a stale handle may or may not delete the message."""
     hit = [e for e in s.infl if (e[0] == p.d if "ack_uuid" in rules or cfg.sqs else e[2] == p.msg)][:1]
@@ -277,7 +288,7 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield "RELEASE", IDLE, store(s, t, scripts.release(r, p.c, rules)[1])
     elif p.pc == "retry_pub":
         pc = "release_ack" if "retry_order" in rules else "release_end"
-        yield "publish retry copy", p._replace(pc=pc), s._replace(queue=enqueue(s.queue, message(s, cfg, t)))
+        yield "publish retry copy", p._replace(pc=pc), sent(s, cfg, t)
     elif p.pc == "retry_ack":  # the wrong order: ACK, then publish
         for after in take_back(s, cfg, p, rules, False):
             yield "ACK", p._replace(pc="retry_pub"), after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tests.protocol.model.books import PLACES, book_steps, lapsed_place, place_steps
 from tests.protocol.model.fleet import adopt_steps, down_steps, enlisted, look_steps, recall_steps, unack_steps
 from tests.protocol.model.outbox import outbox_steps
 from tests.protocol.model.outside import (
@@ -35,7 +36,7 @@ from tests.protocol.model.state import (
     spend,
     toxic,
 )
-from tests.protocol.model.worker import slot_steps, take_back
+from tests.protocol.model.worker import haunt, slot_steps, take_back
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
 
@@ -60,11 +61,12 @@ def start(cfg: Cfg) -> State:
         dead=frozenset(),
         kills=0,
         budget=cfg.budget,
-        listed=frozenset(incs) if cfg.scaled else frozenset(),
+        listed=frozenset(incs) if cfg.scaled or cfg.books else frozenset(),
         looks=(Look(),) * len(incs) if cfg.strays else (),
         kinds=frozenset(zip(incs, cfg.kinds, strict=True)) if cfg.kinds else frozenset(),
         rows=((),) * cfg.tasks if cfg.posts else (),
         posts=(NOBODY,) * cfg.posts,
+        index=frozenset((t, "true") for t in range(cfg.tasks)) if cfg.books and sent else frozenset(),
     )
 
 
@@ -77,6 +79,8 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     yield from _returns(s, cfg, rules)
     yield from recall_steps(s, cfg, rules)
     yield from adopt_steps(s, rules)
+    if cfg.books:
+        yield from book_steps(s, cfg, rules)
     for p in range(len(s.prods)):
         if s.prods[p] != "done":
             yield from producer_steps(s, p, cfg, rules)
@@ -103,7 +107,9 @@ def _slot(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         return
     p, lost = s.slots[i], spend(s, "lost")
     me = f"slot{i}(inc{s.incs[cfg.workers[i]]}) "
-    for label, after, s2 in slot_steps(s, i, cfg, rules):
+    at_sqs = cfg.books and p.pc in PLACES
+    nexts = place_steps(s, p, s.incs[cfg.workers[i]], cfg, rules) if at_sqs else slot_steps(s, i, cfg, rules)
+    for label, after, s2 in nexts:
         yield me + label, True, s2._replace(slots=put(s.slots, i, after))
         if lost and p.pc not in ("hold", "trace", "popped"):
             again = p
@@ -133,13 +139,15 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
     """The worker process w starts again (after a crash, or because its lease was lost) as a new incarnation."""
     s = bereave(s, s.incs[w])
     given_up = {p.msg[0] for i, p in enumerate(s.slots) if cfg.workers[i] == w and p.note == "dead"}
-    inc = fresh(set(s.incs) | s.lb | s.ls | {e[1] for e in s.infl} | {r.owner for r in s.recs if r})
+    known = s.lb | s.ls | s.listed | {e[1] for e in s.infl} | {r.owner for r in s.recs if r} | {f.inc for f in s.fields}
+    inc = fresh(set(s.incs) | known | ({s.reap[0]} if s.reap else set()))
     return s._replace(
         ghosts=tuple(g._replace(unlisted=True) if t in given_up else g for t, g in enumerate(s.ghosts)),
         slots=tuple(IDLE if cfg.workers[i] == w else p for i, p in enumerate(s.slots)),
         incs=put(s.incs, w, inc),
         lb=s.lb | {inc},
         ls=s.ls | {inc},
+        listed=s.listed | {inc} if cfg.books else s.listed,
         looks=put(s.looks, w, Look()) if cfg.strays else (),
         kinds=of_kind(s, w, inc, cfg),
     )
@@ -151,10 +159,17 @@ def lapsed(s: State, w: int, cfg: Cfg, rules: Rules) -> State:
     if "lapse_release" not in rules:
         return after
     let_go = (
-        Slot("release_back", p.msg, p.d, p.c, (), "lapsed") if cfg.workers[i] == w and p.msg is not None else new
+        _let_go(p, cfg) if cfg.workers[i] == w and p.msg is not None else new
         for i, (p, new) in enumerate(zip(s.slots, after.slots, strict=True))
     )
     return after._replace(slots=tuple(let_go))
+
+
+def _let_go(p: Slot, cfg: Cfg) -> Slot:
+    """What becomes of what it held."""
+    if cfg.books and p.pc in PLACES:
+        return lapsed_place(p)
+    return Slot("release_back", p.msg, p.d, p.c, (), "lapsed")
 
 
 def _process(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
@@ -168,7 +183,7 @@ def _process(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Ste
     if (b := spend(s, "crash")) and (s.sorted or any(p != IDLE for p in mine)):
         after = reborn(s, w, cfg)
         if cfg.scaled:  # nobody starts it anew but whoever sees something in the list
-            after = after._replace(incs=s.incs, lb=s.lb, ls=s.ls)
+            after = after._replace(incs=s.incs, lb=s.lb, ls=s.ls, listed=s.listed)
             after = after._replace(incs=put(s.incs, w, DOWN), kinds=s.kinds)
         yield f"crash of worker {w} (inc{inc})", False, after._replace(budget=b)
     if inc not in s.lb or inc not in s.ls:
@@ -200,9 +215,13 @@ def _returns(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if cfg.sqs:
         held = {p.d for p in s.slots}
         for e in s.infl:
+            if cfg.killer and any(f.d == e[0] for f in s.fields):
+                continue  # hidden for longer than a lease: REAP comes first, and counts
             b = s.budget if e[0] not in held else spend(s, "dup")
             if b is not None:
                 s2 = s._replace(infl=s.infl - {e}, queue=enqueue(s.queue, e[2]), budget=b)
+                if any(f.d == e[0] for f in s.fields):
+                    s2 = haunt(s2, e[2][0], blurred=True)
                 yield f"visibility of task {e[2][0]} lapses", e[0] not in held, s2
         return
     if cfg.scaled and not any(inc in s.lb for inc in s.incs) and "sweeper_reaps" not in rules:
