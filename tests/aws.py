@@ -47,8 +47,18 @@ class Aws:
         """Everything in it is gone."""
         self._ask("/moto-api/reset", b"")
 
+    @contextmanager
+    def enforcing(self) -> Iterator[None]:
+        """Within it, requests need credentials of a user or role whose policies allow them."""
+        self._ask("/moto-api/reset-auth", b"0")
+        try:
+            yield
+        finally:
+            self._ask("/moto-api/reset-auth", b"inf")
+
     def _ask(self, path: str, data: bytes | None = None) -> Any:
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data=data), timeout=10) as answer:
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "text/plain"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return json.loads(answer.read())
 
 

@@ -121,18 +121,15 @@ class Template:
         )
         url = f"${{{_id(inbox_name(self.address.prefix))}}}"
         may_publish = may_send(topic, "s3", _BUCKET_ARN, _ACCOUNT, "sns:Publish")
-        by_sns, by_eventbridge = {"Condition": WAYS["sns"]}, {"Condition": WAYS["eventbridge"]}
+        subscribed = {"Fn::If": [WAYS["sns"], [{"Protocol": "sqs", "Endpoint": queue}], []]}
         return {
             "InboxPolicy": _resource("SQS::QueuePolicy", {"Queues": [url], "PolicyDocument": may}),
-            "InboxTopic": _resource("SNS::Topic", _tagged(self.tags)),
+            "InboxTopic": _resource("SNS::Topic", {"Subscription": subscribed, **_tagged(self.tags)}),
             "InboxTopicPolicy": _resource("SNS::TopicPolicy", {"Topics": [topic], "PolicyDocument": may_publish}),
-            "InboxSubscription": _resource(
-                "SNS::Subscription", {"TopicArn": topic, "Protocol": "sqs", "Endpoint": queue}, **by_sns
-            ),
             "InboxRule": _resource(
                 "Events::Rule",
                 {"EventPattern": {**rule, "detail": detail}, "Targets": [{"Id": "inbox", "Arn": queue}]},
-                **by_eventbridge,
+                Condition=WAYS["eventbridge"],
             ),
         }
 
