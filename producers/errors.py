@@ -50,6 +50,10 @@ class TaskNotFound(PenstockError, KeyError):
         return str(self.args[0])
 
 
+class ResultUnavailable(PenstockError):
+    """The task is there, and its result is in a file that cannot be read from here; the message says where it is."""
+
+
 class SubmitFailed(PenstockError):
     """The broker or the store did not answer in time, or takes nothing new. A record that was made is finished by the
     sweeper. `code` is for programs: `submit_failed`, `storage_full`, `access_denied` or `unusable_server`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from types import TracebackType
@@ -15,7 +16,7 @@ from producers.client import operations
 from producers.client.hub import CLOSED, Hub
 from producers.client.once import submit_once
 from producers.client.reader import Reader
-from producers.client.steps import Pause, Send, Step, Steps, T, adrive
+from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, Known, submit
 from producers.client.tasks import AsyncTasks
 from producers.connection.connect import SILENT_S, connect_async
@@ -28,20 +29,30 @@ from producers.contract.result import Result, collect
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
+from producers.store.references import Places
 
 
 class AsyncClient:
     """Submits tasks and reads them, on one event loop.
 
     `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. Without a broker,
-    `producers.connection.local` finds both. `patience`: time (s) for which a failing connection is retried. It connects
-    at the first call. Raises ValueError for another kind of broker; the blocking `Client` supports those of kombu.
+    `producers.connection.local` finds both. `patience`: time (s) for which a failing connection is retried.
+    `files_dir`: the sweeper's place of files, for results that were moved there; unset: FILES_DIR, else where each
+    result says. It connects at the first call. Raises ValueError for another kind of broker; the blocking `Client`
+    supports those of kombu.
     """
 
     def __init__(
-        self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
+        self,
+        broker: str | None = None,
+        store: str | None = None,
+        *,
+        patience: float = operations.PATIENCE_S,
+        files_dir: str | None = None,
     ) -> None:
         self.patience = operations.checked_patience(patience)
+        #: Where results are that were moved to files.
+        self.places = Places(files_dir or os.environ.get("FILES_DIR"))
         broker, store = servers(broker, store)
         #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
         self.store: Redis = connect_async(store)
@@ -143,6 +154,8 @@ class AsyncClient:
                 return await arun(self.store, step)
             if isinstance(step, Send):
                 return await self.send(step.message)
+            if isinstance(step, Fetch):
+                return await asyncio.to_thread(self.places.block, step.reference, step.number)
             async with self.store.pipeline(transaction=False) as pipe:
                 for command in step.commands:
                     pipe.execute_command(*command)

@@ -16,7 +16,7 @@ from producers.client.aio import AsyncClient
 from producers.client.hub import CLOSED
 from producers.client.once import submit_once
 from producers.client.portal import Expired, Portal
-from producers.client.steps import Pause, Send, Step, Steps, T, drive
+from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, drive
 from producers.client.submission import TASK, Directory
 from producers.client.tasks import Tasks
 from producers.connection.connect import connect
@@ -40,13 +40,20 @@ class Client:
 
     `broker`, `store`: URLs as in `producers.connection.connect`; the broker may also be any that kombu supports. The
     store is the broker unless given. Without a broker, `producers.connection.local` finds both. `patience`: time (s)
-    for which a failing connection is retried. It connects at the first call. Raises ValueError for a bad URL.
+    for which a failing connection is retried. `files_dir`: as of AsyncClient. It connects at the first call. Raises
+    ValueError for a bad URL.
     """
 
     def __init__(
-        self, broker: str | None = None, store: str | None = None, *, patience: float = operations.PATIENCE_S
+        self,
+        broker: str | None = None,
+        store: str | None = None,
+        *,
+        patience: float = operations.PATIENCE_S,
+        files_dir: str | None = None,
     ) -> None:
         self.patience = operations.checked_patience(patience)
+        self._files_dir = files_dir
         broker, self._store_url = servers(broker, store)
         self._broker_url = broker
         self._store = connect(self._store_url)
@@ -106,7 +113,8 @@ class Client:
         with self._lock:
             self._check_open()
             if not self._reading or not self._reading[-1][0].usable:
-                self._reading.append((Portal(), AsyncClient(self._store_url, patience=self.patience)))
+                client = AsyncClient(self._store_url, patience=self.patience, files_dir=self._files_dir)
+                self._reading.append((Portal(), client))
             return self._reading[-1]
 
     def close(self) -> None:
@@ -142,6 +150,7 @@ class Client:
             return run(self._store, step)
         if isinstance(step, Send):
             return self._send(step.message)
+        assert not isinstance(step, Fetch), "the asyncio client reads results"
         with self._store.pipeline(transaction=False) as pipe:
             for command in step.commands:
                 pipe.execute_command(*command)

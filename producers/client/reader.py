@@ -3,8 +3,9 @@
     read the stream -> ended: done
                     -> follow the channel -> on doubt (gap, reconnect, silence, overflow): read the stream
 
-A compacted stream (`producers.sweeper.compact`) is read as blocks. Each read asks for the stream first and then for the
-block. Blocks replace a stream in one step, so the first of the two that exists is complete.
+A compacted stream (`producers.sweeper.compact`) is read as blocks, from the store or from the blob that a reference
+there names. Each read asks for the stream first and then for the block. Blocks replace a stream in one step, so the
+first of the two that exists is complete.
 
 The first read serves finished tasks without a subscription. When the subscription is confirmed, the stream is read
 again, so that nothing is lost between the two. Events that came twice are dropped by their position.
@@ -20,10 +21,14 @@ from typing import Any, Final, TypeVar
 
 from producers.client.hub import Hub, Subscription
 from producers.client.operations import not_found
-from producers.client.steps import Read, Steps, persistently
+from producers.client.steps import Fetch, Read, Steps, persistently
+from producers.connection.aws import AwsNotInstalled
 from producers.contract import keys
 from producers.contract.blocks import BLOCK, unpack
 from producers.contract.events import End, Event, decode, decode_message, stream_position
+from producers.errors import ResultUnavailable
+from producers.store.blobs import BlobNotFound
+from producers.store.references import Reference
 
 T = TypeVar("T")
 #: (position, event); None for an entry of a kind that this version does not know.
@@ -75,7 +80,7 @@ class Cursor:
             (
                 ("HMGET", keys.task(self.task_id), "status", "end"),
                 ("XRANGE", keys.stream(self.task_id), f"{self.position + 1}-0", "+", "COUNT", CHUNK),
-                ("HGET", keys.result(self.task_id), self.block),
+                ("HMGET", keys.result(self.task_id), self.block, "blob"),
             )
         )
 
@@ -148,13 +153,14 @@ class Reader:
     async def next(self) -> list[Event]:
         """The next events, all that are there; an empty list once the stream has ended.
 
-        Raises TaskNotFound, redis.exceptions.RedisError if the store stays away, and PenstockError once closed.
+        Raises TaskNotFound, redis.exceptions.RedisError if the store stays away, ResultUnavailable, OSError if the
+        place of the result's file stays away, and PenstockError once closed.
         """
         cursor = self._cursor
         while not cursor.ended:
             events: list[Event] = []
             if cursor.behind:
-                record, found, block = await self._ask(persistently(cursor.query(), PATIENCE_S))
+                record, found, block = await self._read()
                 if found or block is None:
                     size = sum(len(fields[b"e"]) for _, fields in found)
                     events = cursor.replay(record, await _parsed(size, read_entries, found))
@@ -173,9 +179,29 @@ class Reader:
                 return events
         return []
 
+    async def _read(self) -> tuple[Any, Any, bytes | None]:
+        """The record's state, the next entries of the stream, and the next block if there is no stream."""
+        record, found, (block, moved) = await self._ask(persistently(self._cursor.query(), PATIENCE_S))
+        if not found and block is None and moved is not None:
+            reference = Reference.parse(moved)
+            try:
+                block = await self._ask(persistently(Fetch(reference, self._cursor.block), PATIENCE_S))
+            except (BlobNotFound, AwsNotInstalled, ValueError) as error:
+                record, found, _ = await self._ask(persistently(self._cursor.query(), PATIENCE_S))
+                if record[0] is not None:  # else the task was removed meanwhile, which `replay` says
+                    raise _unavailable(self._cursor.task_id, reference, error) from error
+        return record, found, block
+
     def close(self) -> None:
         if self._subscription is not None:
             self._hub.leave(self._subscription)
+
+
+def _unavailable(task_id: str, reference: Reference, error: Exception) -> ResultUnavailable:
+    return ResultUnavailable(
+        f"The result of task {task_id} is in {reference.place}, as {reference.name}, and cannot be read from here: "
+        f"{error}. Give the client the sweeper's place (files_dir, or FILES_DIR), or read it from a gateway."
+    )
 
 
 async def _parsed(size: int, parse: Callable[[Any], T], what: Any) -> T:

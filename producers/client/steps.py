@@ -18,6 +18,7 @@ from redis import exceptions as redis
 from producers.connection.script import Call
 from producers.connection.trouble import Trouble, trouble
 from producers.contract.message import Message
+from producers.store.references import Reference
 
 T = TypeVar("T")
 
@@ -40,13 +41,21 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """A block of a result that was moved to a blob. The answer is as of `Places.block`."""
+
+    reference: Reference
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Wait for `seconds`."""
 
     seconds: float
 
 
-Step = Call | Read | Send | Pause
+Step = Call | Read | Send | Fetch | Pause
 Steps = Generator[Step, Any, T]
 
 

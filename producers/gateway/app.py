@@ -54,7 +54,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     Raises ValueError for a broker or store that is no Redis or Valkey, a bad network in `webhook_allow`, and
     `files_redirect` without a bucket.
     """
-    client = TracedClient(settings.broker, settings.store, patience=settings.patience)
+    client = TracedClient(settings.broker, settings.store, patience=settings.patience, files_dir=settings.files_dir)
     allowed = networks(settings.webhook_allow)
     if settings.files_redirect and not is_s3(settings.files_dir):
         raise ValueError(f"--files-redirect needs a bucket: --files-dir is {settings.files_dir!r}, not s3://...")

@@ -17,7 +17,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.contract.aside import BodyGone, MessageTooLarge
 from producers.store.blobs import BlobNotFound
-from producers.store.files import NOTED_S
+from producers.store.protocol import NOTED_S
 from producers.store.references import Places
 
 #: Time (s) for which a body is kept from its last read on: SQS keeps a message for 14 days at most.

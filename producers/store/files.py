@@ -6,7 +6,8 @@
 
 The notes (`penstock:files:notes`) name blobs that no file stands for: one that is about to be written, by the time of
 the note, or one to be deleted, by 0. So whatever dies between two calls, a sweeper finds the blob: it deletes what is
-noted by 0, or was noted NOTED_S ago. FILE_MADE then answers `late`: the maker begins again.
+noted by 0, or was noted NOTED_S ago. FILE_MADE then answers `late`: the maker begins again. A blob that is kept for a
+time without a file (a result, a message's body) has a note by that time less NOTED_S.
 
 Ids sort by the time at which they were made, so a list's cursor need not be there any more. Every call may raise
 redis.exceptions.RedisError or OSError, and may be called again.
@@ -26,6 +27,7 @@ from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
 from producers.store.blobs import Blobs
+from producers.store.protocol import NOTED_S as NOTED_S
 from producers.store.protocol import PACKAGE
 
 PREFIX: Final = "file-"
@@ -34,8 +36,6 @@ BATCH: Final = "batch"
 BATCH_OUTPUT: Final = "batch_output"
 #: Time (s) for which a batch's output is kept, unless the batch says otherwise.
 OUTPUT_KEPT_S: Final = 30 * 24 * 3600
-#: Time (s) after which the writer of a noted blob counts as dead: far more than a commit, or a join, takes.
-NOTED_S: Final = 6 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +138,45 @@ async def listed(
     return found
 
 
-def removed(file_id: str, tenant: bytes | str | None, purpose: bytes | str | None) -> Call:
-    """FILE_REMOVED: forget the file, and note that its blob is to be deleted. Answers 1, or 0 if there was none."""
+def removed(file_id: str, tenant: bytes | str | None, purpose: bytes | str | None, noted_by: int | None = None) -> Call:
+    """FILE_REMOVED: forget the file, and note that its blob is to be deleted. Answers 1, or 0 if there was none.
+
+    `noted_by`: do it only if the blob was noted by then (unix s), else answer -1.
+    """
     names = _keys(file_id, text(tenant or b""), text(purpose or b""))
-    return Call(script(PACKAGE, "file_removed"), names, (file_id,))
+    return Call(script(PACKAGE, "file_removed"), names, (file_id, "" if noted_by is None else noted_by))
 
 
 async def remove(store: Redis, blobs: Blobs, file_id: str) -> bool:
     """Remove a file, expired or not, or a blob that was noted; with its blob. False if there was no file."""
-    there = await arun(store, removed(file_id, *await store.hmget(keys.file(file_id), "tenant", "purpose")))
-    await asyncio.to_thread(blobs.delete, file_id)
-    await store.zrem(keys.FILE_NOTES, file_id)
+    tenant, purpose = await store.hmget(keys.file(file_id), "tenant", "purpose")
+    there = await arun(store, removed(file_id, tenant, purpose))
+    await _delete(store, blobs, file_id)
     return bool(there)
 
 
 async def left_behind(store: Redis, limit: int) -> list[str]:
-    """Ids of noted blobs to be removed: of dead writers, or of removed files whose blob may be there still."""
-    return await _until(store, keys.FILE_NOTES, int(time.time()) - NOTED_S, limit)
+    """Names of noted blobs to be removed: of dead writers, of removed files and results, or kept until now."""
+    return await _until(store, keys.FILE_NOTES, _noted_by(), limit)
+
+
+async def remove_left_behind(store: Redis, blobs: Blobs, name: str) -> bool:
+    """Remove a blob that `left_behind` named. False if somebody has noted it anew, or made a file of it, meanwhile."""
+    tenant, purpose = await store.hmget(keys.file(name), "tenant", "purpose")
+    done = await arun(store, removed(name, tenant, purpose, _noted_by()))
+    if done != -1:
+        await _delete(store, blobs, name)
+    return bool(done != -1)
+
+
+async def _delete(store: Redis, blobs: Blobs, name: str) -> None:
+    await asyncio.to_thread(blobs.delete, name)
+    await store.zrem(keys.FILE_NOTES, name)
+
+
+def _noted_by() -> int:
+    """The time (unix s) by which notes of blobs that are to be removed were made."""
+    return int(time.time()) - NOTED_S
 
 
 async def expired(store: Redis, limit: int) -> list[str]:

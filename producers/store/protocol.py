@@ -12,6 +12,7 @@ from typing import Any, Final
 from producers.connection.script import Call, script, text
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.store.references import Reference
 
 PACKAGE: Final = "producers.store"
 
@@ -21,6 +22,8 @@ SUBMIT_WINDOW_MS: Final = 15_000
 SWEEP_AGE_MS: Final = 30_000
 #: Time (s) for which a settled record and its stream are kept, unless the task has a `ttl`.
 DEFAULT_TTL_S: Final = 24 * 3600
+#: Time (s) after which the writer of a noted blob counts as dead: far more than a commit, or a join, takes.
+NOTED_S: Final = 6 * 3600
 #: Worker deaths without a new token after which a task is given up; or STRETCH times as many deaths in all.
 MAX_DEATHS: Final = 3
 #: `claim.lua` has the same number.
@@ -49,8 +52,7 @@ def cancel(task_id: str) -> Call:
 
 def delete(task_id: str) -> Call:
     """DELETE: remove a task, cancelled if it has not ended. Answers its status before, or `gone`."""
-    names = (keys.task(task_id), keys.stream(task_id), keys.result(task_id))
-    return Call(script(PACKAGE, "delete"), names, (task_id,))
+    return Call(script(PACKAGE, "delete"), (keys.task(task_id), keys.stream(task_id)), (task_id,))
 
 
 def unread(task_id: str, over_ms: int) -> Call:
@@ -205,15 +207,19 @@ def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL
     )
 
 
-def compact(task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes]) -> Call:
-    """COMPACT: replace a settled stream by its blocks (`producers.contract.blocks`).
+def compact(
+    task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes], reference: Reference | None = None
+) -> Call:
+    """COMPACT: replace a settled stream by its blocks (`producers.contract.blocks`), or by a reference to a noted blob
+    that holds them.
 
-    `settled_ms`: the record's `settled`. Answers `done`, `gone`, `unsettled` or `changed`.
+    `settled_ms`: the record's `settled`. Answers `done`, `gone`, `other`, `unsettled`, `changed` or `late`.
     """
+    said, name = ("", "") if reference is None else (reference.to_json(), reference.name)
     return Call(
         script(PACKAGE, "compact"),
-        (keys.task(task_id), keys.stream(task_id), keys.result(task_id), keys.SETTLED),
-        (task_id, settled_ms, entries, *blocks),
+        (keys.task(task_id), keys.stream(task_id), keys.result(task_id), keys.SETTLED, keys.FILE_NOTES),
+        (task_id, settled_ms, entries, said, name, NOTED_S, *blocks),
     )
 
 

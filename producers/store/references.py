@@ -1,4 +1,4 @@
-"""References to blobs from elsewhere: from results that were moved to blobs, and from messages' bodies."""
+"""References to blobs from elsewhere: from results whose blocks were moved to a blob, and from messages' bodies."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class Reference:
     name: str
     ends: tuple[int, ...] = ()
 
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Begin and size of each block of a result."""
+        return [(start, end - start) for start, end in zip((0, *self.ends), self.ends, strict=False)]
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
@@ -43,6 +48,15 @@ class Places:
         self.own = own
         self._open: dict[str, Blobs] = {}
         self._lock = threading.Lock()
+
+    def block(self, reference: Reference, number: int) -> bytes | None:
+        """A block of a result; None behind its last one. Blocks.
+
+        Raises BlobNotFound, OSError, ValueError for a bad place, and AwsNotInstalled.
+        """
+        if number >= len(reference.ends):
+            return None
+        return self.at(reference.place).read(reference.name, *reference.blocks[number])
 
     def at(self, place: str) -> Blobs:
         """Raises as `open_blobs`."""

@@ -1,9 +1,10 @@
 """Compacts settled streams into blocks: the same events in a fraction of the memory.
 
     settled for a minute -> its entries, a page at a time -> blocks -> COMPACT: they take the stream's place at once
+    large ones              -> note ─▶ a blob ─▶ COMPACT: a reference to it takes the stream's place
     a reader asks for the stream, then for the block of its position: one of the two is there, whenever it comes
 
-The blocks' form is in `producers.contract.blocks`.
+The blocks' form is in `producers.contract.blocks`. What cannot be written to a blob stays in the store.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
+
+from redis.exceptions import OutOfMemoryError
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import Read, Step, Steps
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.blocks import BLOCK, pack
 from producers.contract.events import stream_position
-from producers.store import protocol
+from producers.store import files, protocol
+from producers.store.blobs import Blobs
+from producers.store.references import Reference
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +40,36 @@ AGE_MS: Final = 60_000
 PAGE: Final = 100
 #: Streams read in one round trip.
 BATCH: Final = 10
+#: Streams whose blocks are in memory at a time.
+AT_ONCE: Final = 4
+#: Time (s) for which results stay in the store after one could not be moved to a file.
+REST_S: Final = 60.0
 
 
 @dataclass(slots=True)
 class Compacted:
-    """Numbers of compacted streams, of their entries, and of their blocks' bytes."""
+    """Numbers of compacted streams, of their entries, and of their blocks' bytes. `moved`: streams in blobs."""
 
     streams: int = 0
     entries: int = 0
     size: int = 0
+    moved: int = 0
 
 
-async def compact(client: AsyncClient, age_ms: int = AGE_MS) -> Compacted:
-    """Compact every stream whose record was settled for `age_ms` (server time).
+@dataclass(slots=True)
+class Moving:
+    """Where blocks go that have `least` bytes or more together. After a failure, none go there for REST_S."""
+
+    blobs: Blobs
+    least: int
+    rests_until: float = 0.0
+
+    def takes(self, size: int) -> bool:
+        return size >= self.least and time.monotonic() >= self.rests_until
+
+
+async def compact(client: AsyncClient, age_ms: int = AGE_MS, moving: Moving | None = None) -> Compacted:
+    """Compact every stream whose record was settled for `age_ms` (server time). Without `moving`, into the store.
 
     Any number of processes may do so at once and be killed anywhere: COMPACT is one call. Raises
     redis.exceptions.RedisError or OSError if the store is away.
@@ -57,29 +83,67 @@ async def compact(client: AsyncClient, age_ms: int = AGE_MS) -> Compacted:
         (page,) = await client.run(_ask(Read((query,))))
         ids = [text(task_id) for task_id in page]
         for start in range(0, len(ids), BATCH):
-            kept += await _some(client, ids[start : start + BATCH], done)
+            kept += await _some(client, ids[start : start + BATCH], done, moving)
         if len(page) < PAGE:
             return done
 
 
-async def _some(client: AsyncClient, ids: Sequence[str], done: Compacted) -> int:
-    """Compact these streams. Returns how many stay in the index: unreadable ones, or changed meanwhile."""
+async def _some(client: AsyncClient, ids: Sequence[str], done: Compacted, moving: Moving | None) -> int:
+    """Compact these streams, at once. Returns how many stay in the index: unreadable ones, or changed meanwhile."""
     asked = [command for task_id in ids for command in (("HGET", keys.task(task_id), "settled"), _page(task_id, 0))]
     answers = await client.run(_ask(Read(tuple(asked))))
-    kept = 0
-    for task_id, settled, first in zip(ids, answers[::2], answers[1::2], strict=True):
-        blocks, count, whole = await _blocks(client, task_id, first)
-        if not whole and first:
-            log.error("the stream of task %s has a hole or no end: it is left as it is until it expires", task_id)
-            await client.store.zrem(keys.SETTLED, task_id)
-            continue
-        answer = text(await client.run(_ask(protocol.compact(task_id, int(settled or 0), count, blocks))))
-        if answer == "done":
-            done.streams += 1
-            done.entries += count
-            done.size += sum(map(len, blocks))
-        kept += answer == "changed"
-    return kept
+    at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def one(task_id: str, settled: bytes | None, first: list[Any]) -> bool:
+        async with at_once:
+            return await _one(client, task_id, settled, first, done, moving)
+
+    return sum(await asyncio.gather(*map(one, ids, answers[::2], answers[1::2])))
+
+
+async def _one(
+    client: AsyncClient, task_id: str, settled: bytes | None, first: list[Any], done: Compacted, moving: Moving | None
+) -> bool:
+    """Compact a stream. Returns whether it stays in the index."""
+    blocks, count, whole = await _blocks(client, task_id, first)
+    if not whole and first:
+        log.error("the stream of task %s has a hole or no end: it is left as it is until it expires", task_id)
+        await client.store.zrem(keys.SETTLED, task_id)
+        return False
+    size = sum(map(len, blocks))
+    reference = None if moving is None or not moving.takes(size) else await _moved(client, moving, task_id, blocks)
+    left = [] if reference is not None else blocks
+    answer = text(await client.run(_ask(protocol.compact(task_id, int(settled or 0), count, left, reference))))
+    if answer == "done":
+        done.streams += 1
+        done.entries += count
+        done.size += size
+        done.moved += reference is not None
+    elif moving is not None and reference is not None:
+        await files.remove(client.store, moving.blobs, reference.name)
+    return answer in ("changed", "late")
+
+
+async def _moved(client: AsyncClient, moving: Moving, task_id: str, blocks: Sequence[bytes]) -> Reference | None:
+    """Write the blocks to a blob. None where that fails: a bucket that is away must not fill the store with streams."""
+    reference = Reference(moving.blobs.place, f"result-{secrets.token_hex(16)}", tuple(accumulate(map(len, blocks))))
+    try:
+        await files.note(client.store, reference.name)
+        await asyncio.to_thread(_write, moving.blobs, reference.name, blocks)
+    except (OutOfMemoryError, OSError) as error:
+        moving.rests_until = time.monotonic() + REST_S
+        warn_throttled(
+            log, "the result of task %s stays in the store: it cannot be moved to a file: %s", task_id, error
+        )
+        return None
+    return reference
+
+
+def _write(blobs: Blobs, name: str, blocks: Sequence[bytes]) -> None:
+    with blobs.writer(name) as writer:
+        for block in blocks:
+            writer.write(block)
+        writer.commit()
 
 
 async def _blocks(client: AsyncClient, task_id: str, found: list[Any]) -> tuple[list[bytes], int, bool]:

@@ -36,7 +36,7 @@ from producers.sweeper.batches.duty import Batches
 from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
-from producers.sweeper.compact import AGE_MS, compact
+from producers.sweeper.compact import AGE_MS, Moving, compact
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.files import remove_files
 from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
@@ -91,6 +91,8 @@ class SweeperSettings:
     retire_after: float = RETIRE_AFTER_S
     files_dir: str = str(FILES_DIR)
     """The folder, or the bucket's URL, for files' content, which all gateways and sweepers share."""
+    results_to_files: int | None = None
+    """Least size (bytes) of a compacted stream that goes to `files_dir`; None: all stay in the store."""
     batch_lines: int = WINDOW
     """Most lines of one batch that are queued, or wait to be written, at a time."""
     orphaned_after: float = ORPHANED_AFTER_S
@@ -161,14 +163,16 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
     blobs = open_blobs(settings.files_dir)
+    moving = None if settings.results_to_files is None else Moving(blobs, settings.results_to_files)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def tell() -> Counts:
         return {"told": await results.tell()}
 
     async def pack() -> Counts:
-        done = await compact(client, int(settings.compact_after * 1000))
-        return {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
+        done = await compact(client, int(settings.compact_after * 1000), moving)
+        counts = {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
+        return counts | {"results_moved": done.moved}
 
     async def returned() -> Counts:
         reaped, recalled = await orphaned.sweep()

@@ -12,11 +12,13 @@ from typing import Any, Final, Self
 
 from redis import Redis
 
+from producers.connection.aws import client as aws
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import batches, files
 from producers.store.batches import Batch
-from producers.store.blobs import FolderBlobs
+from producers.store.blobs import Blobs, open_blobs
+from producers.store.blobs.bucket import is_s3, read
 from tests.producers.conftest import CARD, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
@@ -30,12 +32,11 @@ class Job:
     """A batch of these bodies; a line's custom_id is `r` and its number."""
 
     def __init__(
-        self, redis: Redis, folder: Path, bodies: Sequence[Mapping[str, Any]], url: str = URL, **fields: Any
+        self, redis: Redis, place: Path | str, bodies: Sequence[Mapping[str, Any]], url: str = URL, **fields: Any
     ) -> None:
         self.redis = redis
         self.count = len(bodies)
-        self.blobs = FolderBlobs(folder)
-        self.folder = folder
+        self.blobs = open_blobs(place)
         self.id, self.input = make(redis, self.blobs, url, lines(bodies, url), **fields)
 
     def read(self) -> Batch:
@@ -50,7 +51,7 @@ class Job:
         name = self.read().fields.get(f"{kind}_file")
         if name is None:
             return {}
-        found = [json.loads(line) for line in (self.folder / name).read_bytes().splitlines()]
+        found = [json.loads(line) for line in self.blobs.read(name, 0, 1 << 30).splitlines()]
         each = {line["custom_id"]: line for line in found}
         if len(each) != len(found):
             raise ValueError(f"{len(found)} lines of {len(each)} requests in the {kind} file")
@@ -67,7 +68,7 @@ class Job:
                 f"it counts {batch.count('completed')} and {batch.count('failed')}: {len(output)}, {len(error)}"
             )
         mine = {self.input, batch.fields.get("output_file"), batch.fields.get("error_file")}
-        if left := {path.name for path in self.folder.iterdir() if path.is_file()} - mine:
+        if left := names_in(self.blobs.place) - mine:
             found.append(f"blobs are left: {left}")
         if left := [name for name in self.redis.keys(f"{keys.batch(self.id)}*") if text(name) != keys.batch(self.id)]:
             found.append(f"keys are left: {left}")
@@ -77,8 +78,18 @@ class Job:
         return found
 
 
+def names_in(place: str) -> set[str]:
+    """The names of all blobs in a folder or a bucket."""
+    if not is_s3(place):
+        return {path.name for path in Path(place).iterdir() if path.is_file()}
+    bucket = read(place)
+    s3 = aws("s3", bucket.region, bucket.endpoint_url)
+    found = s3.list_objects_v2(Bucket=bucket.name, Prefix=bucket.key()).get("Contents", [])
+    return {one["Key"].removeprefix(bucket.key()) for one in found}
+
+
 def make(
-    redis: Redis, blobs: FolderBlobs, url: str, content: Iterable[bytes], window_s: int = 3600, **fields: str
+    redis: Redis, blobs: Blobs, url: str, content: Iterable[bytes], window_s: int = 3600, **fields: str
 ) -> tuple[str, str]:
     """An input file, and a batch for it: their ids."""
     now_ms = int(time.time() * 1000)

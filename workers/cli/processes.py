@@ -312,6 +312,13 @@ def sweeper(
         float, typer.Option(min=1, callback=finite, help="The same as the gateways' --reader-lease.")
     ] = 15.0,
     files_dir: FilesDir = None,
+    results_to_files: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Move results that take so many bytes, compacted, from the store to --files-dir. Unset: none.",
+        ),
+    ] = None,
     max_batch_lines: Annotated[
         int,
         typer.Option(min=1, help="Lines of one batch that are queued, or wait to be written, at a time."),
@@ -336,6 +343,7 @@ def sweeper(
         compact_after=compact_after,
         letters_kept=dead_letter_days * 24 * 3600,
         files_dir=str(files_dir or FILES_DIR),
+        results_to_files=results_to_files,
         batch_lines=max_batch_lines,
     )
     if name is not None:

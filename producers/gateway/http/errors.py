@@ -20,6 +20,7 @@ from producers.errors import (
     InvalidQuery,
     InvalidTask,
     PenstockError,
+    ResultUnavailable,
     SubmitFailed,
     TaskNotFinal,
     TaskNotFound,
@@ -89,6 +90,10 @@ def problem_of(error: Exception) -> Problem:
             return Problem(409, str(error), code="task_not_final", headers={"x-should-retry": "false"})
         case TaskNotFound():
             return Problem(404, str(error), code="task_not_found")
+        case ResultUnavailable():
+            warn_throttled(logger, "%s", error)
+            message = "The result is in a file that this gateway cannot read now; its log says why."
+            return Problem(503, message, code="file_unavailable", headers=RETRY_AFTER)
         case SubmitFailed():
             warn_throttled(logger, "submit failed: %s", error)
             return Problem(503, str(error), code=error.code, headers=RETRY_AFTER)

@@ -2,6 +2,7 @@
 local ENDED = { completed = true, failed = true, expired = true, cancelled = true }
 
 -- include: _outbox.lua
+-- include: _result.lua
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
@@ -22,7 +23,8 @@ local function drop(batch, id)
     return
   end
   if r[2] then
-    redis.call('UNLINK', task, 'penstock:stream:' .. id, 'penstock:result:' .. id)
+    redis.call('UNLINK', task, 'penstock:stream:' .. id)
+    drop_result(id)
     redis.call('ZREM', 'penstock:settled', id)
   else
     redis.call('HSET', task, 'ttl', 60)

@@ -3,9 +3,10 @@
 -- cancelled first, in the same script, so that its readers get an end. No record: nothing.
 -- A live owner is told to stop. Whatever it, a message or a sweeper still does finds no record: APPEND and FINISH say
 -- `other`, CLAIM says `done`.
--- KEYS: task, stream, result   ARGV: id
+-- KEYS: task, stream   ARGV: id
 -- Answers: the status before | gone
 -- include: _final.lua
+-- include: _result.lua
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
 local r = redis.call('HMGET', task, 'status', 'owner')
 if not r[1] then
@@ -17,7 +18,8 @@ if not FINAL[r[1]] then
   end
   finalise(task, stream, id, 'cancelled', '[]', 'null', prompt_used(task), 0)
 end
-redis.call('UNLINK', task, stream, KEYS[3])
+redis.call('UNLINK', task, stream)
+drop_result(id)
 for _, index in ipairs({ 'submitting', 'deadlines', 'unsettled', 'settled', 'readers' }) do
   redis.call('ZREM', 'penstock:' .. index, id)
 end

@@ -1,8 +1,15 @@
 #!lua flags=allow-oom
--- FILE_REMOVED(file) | the file is gone; a note says that its blob is to be deleted.
+-- FILE_REMOVED(file) | the file is gone; a note says that its blob is to be deleted. With a time: only if the blob was
+-- noted by then, else nothing: somebody has made a file of it meanwhile, or noted it anew.
 -- Also for a file that was never made: its note said that a blob was being written, and now says the same.
--- KEYS: file, its tenant's files, those of its purpose, expiring, notes   ARGV: id
--- Answers: 1 | 0 there was no file
+-- KEYS: file, its tenant's files, those of its purpose, expiring, notes   ARGV: id, noted by (unix s; empty: in any case)
+-- Answers: 1 | 0 there was no file | -1 nothing was done
+if ARGV[2] ~= '' then
+  local noted = tonumber(redis.call('ZSCORE', KEYS[5], ARGV[1]))
+  if not noted or noted > tonumber(ARGV[2]) then
+    return -1
+  end
+end
 local there = redis.call('EXISTS', KEYS[1]) == 1
 if there or redis.call('ZSCORE', KEYS[5], ARGV[1]) then
   redis.call('ZADD', KEYS[5], 0, ARGV[1])

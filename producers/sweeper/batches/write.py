@@ -25,7 +25,8 @@ from producers.contract.events import Event, decode, stream_position
 from producers.contract.record import Record
 from producers.store import batches
 from producers.store.batches import Batch, Written
-from producers.store.blobs import Blobs
+from producers.store.blobs import BlobNotFound, Blobs
+from producers.store.references import Reference
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Finished
 from producers.sweeper.batches.output import ERROR, OUTPUT, Files, Outcome, unfinished
 from producers.sweeper.batches.reading import Requests, read_requests
@@ -164,8 +165,19 @@ class Writer:
         """All events of each task, from its stream or its blocks; None if it has neither."""
         # In this order: blocks replace a stream in one step.
         streams = await self._ask([("XRANGE", keys.stream(record.id), "-", "+") for record in records])
-        blocks = await self._ask([("HGETALL", keys.result(record.id)) for record in records])
-        return await asyncio.to_thread(lambda: [_events(s, b) for s, b in zip(streams, blocks, strict=True)])
+        results = await self._ask([("HGETALL", keys.result(record.id)) for record in records])
+        return await asyncio.to_thread(lambda: [self._read(s, r) for s, r in zip(streams, results, strict=True)])
+
+    def _read(self, stream: Sequence[Any], result: Mapping[bytes, bytes]) -> list[Event] | None:
+        """The events of a task's stream, or of its compacted stream, which may be in a blob. Blocks."""
+        if not stream and b"blob" in result:
+            moved = Reference.parse(result[b"blob"])
+            try:
+                blocks = [self._blobs.read(moved.name, *place) for place in moved.blocks]
+            except BlobNotFound:
+                return None
+            return _events(stream, dict(enumerate(blocks)))
+        return _events(stream, {int(number): block for number, block in result.items()})
 
     async def _ask(self, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
         async with self._store.pipeline(transaction=False) as pipe:
@@ -204,11 +216,9 @@ def _weight(record: Record) -> int:
     return int(used.get("output_tokens", 0)) + PROMPT_PIECE * int(record.fields.get("prompt", 0))
 
 
-def _events(stream: Sequence[Any], blocks: Mapping[bytes, bytes]) -> list[Event] | None:
+def _events(stream: Sequence[Any], blocks: Mapping[int, bytes]) -> list[Event] | None:
     if stream:
         entries = ((stream_position(name), json.loads(fields[b"e"])) for name, fields in stream)
     else:
-        entries = (
-            entry for number, block in sorted((int(k), v) for k, v in blocks.items()) for entry in unpack(number, block)
-        )
+        entries = (entry for number, block in sorted(blocks.items()) for entry in unpack(number, block))
     return [event for position, entry in entries if (event := decode(position, entry)) is not None] or None

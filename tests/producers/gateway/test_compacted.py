@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,10 +14,12 @@ from redis import Redis
 from producers import AsyncClient
 from producers.contract import keys
 from producers.contract.blocks import BLOCK
-from producers.sweeper.compact import compact
+from producers.store.blobs import open_blobs
+from producers.sweeper.compact import Compacted, Moving, compact
 from tests.producers.fake_worker import FakeWorker
 
 
+@pytest.mark.parametrize("to_files", [False, True])
 @pytest.mark.parametrize("count", [3, BLOCK + 5])
 def test_the_same_bytes_are_answered(
     http: httpx.Client,
@@ -23,7 +27,9 @@ def test_the_same_bytes_are_answered(
     worker: FakeWorker,
     valkey: Redis,
     valkey_url: str,
+    tmp_path: Path,
     count: int,
+    to_files: bool,
 ) -> None:
     task_id = submit()
     worker.claim(task_id)
@@ -40,11 +46,18 @@ def test_the_same_bytes_are_answered(
             asked.append(http.get(f"{url}/events", headers={"last-event-id": str(start)}))
         return [(answer.status_code, answer.content) for answer in asked]
 
-    async def squeeze() -> int:
+    moving = Moving(open_blobs(tmp_path / "files"), 1) if to_files else None
+
+    async def squeeze() -> Compacted:
         async with AsyncClient(valkey_url) as client:
-            return (await compact(client, age_ms=0)).streams
+            return await compact(client, 0, moving)
 
     before = answers()
-    assert asyncio.run(squeeze()) == 1
+    assert asyncio.run(squeeze()).streams == 1
+    assert valkey.hexists(keys.result(task_id), "blob") == to_files
     assert not valkey.exists(keys.stream(task_id))
     assert answers() == before
+    if to_files:
+        shutil.rmtree(tmp_path / "files")
+        answer = http.get(f"/v1/tasks/{task_id}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "file_unavailable")

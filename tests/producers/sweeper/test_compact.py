@@ -108,7 +108,7 @@ async def test_a_query_finds_all_wherever_in_it_the_stream_is_compacted(
         if at == before:
             assert (await compact(aclient, age_ms=0)).streams == 1
         answers.append(await aclient.store.execute_command(*command))
-    record, found, block, _ = answers
+    record, found, (block, _), _ = answers
     entries = read_entries(found) if found else read_block(cursor.block, block)
     given = cursor.replay(record, entries, compacted=not found)
     assert [event.position for event in given] == list(range(2, 10))

@@ -19,11 +19,15 @@ from producers.contract import keys
 from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches, files, protocol
 from producers.sweeper.batches.duty import Batches
+from producers.sweeper.compact import Moving, compact
 from producers.sweeper.deadlines import expire_late
-from tests.chaos.batching import BAD, GOOD, Job, Serving, make
+from producers.sweeper.files import remove_files
+from tests.aws import Aws
+from tests.chaos.batching import BAD, GOOD, Job, Serving, make, names_in
 from tests.producers.conftest import CARD
 from tests.producers.contract.test_trace import GOOD as TRACEPARENT
 from tests.producers.fake_worker import FakeWorker
+from tests.producers.store.test_s3 import bucket_of
 
 pytestmark = pytest.mark.usefixtures("model")
 
@@ -146,6 +150,27 @@ async def test_lines_with_log_probabilities_and_blocks_are_answered(
     whole = (tmp_path / name).read_bytes()
     assert whole.isascii(), "some readers end a line at U+2028"
     assert len(whole.decode().splitlines()) == 1
+
+
+async def test_a_batch_runs_in_a_bucket_and_its_lines_may_wait_there(
+    valkey: Redis, valkey_url: str, worker: FakeWorker, aws: Aws
+) -> None:
+    """Results that wait for the others of their part are moved to files meanwhile."""
+    job = Job(valkey, bucket_of(aws), [GOOD, BAD, GOOD, GOOD])
+    async with sweeping(valkey_url, job) as client:
+        await until(lambda: job.read().count("line") == 4 and not valkey.zcard(keys.SUBMITTING))
+        first, last = (batches.task_id(job.id, line) for line in (0, 3))
+        worker.serve(first, ["a", "b"])
+        worker.serve(batches.task_id(job.id, 2), ["c"])
+        assert (await compact(client, 0, Moving(job.blobs, 1))).moved == 2
+        assert {name for name in names_in(job.blobs.place) if name.startswith("result-")}
+        worker.serve(last, ["d"])
+        await until(job.ended)
+        await remove_files(client.store, job.blobs)
+    texts = {name: line["response"]["body"]["choices"][0]["text"] for name, line in job.lines("output").items()}
+    assert texts == {"r0": "ab", "r2": "c", "r3": "d"}
+    assert codes(job) == {"r1": "400"}
+    assert job.faults() == []
 
 
 async def test_a_response_in_a_line_is_answered(
