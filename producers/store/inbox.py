@@ -21,8 +21,8 @@ from producers.contract import keys
 from producers.store import batches
 from producers.store.protocol import PACKAGE
 
-#: Time (s) for which an object is known after it was last heard of: longer than its batch is.
-KNOWN_S: Final = 2 * batches.KEPT_S
+#: Time (s) for which an object is known after it was last heard of.
+KNOWN_S: Final = batches.KEPT_S
 
 
 @dataclass(frozen=True, slots=True)

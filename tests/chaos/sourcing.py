@@ -27,7 +27,7 @@ class SourcesProcess:
         """`folder`: for the configuration, the log, and files' content."""
         name = Path(tempfile.mkdtemp(dir=folder))
         config = name / "sources.toml"
-        config.write_text("[files]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()))
+        config.write_text("[files]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items()))
         self.log = name / "log"
         argv = [sys.executable, "-m", "workers.cli", "sources", "--broker", url, "--config", str(config)]
         argv += ["--files-dir", str(folder / "files")]
@@ -72,7 +72,8 @@ class Watched:
 
     def open(self) -> dict[str, Any]:
         """Objects that are open, by the ids of their batches."""
-        return {text(k): v for k, v in self.redis.hgetall(keys.inbox(self.root.as_uri())).items()}
+        places = self.redis.keys(keys.inbox("folder:*"))
+        return {text(k): v for place in places for k, v in self.redis.hgetall(place).items()}
 
     def batches(self) -> list[Batch]:
         """All batches, the oldest first."""
@@ -106,3 +107,9 @@ class Watched:
         if self.redis.keys(keys.file(self.batches()[0].input_file)):
             found.append("the copy of the input is left")
         return found
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value)

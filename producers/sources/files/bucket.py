@@ -40,15 +40,18 @@ class Bucket(Place):
     """
 
     def __init__(self, url: Url, inbox: str, outbox: str, done: str, *, moves: bool) -> None:
-        self.url, self.inbox = url, inbox
+        self.bucket, self.inbox = url, inbox
         self.name = f"{url}/{inbox}"
         self.moves = moves
         self._outbox, self._done = outbox, done
         self._objects = Objects(url)
 
-    def check(self) -> None:
+    def open(self) -> None:
         """Raise AwsError unless the bucket is there, and may be listed: else a missing object looks forbidden."""
         self._objects.check()
+
+    def url(self, name: str) -> str:
+        return f"{self.name}{name}"
 
     def find(self, name: str, version: str = "") -> Found | None:
         """The object, in this version or as it is now. None: it is gone."""
@@ -62,7 +65,7 @@ class Bucket(Place):
         return Found(name, f"{'' if version == _UNVERSIONED else version} {head['ETag']}", int(head["ContentLength"]))
 
     def refusal(self, name: str) -> str | None:
-        keys = (self.url.key(part + name).encode() for part in (self._outbox, self._done))
+        keys = (self.bucket.key(part + name).encode() for part in (self._outbox, self._done))
         results, done = map(len, keys)
         too_long = max(results + ADDED, done) > LONGEST
         return f"its key in {self._outbox} or {self._done} would have more than {LONGEST} bytes" if too_long else None
@@ -107,7 +110,7 @@ class Bucket(Place):
 
     def _is_beside(self, blobs: Blobs) -> TypeGuard[S3Blobs]:
         """Whether S3 can copy between the bucket and the blobs."""
-        return isinstance(blobs, S3Blobs) and blobs.objects.bucket.endpoint_url == self.url.endpoint_url
+        return isinstance(blobs, S3Blobs) and blobs.objects.bucket.endpoint_url == self.bucket.endpoint_url
 
 
 def _content(found: Found) -> Content:

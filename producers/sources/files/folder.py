@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,9 @@ from producers.store.inbox import Found
 
 log = logging.getLogger(__name__)
 
+#: The file with a folder's name.
+MARK: Final = ".penstock"
+
 #: Longest name of a file, or of a folder, in bytes.
 LONGEST: Final = 255
 #: What an outbox may add to a file's name: a batch's id, and that it has errors.
@@ -28,19 +32,29 @@ ADDED: Final = len(".batch_") + 32 + len(ERRORS) - len(SUFFIX)
 
 
 class Folder(Place):
-    """A folder, which is made as far as it is not there. All processes that serve it know it by the same path."""
+    """A folder. `open` it first: it then has a name, by which all processes know it, wherever it is mounted.
+
+    A folder of the same path on another machine has another name.
+    """
 
     def __init__(self, folder: Path, *, moves: bool) -> None:
-        self.folder = folder.absolute()
-        self.name = self.folder.as_uri()
+        self._folder = folder.absolute()
+        self.name = ""
         self.moves = moves
-        self._inbox, self._outbox, self._done = (self.folder / name for name in ("inbox", "outbox", "done"))
+        self._inbox, self._outbox, self._done = (self._folder / name for name in ("inbox", "outbox", "done"))
         self._writing = FolderBlobs(self._outbox)
 
-    def make(self) -> None:
-        """Make inbox and outbox, if they are not there."""
+    def open(self) -> None:
+        """Make inbox and outbox, if they are not there, and the folder's name."""
         for folder in (self._inbox, self._outbox):
             folder.mkdir(parents=True, exist_ok=True)
+        mark = self._folder / MARK
+        if not mark.exists():
+            _mark(mark)
+        self.name = f"folder:{mark.read_text('ascii')}"
+
+    def url(self, name: str) -> str:
+        return str(self._inbox / name)
 
     def files(self) -> Iterator[Found]:
         """The files of the inbox, as they are now."""
@@ -88,6 +102,20 @@ class Folder(Place):
             os.rename(self._inbox / found.name, target)
         except (Replaced, FileNotFoundError):
             return
+
+
+def _mark(path: Path) -> None:
+    """Give a folder a name, unless another process does so meanwhile."""
+    name = secrets.token_hex(16)
+    draft = path.with_name(f"{MARK}.{name}")
+    draft.write_text(name, "ascii")
+    try:
+        os.link(draft, path)  # unlike a rename, it replaces nothing
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        os.rename(draft, path)
+    draft.unlink(missing_ok=True)
 
 
 def _files(folder: Path, below: str) -> Iterator[Found]:

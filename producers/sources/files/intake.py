@@ -88,14 +88,11 @@ class Intake:
             "endpoint": endpoint,
             "input_file": input_file(entry),
             "completion_window": self._settings.completion_window,
-            "metadata": json.dumps({**self._settings.metadata, "source": self._source(entry)}),
+            "metadata": json.dumps({**self._settings.metadata, "source": self._place.url(entry.found.name)[:TEXT]}),
         }
         if self._settings.tenant:
             fields["tenant"] = self._settings.tenant
         return batches.create(entry.id, self._window_s, fields)
-
-    def _source(self, entry: Entry) -> str:
-        return f"{self._place.name}{entry.found.name}"[:TEXT]
 
 
 def input_file(entry: Entry) -> str:

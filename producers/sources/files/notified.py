@@ -88,7 +88,7 @@ class BucketSource(InboxSource):
         url = read(settings.bucket)
         url = url if url.region else replace(url, region=region_of(settings.queue) or "")
         self._bucket = Bucket(url, settings.inbox, settings.outbox, settings.done, moves=settings.after == "move")
-        super().__init__(name, Work(name, context, self._bucket, open_blobs(context.files_dir), settings))
+        super().__init__(name, self._bucket, Work(name, context, self._bucket, open_blobs(context.files_dir), settings))
         queue = SqsInbox(
             settings.queue, dead_letters=settings.dead_letters, region=url.region, endpoint_url=url.endpoint_url
         )
@@ -97,18 +97,15 @@ class BucketSource(InboxSource):
     def unready(self) -> list[str]:
         return [trouble for trouble in (self._consumer.trouble, *super().unready()) if trouble]
 
-    async def _open(self) -> None:
-        await asyncio.to_thread(self._bucket.check)
-
     def _duties(self) -> list[Coroutine[Any, Any, None]]:
         return [self._consumer.run()]
 
     async def _told(self, message: Received) -> None:
         """Take up the objects that a message names. May be called again. Raises BadMessage, and OSError."""
         for created in read_notification(message.body):
-            inbox = self._bucket.url.key(self._bucket.inbox)
+            inbox = self._bucket.bucket.key(self._bucket.inbox)
             name = created.key.removeprefix(inbox)
-            if created.bucket != self._bucket.url.name or name == created.key or not is_input(name):
+            if created.bucket != self._bucket.bucket.name or name == created.key or not is_input(name):
                 continue
             found = await asyncio.to_thread(self._bucket.find, name, created.version)
             if found is not None:

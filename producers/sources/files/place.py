@@ -26,12 +26,20 @@ class Stopped(Exception):
 class Place(ABC):
     """A bucket or a folder. All methods block, and may raise OSError.
 
-    `name`: its URL, which is the same in all processes that serve it. `moves`: whether an object leaves the inbox when
-    its batch has ended.
+    `name`: the same in all processes that serve it. `moves`: whether an object leaves the inbox when its batch has
+    ended.
     """
 
     name: str
     moves: bool
+
+    @abstractmethod
+    def open(self) -> None:
+        """Make, or check, what is needed."""
+
+    @abstractmethod
+    def url(self, name: str) -> str:
+        """Where an object of the inbox is, for people."""
 
     @abstractmethod
     def refusal(self, name: str) -> str | None:

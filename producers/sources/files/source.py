@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Coroutine
 from typing import Any
 
+from producers.sources.files.place import Place
 from producers.sources.files.work import Work
 from producers.sources.source import Source
 
@@ -14,25 +15,22 @@ from producers.sources.source import Source
 class InboxSource(Source):
     """A source whose objects become batches."""
 
-    def __init__(self, name: str, work: Work) -> None:
+    def __init__(self, name: str, place: Place, work: Work) -> None:
         self.name = name
+        self._place = place
         self._work = work
 
     def unready(self) -> list[str]:
         return [self._work.trouble] if self._work.trouble else []
 
     async def run(self) -> None:
-        await self._open()
+        await asyncio.to_thread(self._place.open)
         try:
             async with asyncio.TaskGroup() as group:
                 for duty in (self._work.run(), *self._duties()):
                     group.create_task(duty)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-    @abstractmethod
-    async def _open(self) -> None:
-        """Make, or check, what is needed. Raises OSError."""
 
     @abstractmethod
     def _duties(self) -> list[Coroutine[Any, Any, None]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -54,37 +54,43 @@ class FolderSource(InboxSource):
 
     def __init__(self, name: str, context: Context, settings: FolderSettings) -> None:
         self._folder = Folder(Path(settings.folder), moves=settings.after == "move")
-        super().__init__(name, Work(name, context, self._folder, open_blobs(context.files_dir), settings))
+        super().__init__(name, self._folder, Work(name, context, self._folder, open_blobs(context.files_dir), settings))
         self._settled_s = settings.settled_seconds
-        self._seen: dict[str, tuple[str, float, bool]] = {}
-        """Name -> stamp, since when (monotonic) it is so, or when it was taken, and whether it was."""
-
-    async def _open(self) -> None:
-        await asyncio.to_thread(self._folder.make)
 
     def _duties(self) -> list[Coroutine[Any, Any, None]]:
         return [self._watch(), self._clean()]
 
     async def _watch(self) -> None:
-        every_s = min(EVERY_S, max(self._settled_s, 0.05))
+        every_s, looks = min(EVERY_S, max(self._settled_s, 0.05)), Looks(self._settled_s)
         while True:
             there = await asyncio.to_thread(lambda: list(self._folder.files()))
-            for found in there:
-                await self._look(found, time.monotonic())
-            self._seen = {found.name: self._seen[found.name] for found in there}
+            for found in looks.settled(there, time.monotonic()):
+                await self._work.open(found)
             await asyncio.sleep(every_s)
-
-    async def _look(self, found: Found, now: float) -> None:
-        """Take up the file if it has been as it is for long enough."""
-        stamp, since, taken = self._seen.get(found.name, ("", now, False))
-        if stamp != found.stamp:
-            since, taken = now, False
-        if now - since >= (AGAIN_S if taken else self._settled_s):
-            await self._work.open(found)
-            since, taken = now, True
-        self._seen[found.name] = found.stamp, since, taken
 
     async def _clean(self) -> None:
         while True:
             await asyncio.to_thread(self._folder.clean, HALVES_S)
             await asyncio.sleep(HALVES_S)
+
+
+class Looks:
+    """What successive looks at a folder found."""
+
+    def __init__(self, settled_s: float) -> None:
+        self._settled_s = settled_s
+        self._seen: dict[str, tuple[str, float]] = {}
+        """Name -> stamp, and when (s) it is to be taken."""
+
+    def settled(self, there: Sequence[Found], now: float) -> list[Found]:
+        """The files to take: unchanged for long enough by `now` (s), or taken AGAIN_S ago and still there."""
+        before, self._seen, due = self._seen, {}, []
+        for found in there:
+            stamp, at = before.get(found.name, ("", 0.0))
+            if stamp != found.stamp:
+                at = now + self._settled_s
+            if now >= at:
+                due.append(found)
+                at = now + AGAIN_S
+            self._seen[found.name] = found.stamp, at
+        return due
