@@ -23,6 +23,8 @@ from producers.store.protocol import PACKAGE
 
 #: Time (s) for which an object is known after it was last heard of.
 KNOWN_S: Final = batches.KEPT_S
+#: The field of the known objects of a name that has the batch of the last one.
+_NEWEST: Final = "newest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,21 @@ async def open_entries(store: Redis, place: str) -> list[tuple[Entry, str | None
     return [(entry, text(raw) if raw else None) for entry, raw in zip(found, statuses, strict=True)]
 
 
-async def newest(store: Redis, place: str, entry: Entry) -> bool:
-    """Whether no other content of the same name was taken after this one."""
-    name = await store.hget(_known(place, entry.found.name), "newest")
-    return name is None or text(name) == entry.id
+async def is_newest(store: Redis, place: str, entry: Entry, there: Found | None) -> bool:
+    """Whether no later content has the same name. `there`: what has the name in the inbox now.
+
+    What is there is the latest, and is noted as such. Without it the last one that was noted, or taken, is.
+    """
+    name = _known(place, entry.found.name)
+    if there is None:
+        last = await store.hget(name, _NEWEST)
+        return last is None or text(last) == entry.id
+    if there == entry.found:
+        async with store.pipeline(transaction=True) as pipe:
+            pipe.hset(name, _NEWEST, entry.id)
+            pipe.expire(name, KNOWN_S)
+            await pipe.execute()
+    return there == entry.found
 
 
 def _known(place: str, name: str) -> str:

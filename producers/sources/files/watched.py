@@ -27,8 +27,9 @@ from producers.sources.source import Context, Source
 from producers.store.blobs import open_blobs
 from producers.store.inbox import Found
 
-#: Time (s) after which a file that stays in the inbox is named to the store again, which knows it for weeks.
-AGAIN_S: Final = 3600.0
+#: Time (s) after which a file that is still in the inbox is named to the store again. If files are moved, it may have
+#: gone and come back meanwhile. One that is left is known to the store for weeks.
+AGAIN_S: Final = {True: 10.0, False: 3600.0}
 #: Time (s) after which a half-written result counts as left by a dead process; and between two looks for such.
 HALVES_S: Final = 3600.0
 
@@ -61,7 +62,7 @@ class FolderSource(InboxSource):
         return [self._watch(), self._clean()]
 
     async def _watch(self) -> None:
-        every_s, looks = min(EVERY_S, max(self._settled_s, 0.05)), Looks(self._settled_s)
+        every_s, looks = min(EVERY_S, max(self._settled_s, 0.05)), Looks(self._settled_s, AGAIN_S[self._folder.moves])
         while True:
             there = await asyncio.to_thread(lambda: list(self._folder.files()))
             for found in looks.settled(there, time.monotonic()):
@@ -77,13 +78,14 @@ class FolderSource(InboxSource):
 class Looks:
     """What successive looks at a folder found."""
 
-    def __init__(self, settled_s: float) -> None:
+    def __init__(self, settled_s: float, again_s: float) -> None:
         self._settled_s = settled_s
+        self._again_s = again_s
         self._seen: dict[str, tuple[str, float]] = {}
         """Name -> stamp, and when (s) it is to be taken."""
 
     def settled(self, there: Sequence[Found], now: float) -> list[Found]:
-        """The files to take: unchanged for long enough by `now` (s), or taken AGAIN_S ago and still there."""
+        """The files to take: unchanged for long enough by `now` (s), or taken `again_s` ago and still there."""
         before, self._seen, due = self._seen, {}, []
         for found in there:
             stamp, at = before.get(found.name, ("", 0.0))
@@ -91,6 +93,6 @@ class Looks:
                 at = now + self._settled_s
             if now >= at:
                 due.append(found)
-                at = now + AGAIN_S
+                at = now + self._again_s
             self._seen[found.name] = found.stamp, at
         return due

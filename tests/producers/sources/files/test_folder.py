@@ -14,11 +14,11 @@ from redis import Redis
 from producers.contract import keys
 from producers.sources.files.folder import Folder
 from producers.sources.files.place import Replaced
-from producers.sources.files.watched import AGAIN_S, Looks
+from producers.sources.files.watched import Looks
 from producers.store.blobs import BlobWriter, FolderBlobs
 from producers.store.inbox import Found
 from tests.chaos.batching import BAD, GOOD, URL, Serving, lines
-from tests.chaos.sourcing import SourcesProcess, Watched
+from tests.chaos.sourcing import SourcesProcess, Watched, free_leases
 from tests.chaos.sweeping import Sweeper, within
 from tests.producers.conftest import QUEUE
 
@@ -156,8 +156,7 @@ def test_results_that_are_gone_are_told_of(valkey: Redis, valkey_url: str, tmp_p
         assert within(lambda: watched.batches()[0].ended)
     (batch,) = watched.batches()
     valkey.delete(keys.file(batch.fields["output_file"]))
-    for name in valkey.keys(keys.inbox_lease("*")):
-        valkey.delete(name)
+    free_leases(valkey)
     with SourcesProcess(valkey_url, tmp_path, watched.table):
         assert within(lambda: watched.delivered("a"))
     told = [json.loads(line) for line in (watched.outbox / "a.errors.jsonl").read_bytes().splitlines()]
@@ -169,7 +168,7 @@ def test_results_that_are_gone_are_told_of(valkey: Redis, valkey_url: str, tmp_p
 
 
 def test_a_file_is_taken_once_it_is_unchanged_for_long_enough() -> None:
-    looks, first, second = Looks(5.0), Found("a.jsonl", "1", 1), Found("a.jsonl", "2", 2)
+    looks, first, second = Looks(5.0, 60.0), Found("a.jsonl", "1", 1), Found("a.jsonl", "2", 2)
     assert looks.settled([first], 100) == []
     assert looks.settled([second], 104) == [], "it has grown"
     assert looks.settled([second], 108.9) == []
@@ -178,7 +177,7 @@ def test_a_file_is_taken_once_it_is_unchanged_for_long_enough() -> None:
     assert looks.settled([], 111) == []
     assert looks.settled([second], 112) == [], "it came again"
     assert looks.settled([second], 117) == [second]
-    assert looks.settled([second], 117 + AGAIN_S) == [second], "lest the store forgets it"
+    assert looks.settled([second], 177) == [second], "lest the store forgets it"
 
 
 def test_a_file_that_changes_while_it_is_copied_is_not_taken(tmp_path: Path) -> None:
