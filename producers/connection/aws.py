@@ -127,12 +127,12 @@ def refusal(doing: str, permission: str, code: str, message: str, status: str = 
     text = f"cannot {doing}: {code}: {_ADVICE.get(code) or message or 'no reason given'}"
     if code in _MISSING or status == "404":
         return AwsMissing(text, code, None)
+    if code in _AWAY or status.startswith("5") or status == "429":
+        return AwsError(text, code, Trouble.AWAY)  # OverLimit too, though its status is 403
     if code in _DENIED or status in ("401", "403"):
         return AwsError(f"{text} (it needs {permission})", code, Trouble.DENIED)
     if code in _ELSEWHERE:
         return AwsError(text, code, Trouble.UNUSABLE)
-    if code in _AWAY or status.startswith("5") or status == "429":
-        return AwsError(text, code, Trouble.AWAY)
     return AwsError(text, code, None)
 
 

@@ -20,10 +20,13 @@ LOST: Final = [-1]
 
 
 def note(incarnation: str, name: str, messages: Sequence[tuple[Held, bool]]) -> Call:
-    """`messages`: of one list; each with whether the worker has a copy of it already."""
+    """`messages`: of one list; each with whether the worker has a copy of it already. Those without a receipt stay in
+    the index: what SQS has is another copy."""
     names = (contract_keys.lease(incarnation), keys.inflight(incarnation), shared.REAPED)
-    args = [one for held, known in messages for one in (held.field, held.entry(), held.member, held.id, int(known))]
-    return Call(script(PACKAGE, "note"), names, (name, *args))
+    args: list[str | bytes | int] = [name]
+    for held, known in messages:
+        args += [held.field, held.entry(), held.member if held.receipt else "", held.id, int(known)]
+    return Call(script(PACKAGE, "note"), names, args)
 
 
 def take(incarnation: str, lists: Sequence[str], taken: Sequence[Held]) -> Call:

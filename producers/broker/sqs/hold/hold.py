@@ -36,6 +36,7 @@ FRESH_S: Final = 3.0
 #: A message that was not taken holds its list up for so long (s) at most: it does not fit; or it was passed over.
 UNFIT_S: Final = 60.0
 PASSED_S: Final = 10.0
+ACCEPTED_S: Final = 1.0 + aws.CONNECT_S
 
 
 class Hold:
@@ -291,9 +292,10 @@ class Hold:
         return found
 
     def faults(self) -> list[str]:
-        """What keeps lists from being polled."""
+        """What keeps lists from being polled. A poll that is still waited for is not refused: that is said sooner."""
+        accepted = time.monotonic() - ACCEPTED_S
         with self.changed:
-            return [line.error for line in self.lines.values() if line.error]
+            return [line.error for line in self.lines.values() if line.error and (line.polling or inf) > accepted]
 
     def flush(self, timeout: float) -> bool:
         return self._courier is None or self._courier.flush(timeout)
@@ -308,6 +310,7 @@ class Hold:
 
     def _start(self) -> None:
         if not self._pollers and not self.closed:
+            self.courier.add()  # it has chores from now on
             self._pollers = [Poller(self, line) for line in self.lines.values()]
             for poller in self._pollers:
                 poller.start()
