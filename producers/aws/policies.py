@@ -100,7 +100,13 @@ def policy(role: str, scope: Scope) -> dict[str, Any]:
 
 
 def _of_process(role: str, scope: Scope) -> list[dict[str, Any]]:
-    found = [_allow("Tiers", (*FIND, *OF_TIERS[role]), scope.tiers)]
+    every = [scope.queue(f"{scope.address.prefix}*")]
+    found = [
+        _allow("Tiers", (*FIND, *OF_TIERS[role]), scope.tiers),
+        _allow("Find", ("sqs:GetQueueUrl",), every),  # also what is not there yet
+    ]
+    if scope.address.celery and TAKE[0] in OF_TIERS[role]:
+        found.append(_allow("Celery", SEND, every))  # links and chords go to queues of any name
     if scope.files is not None and role in FILES:
         found += [
             _allow("Bucket", PERMISSIONS, [scope.s3(scope.files.name)]),

@@ -170,8 +170,15 @@ def test_chosen_queues_keys_and_replies_are_named() -> None:
     }
 
 
+def test_links_of_celery_go_to_queues_of_any_name() -> None:
+    by_sid = {one["Sid"]: one for one in policy("worker", Scope(read("sqs://us-east-1?celery=1"), "1"))["Statement"]}
+    assert by_sid["Celery"]["Action"] == ["sqs:SendMessage"]
+    assert by_sid["Celery"]["Resource"] == [f"arn:aws:sqs:{REGION}:1:pen-*"]
+    assert by_sid["Tiers"]["Resource"][-1] == f"arn:aws:sqs:{REGION}:1:pen-penstock_queue_*"
+
+
 def test_arns_are_those_of_the_region() -> None:
     scope = Scope(read("sqs://cn-north-1?fifo=1"), "1", files=Bucket("b"))
-    tiers, bucket, _ = policy("gateway", scope)["Statement"]
+    tiers, _, bucket, _ = policy("gateway", scope)["Statement"]
     assert tiers["Resource"][0] == "arn:aws-cn:sqs:cn-north-1:1:pen-*-priority.fifo"
     assert bucket["Resource"] == ["arn:aws-cn:s3:::b"]

@@ -153,6 +153,6 @@ def test_a_bucket_tells_the_queue_of_input_files(penstock_aws: Commands, aws: Aw
 def test_a_policy_is_printed_for_the_account_of_the_credentials(penstock_aws: Commands) -> None:
     printed = penstock_aws("policy", "worker", "--files-dir", "s3://my-bucket/files")
     said = json.loads(printed.out)
-    tiers, bucket, files = said["Statement"]
+    tiers, _, bucket, files = said["Statement"]
     assert arn("pen-*-priority") in tiers["Resource"]
     assert (bucket["Resource"], files["Resource"]) == (["arn:aws:s3:::my-bucket"], ["arn:aws:s3:::my-bucket/files/*"])
