@@ -26,6 +26,7 @@ TYPES: Final[dict[str, str]] = {
     "bucket": "producers.sources.files.notified",
     "folder": "producers.sources.files.watched",
     "messages": "producers.sources.messages",
+    "schedule": "producers.sources.schedule",
 }
 #: A source's name: it is a part of task ids and of keys.
 NAME: Final = re.compile("[A-Za-z0-9_.-]{1,48}")

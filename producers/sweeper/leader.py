@@ -1,4 +1,4 @@
-"""Elects one leading sweeper by a lease in the store, on the store's clock.
+"""Elects one leading sweeper, or source, by a lease in the store, on the store's clock.
 
     acquire: LEAD until nobody else does -> keep: LEAD three times a lease, until another does or the store is away
     resign: at a good end, so that nobody has to wait for the lease to lapse
@@ -29,23 +29,31 @@ LEASE_S: Final = 5.0
 RENEWALS: Final = 3
 
 
-def lead(name: str, lease_ms: int) -> Call:
+def lead(name: str, lease_ms: int, key: str = keys.SWEEPER) -> Call:
     """LEAD: take or renew the lead. Answers 0, or the ms left of another leader's lease."""
-    return Call(script(PACKAGE, "lead"), (keys.SWEEPER,), (name, lease_ms))
+    return Call(script(PACKAGE, "lead"), (key,), (name, lease_ms))
 
 
-def resign(name: str) -> Call:
-    """RESIGN: give the lead up. Answers 1, or 0 if this sweeper did not lead."""
-    return Call(script(PACKAGE, "resign"), (keys.SWEEPER,), (name,))
+def resign(name: str, key: str = keys.SWEEPER) -> Call:
+    """RESIGN: give the lead up. Answers 1, or 0 if this process did not lead."""
+    return Call(script(PACKAGE, "resign"), (key,), (name,))
 
 
 class Leadership:
-    """One process's part in the election. `name`: unique to the process."""
+    """One process's part in the election. `name`: unique to the process; `key`: of the lease, whose `role` is meant."""
 
-    def __init__(self, client: AsyncClient, name: str, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        name: str,
+        lease_s: float = LEASE_S,
+        key: str = keys.SWEEPER,
+        role: str = "sweeper",
+    ) -> None:
         self._client = client
         self.name = name
         self._lease_s = lease_s
+        self._key, self._role = key, role
         self._until = 0.0
 
     async def acquire(self) -> None:
@@ -53,7 +61,7 @@ class Leadership:
         told = False
         while (left := await self._asked()) != 0:
             if left is not None and not told:
-                log.info("another sweeper leads; %s waits", self.name)
+                log.info("another %s leads; %s waits", self._role, self.name)
                 told = True
             pause = self._lease_s / RENEWALS
             await asyncio.sleep(pause if left is None else min(pause, left / 1000 + 0.01))
@@ -64,7 +72,7 @@ class Leadership:
             await asyncio.sleep(self._lease_s / RENEWALS)
             left = await self._asked()
             if left:
-                log.warning("another sweeper leads: %s was not heard of for %s s", self.name, self._lease_s)
+                log.warning("another %s leads: %s was not heard of for %s s", self._role, self.name, self._lease_s)
                 return
             if time.monotonic() > self._until:
                 log.warning("%s does not lead any more: the store was away for %s s", self.name, self._lease_s)
@@ -74,9 +82,9 @@ class Leadership:
         """Give the lead up at once. If the store is away, the lease lapses."""
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS):
-                await self._client.run(_one(resign(self.name)))
+                await self._client.run(_one(resign(self.name, self._key)))
         except FAILURES as error:
-            log.info("the sweeper's lease is left to lapse: %s", said(error))
+            log.info("the lease of the %s is left to lapse: %s", self._role, said(error))
 
     async def _asked(self) -> int | None:
         """0 if this process leads, the ms left of another's lease, or None if the store does not answer."""
@@ -84,9 +92,9 @@ class Leadership:
         asked = time.monotonic()
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):
-                left = int(await self._client.run(_one(lead(self.name, int(self._lease_s * 1000)))))
+                left = int(await self._client.run(_one(lead(self.name, int(self._lease_s * 1000), self._key))))
         except FAILURES as error:
-            warn_throttled(log, "cannot ask the store who sweeps, trying again: %s", error)
+            warn_throttled(log, "cannot ask the store who leads, trying again: %s", error)
             return None
         if left == 0:
             self._until = asked + self._lease_s

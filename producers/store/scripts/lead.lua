@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- LEAD(me) | no leader, or `me` leads: `me` leads for `ms` from now; else nothing.
--- KEYS: sweeper   ARGV: me, ms
+-- KEYS: lease   ARGV: me, ms
 -- Answers: 0 (`me` leads) | the ms left of another leader's lease
 local held = redis.call('GET', KEYS[1])
 if held and held ~= ARGV[1] then

@@ -1,0 +1,186 @@
+"""A source of type "schedule": at each time of a cron expression it makes one task, or one file of a watched folder.
+
+    lead ─▶ the store's time ─▶ due? ─▶ IDEMPOTENT, made by an id of name and time ─▶ the time is noted ─▶ wait
+
+One process leads; the others wait for its lease to lapse. Two who lead for a moment make the same. Nothing depends on
+this machine's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from producers.client.once import stored, submit_as
+from producers.client.steps import Read, Steps, persistently
+from producers.connection.script import Call, script
+from producers.contract import keys
+from producers.contract.task import Task
+from producers.errors import InvalidTask, PenstockError, SubmitFailed
+from producers.sources.cron import Cron, stamp
+from producers.sources.source import Context, Source, SourceSettings, together
+from producers.store import idempotency
+from producers.store.protocol import PACKAGE
+from producers.sweeper.leader import Leadership
+
+log = logging.getLogger(__name__)
+
+#: A firing that is later than this (s) was missed: a change of leaders, or a start, takes less.
+LATE_S: Final = 60.0
+#: Longest wait (s) until the store's time is looked at again: its clock may be set.
+LOOK_S: Final = 20.0
+#: Time (s) for which it is known that a firing was made.
+KEPT_S: Final = 15 * 24 * 3600
+
+
+class ScheduleSettings(SourceSettings):
+    """A schedule."""
+
+    type: Literal["schedule"]
+    cron: str = Field(description="five fields, such as 30 6 * * mon-fri")
+    timezone: str = Field("UTC", description="a time zone's name, such as Europe/Berlin")
+    task: dict[str, Any] | None = Field(None, description="a table with the task's fields, as for /v1/tasks")
+    batch: str | None = Field(None, description="the path of a file of requests (.jsonl), with folder")
+    folder: str | None = Field(None, description="the path of a folder that a source of type folder watches")
+    jitter: int = Field(0, ge=0, le=24 * 3600, description="most seconds, from 0 on, that a firing may be put off")
+    missed: Literal["skip", "once"] = Field("skip", description='"skip" or "once"')
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        Cron.parse(self.cron, self.timezone, jitter=self.jitter)
+        if (self.task is None) == (self.batch is None) or (self.batch is None) != (self.folder is None):
+            raise ValueError("has to have either task, or batch and folder")
+        try:
+            if self.task is not None:
+                Task.parse(self.task)
+        except InvalidTask as error:
+            raise ValueError(f"task: {error}") from None
+        return self
+
+    def source(self, name: str, context: Context) -> Source:
+        return Schedule(name, self, context)
+
+
+class Schedule(Source):
+    """One table of type "schedule"."""
+
+    def __init__(self, name: str, settings: ScheduleSettings, context: Context) -> None:
+        self.name, self._settings, self._client = name, settings, context.client
+        self._cron = Cron.parse(settings.cron, settings.timezone, name, settings.jitter)
+        key = keys.source_leader(name)
+        self._leadership = Leadership(context.client, context.process, key=key, role=f"schedule {name}")
+        self._trouble = ""
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await self._leadership.acquire()
+                await together(self._lead(), self._leadership.keep())
+        finally:
+            await self._leadership.resign()
+
+    def unready(self) -> list[str]:
+        return [self._trouble] if self._trouble else []
+
+    async def _lead(self) -> None:
+        while True:
+            now, noted = await self._client.run(self._read())
+            await asyncio.sleep(min(LOOK_S, await self.step(now, noted)))
+
+    async def step(self, now: float, noted: int | None) -> float:
+        """Fire what is due at `now`, if something is. Returns the time (s) until the next firing.
+
+        `noted`: the last time that was dealt with; None: there was none, and the schedule begins now. Times are the
+        store's, in unix seconds. Raises SubmitFailed, redis.exceptions.RedisError or OSError.
+        """
+        if noted is None:
+            await self._client.run(self._note(int(now), None))
+            noted = int(now)
+        due = self._cron.last_due(now)
+        if due > noted:
+            late = now - self._cron.fires_at(due)
+            if late <= LATE_S or self._settings.missed == "once":
+                await self._fire(due)
+            else:
+                log.warning("schedule %s: %s was missed, %.0f s ago", self.name, stamp(due), late)
+            await self._client.run(self._note(due, noted))
+        return max(0.0, self._cron.fires_at(self._cron.after(due)) - now)
+
+    async def _fire(self, time: int) -> None:
+        """Make what the schedule is for. What cannot be made is told, and not tried again until the next time."""
+        try:
+            made = await (self._task(time) if self._settings.task is not None else self._batch(time))
+        except SubmitFailed:
+            raise
+        except (PenstockError, FileNotFoundError, PermissionError) as error:
+            self._trouble = f"{stamp(time)} made nothing: {error}"
+            log.error("schedule %s: %s", self.name, self._trouble)
+        else:
+            self._trouble = ""
+            log.info("schedule %s: made %s", self.name, made)
+
+    async def _task(self, time: int) -> str:
+        task, task_id = Task.parse(self._settings.task), f"{self.name}-{stamp(time)}"
+        steps = submit_as(
+            self._client.directory,
+            task,
+            self._entry(time),
+            "",
+            task_id,
+            self._client.patience,
+            kept_s=KEPT_S,
+        )
+        return await self._client.run(steps) or task_id
+
+    async def _batch(self, time: int) -> str:
+        """Put a copy of the batch's file into the folder's inbox, under a name of its own."""
+        assert self._settings.batch is not None
+        assert self._settings.folder is not None
+        name = f"{self.name}-{stamp(time)}.jsonl"
+        entry = await self._client.run(stored(self._entry(time), "", name, self._client.patience, KEPT_S))
+        if entry is None or entry.state != "made":
+            await asyncio.to_thread(_put, Path(self._settings.batch), Path(self._settings.folder), name)
+            await self._client.run(_one(idempotency.made(self._entry(time))))
+        return name
+
+    def _entry(self, time: int) -> str:
+        return keys.idempotency(idempotency.digest(f"schedule {self.name} {time}".encode()))
+
+    def _read(self) -> Steps[tuple[float, int | None]]:
+        """The store's time, and the last time that was dealt with."""
+        commands = (("TIME",), ("HGET", keys.SCHEDULES, self.name))
+        (seconds, micros), noted = yield from persistently(Read(commands), self._client.patience)
+        return int(seconds) + int(micros) / 1e6, None if noted is None else int(noted)
+
+    def _note(self, time: int, noted: int | None) -> Steps[None]:
+        """A time was dealt with, unless another process has gone on meanwhile."""
+        before = "" if noted is None else str(noted)
+        call = Call(script(PACKAGE, "swap"), (keys.SCHEDULES,), (self.name, before, str(time), 0))
+        yield from persistently(call, self._client.patience)
+
+
+def _put(file: Path, folder: Path, name: str) -> None:
+    """Copy a file into the inbox, whole or not at all; once, also if it was moved on already. Raises OSError."""
+    inbox, done = folder / "inbox", folder / "done"
+    if (inbox / name).exists() or (done / name).exists():
+        return
+    inbox.mkdir(parents=True, exist_ok=True)
+    hidden = inbox / f".{name}.{os.getpid()}"
+    try:
+        shutil.copyfile(file, hidden)
+        os.rename(hidden, inbox / name)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _one(call: Call) -> Steps[Any]:
+    return (yield call)
+
+
+SETTINGS: Final = ScheduleSettings

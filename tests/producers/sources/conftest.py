@@ -1,0 +1,122 @@
+"""A sources process, what sends it messages, and a worker for the tasks that it makes."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from tests.producers.conftest import QUEUE, model
+from tests.producers.fake_worker import FakeWorker
+from tests.receiver import Process
+
+__all__ = ["model"]
+
+
+class SourcesProcess(Process):
+    """`penstock sources`, with its configuration as TOML's text."""
+
+    def __init__(self, url: str, folder: Path, config: str, *options: str, **env: str) -> None:
+        path = folder / "sources.toml"
+        path.write_text(config)
+        super().__init__("workers.cli", "sources", "--broker", url, "--config", str(path), *options, **env)
+
+    def reasons(self) -> list[str]:
+        """Why it is not ready; empty while it is. It needs `--health-port`."""
+        found = re.search(r"/readyz on port (\d+)", self.log.read_text())
+        if found is None:
+            return []
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/readyz", timeout=10)
+        except urllib.error.HTTPError as error:
+            said: list[str] = json.loads(error.read())["reasons"]
+            return said
+        return []
+
+
+class Sqs:
+    """A queue and its messages. `dead`: where its redrive policy moves those that are received ten times."""
+
+    def __init__(self, client: Any, name: str, *, redrive: bool = True) -> None:
+        self._sqs = client
+        attributes = {}
+        if redrive:
+            self.dead = Sqs(client, f"{name}-dead", redrive=False)
+            attributes["RedrivePolicy"] = json.dumps({"deadLetterTargetArn": self.dead.arn, "maxReceiveCount": 10})
+        self.url: str = client.create_queue(QueueName=name, Attributes=attributes)["QueueUrl"]
+
+    @property
+    def arn(self) -> str:
+        said: dict[str, str] = self._sqs.get_queue_attributes(QueueUrl=self.url, AttributeNames=["All"])["Attributes"]
+        return said["QueueArn"]
+
+    def send(self, body: Any, **attributes: str) -> None:
+        more = {
+            name.replace("_", "-"): {"DataType": "String", "StringValue": text} for name, text in attributes.items()
+        }
+        text = body if isinstance(body, str) else json.dumps(body)
+        self._sqs.send_message(QueueUrl=self.url, MessageBody=text, MessageAttributes=more)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Messages that nobody hides. They are hidden then for a moment, and stay."""
+        asked = {"MessageAttributeNames": ["All"], "VisibilityTimeout": 1, "MaxNumberOfMessages": 10}
+        found: list[dict[str, Any]] = self._sqs.receive_message(QueueUrl=self.url, **asked).get("Messages", [])
+        return found
+
+    def __len__(self) -> int:
+        """Messages, hidden ones too."""
+        said = self._sqs.get_queue_attributes(QueueUrl=self.url, AttributeNames=["All"])["Attributes"]
+        return int(said["ApproximateNumberOfMessages"]) + int(said["ApproximateNumberOfMessagesNotVisible"])
+
+
+class Serving:
+    """A worker that serves each task as it comes, in a thread. `served`: ids, in order."""
+
+    def __init__(self, url: str) -> None:
+        self.served: list[str] = []
+        self._redis = Redis.from_url(url)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        worker = FakeWorker(self._redis)
+        while not self._stop.is_set():
+            if (task_id := worker.take(QUEUE, 0.1)) is not None:
+                worker.serve(task_id)
+                self.served.append(task_id)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._redis.close()
+
+
+@pytest.fixture
+def serving(valkey_url: str) -> Iterator[Serving]:
+    serving = Serving(valkey_url)
+    yield serving
+    serving.close()
+
+
+@pytest.fixture
+def records(valkey: Redis) -> Any:
+    """All tasks' records by id, as text."""
+
+    def read() -> dict[str, dict[str, str]]:
+        found = {}
+        for name in valkey.scan_iter("penstock:task:*"):
+            fields = valkey.hgetall(name)
+            found[name.decode().removeprefix(keys.task(""))] = {k.decode(): v.decode() for k, v in fields.items()}
+        return found
+
+    return read

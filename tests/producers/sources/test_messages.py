@@ -1,0 +1,253 @@
+"""Messages from outside become tasks, once each, and their results go back."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cloudevents.core.bindings.http import to_binary_event, to_structured_event
+from cloudevents.core.formats.json import JSONFormat
+from cloudevents.core.v1.event import CloudEvent
+from redis import Redis
+
+from producers.contract import keys
+from tests.aws import Aws
+from tests.producers.sources.conftest import Serving, SourcesProcess, Sqs
+
+TASK = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
+LIST = '[orders]\ntype = "messages"\nqueue = "list:orders"\nreply = "list:answers"\nreply_allow = ["list:to-*"]\n'
+
+
+def pushed(valkey: Redis, *messages: Any) -> None:
+    valkey.rpush("orders", *(one if isinstance(one, (str, bytes)) else json.dumps(one) for one in messages))
+
+
+def popped(valkey: Redis, name: str = "answers") -> Any:
+    found = valkey.lpop(name)
+    return None if found is None else json.loads(found)  # type: ignore[arg-type]
+
+
+def event(**attributes: str) -> CloudEvent:
+    usual = {"id": "e1", "source": "/orders", "type": "order.placed", "datacontenttype": "application/json"}
+    return CloudEvent(attributes=usual | attributes, data=TASK)
+
+
+@pytest.mark.usefixtures("model")
+class TestLists:
+    def test_a_message_becomes_a_task_whose_result_is_pushed_back(
+        self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
+    ) -> None:
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            pushed(valkey, TASK | {"id": "order-7", "metadata": {"user": "7"}})
+            answer = process.until(lambda: popped(valkey))
+            assert answer["correlation_id"] == "order-7"
+            assert (answer["id"], answer["status"]) == (serving.served[0], "completed")
+            assert answer["choices"][0]["text"] == "Hello, world"
+            assert answer["metadata"] == {"user": "7"}
+            process.until(lambda: not valkey.exists("orders", "orders:taken", "orders:hidden"))
+
+    def test_a_message_chooses_among_the_targets_that_the_settings_allow(
+        self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
+    ) -> None:
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            pushed(valkey, TASK | {"id": "a", "reply_to": "list:to-me"}, TASK | {"id": "b", "reply_to": "list:other"})
+            assert process.until(lambda: popped(valkey, "to-me"))["status"] == "completed"
+            refused = process.until(lambda: popped(valkey))
+            assert (refused["correlation_id"], refused["id"], refused["error"]["param"]) == ("b", None, "reply_to")
+            assert not valkey.exists("other")
+            assert len(serving.served) == 1
+
+    def test_equal_messages_are_two_tasks_unless_they_have_an_id(
+        self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
+    ) -> None:
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            pushed(valkey, TASK, TASK, TASK | {"id": "once"}, TASK | {"id": "once"})
+            process.until(lambda: not valkey.exists("orders", "orders:taken"))
+            process.until(lambda: len(serving.served) == 3)
+            pushed(valkey, TASK | {"id": "once", "prompt": "another"})
+            letter = process.until(lambda: popped(valkey, "orders:dead"))
+            assert "an earlier message with this id" in letter["reason"]
+            assert len(serving.served) == 3
+
+    def test_cloudevents_are_answered_by_cloudevents(
+        self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
+    ) -> None:
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            body = to_structured_event(event(), JSONFormat()).body
+            pushed(valkey, body, body)
+            raw = process.until(lambda: valkey.lpop("answers"))
+            answer = JSONFormat().read(None, raw)
+            assert (answer.get_subject(), answer.get_source()) == ("e1", "/penstock/orders")
+            assert answer.get_type() == "penstock.response.completed"
+            assert answer.get_data()["choices"][0]["text"] == "Hello, world"
+            process.until(lambda: not valkey.exists("orders", "orders:taken"))
+            assert len(serving.served) == 1
+
+    @pytest.mark.parametrize(
+        ("message", "reason"),
+        [
+            ("{", "not JSON"),
+            (b'{"model": "\xff"}', "not UTF-8"),
+            ("[]", "not as a batch"),
+            ("7", "must be a JSON object"),
+            ('{"model": "tiny", "prompt": "x", "temperature": NaN}', "NaN"),
+            ({"model": "tiny"}, "prompt is missing"),
+            (TASK | {"max_tokens": "3"}, "max_tokens"),
+            (TASK | {"model": "nobody"}, "There is no model"),
+            (TASK | {"id": 7}, "id is 7"),
+            (TASK | {"reply_to": "list:penstock:tasks"}, "reply_to"),
+            ({"specversion": "0.3", "id": "1", "source": "/", "type": "t", "data": TASK}, "specversion"),
+            ({"specversion": "1.0", "source": "/", "type": "t", "data": TASK}, "has no id"),
+            ({"specversion": "1.0", "id": "1", "source": "/", "type": "t", "data": "x"}, "data is"),
+            ({"specversion": "1.0", "id": "1", "source": "/", "type": "t", "data_base64": "!"}, "base64"),
+            (
+                {"specversion": "1.0", "id": "1", "source": "/", "type": "t", "datacontenttype": "text/xml", "data": 1},
+                "datacontenttype",
+            ),
+            ("[" * 100_000, "not JSON"),
+        ],
+    )
+    def test_a_bad_message_is_kept_apart_and_its_sender_hears_why(
+        self, message: Any, reason: str, valkey_url: str, valkey: Redis, records: Any, tmp_path: Path, listener: Any
+    ) -> None:
+        pushed(valkey, message)
+        letter = listener.until(lambda: popped(valkey, "orders:dead"))
+        assert reason in letter["reason"]
+        said = message if isinstance(message, (str, bytes)) else json.dumps(message)
+        body = letter["body"].encode("utf-8", "surrogateescape")
+        assert body == (said if isinstance(said, bytes) else said.encode())
+        answer = listener.until(lambda: popped(valkey))
+        answer = answer.get("data", answer)
+        assert answer["status"] == "failed"
+        assert reason in answer["error"]["message"]
+        assert records() == {}
+        assert not valkey.exists("orders:taken", "orders:hidden")
+
+    def test_what_a_killed_process_took_becomes_one_task_each(
+        self, valkey_url: str, valkey: Redis, serving: Serving, records: Any, tmp_path: Path
+    ) -> None:
+        """Killed again and again while 300 messages come, with their time hidden cut short."""
+        for number in range(300):
+            pushed(valkey, TASK | ({"id": f"m{number}"} if number % 2 else {}))
+        for _ in range(6):
+            with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+                before = valkey.llen("orders")
+                process.until(lambda left=before: valkey.llen("orders") < left or not left)  # type: ignore[misc]
+                process.stop(signal.SIGKILL)
+            for message_id in valkey.zrange("orders:hidden", 0, -1):
+                valkey.zadd("orders:hidden", {message_id: 0})
+            for row in valkey.zrange(keys.replies("orders"), 0, -1):
+                valkey.zadd(keys.replies("orders"), {row: 0})
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            process.until(lambda: not valkey.exists("orders", "orders:taken"))
+            process.until(lambda: len(serving.served) >= 300)
+            process.until(lambda: not valkey.exists(keys.replies("orders")))
+        assert len(records()) == len(set(serving.served)) == 300
+        answered = [json.loads(one)["id"] for one in valkey.lrange("answers", 0, -1)]
+        assert set(answered) == set(serving.served)
+
+    def test_told_to_stop_it_gives_back_what_it_holds(
+        self, valkey_url: str, valkey: Redis, records: Any, tmp_path: Path
+    ) -> None:
+        """The store is full, so that nothing can be submitted."""
+        with SourcesProcess(valkey_url, tmp_path, LIST, "--health-port", "0") as process:
+            valkey.config_set("maxmemory", 1)
+            try:
+                pushed_anyway(valkey, TASK)
+                process.until(lambda: valkey.hlen("orders:taken") == 1)
+                process.until(lambda: "a message is held" in process.log.read_text())
+                assert process.stop() == 0
+            finally:
+                valkey.config_set("maxmemory", 0)
+        assert float(valkey.zrange("orders:hidden", 0, 0, withscores=True)[0][1]) / 1000 <= valkey.time()[0] + 1
+        assert records() == {}
+
+
+def pushed_anyway(valkey: Redis, message: Any) -> None:
+    """Push to a server whose memory is full."""
+    valkey.eval("#!lua flags=allow-oom\nreturn redis.call('RPUSH', KEYS[1], ARGV[1])", 1, "orders", json.dumps(message))
+
+
+@pytest.fixture
+def listener(valkey_url: str, model: str, tmp_path: Path) -> Any:
+    with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+        yield process
+
+
+@pytest.mark.usefixtures("model")
+class TestSqs:
+    def test_json_and_both_modes_of_cloudevents_become_tasks_and_are_answered(
+        self, aws: Aws, valkey_url: str, serving: Serving, tmp_path: Path
+    ) -> None:
+        orders, answers = Sqs(aws.client("sqs"), "orders"), Sqs(aws.client("sqs"), "answers", redrive=False)
+        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\n'
+        with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
+            orders.send(TASK | {"id": "plain"})
+            structured = to_structured_event(event(id="structured"), JSONFormat())
+            orders.send(structured.body.decode(), content_type=structured.headers["content-type"])
+            binary = to_binary_event(event(id="binary"), JSONFormat())
+            orders.send(binary.body.decode(), **{name.replace("-", "_"): text for name, text in binary.headers.items()})
+            found: dict[str, Any] = {}
+
+            def all_there() -> bool:
+                for one in answers.receive():
+                    said = json.loads(one["Body"])
+                    found[said.get("correlation_id") or said["subject"]] = (said, one["MessageAttributes"])
+                return len(found) == 3
+
+            process.until(all_there)
+            assert found["plain"][0]["choices"][0]["text"] == "Hello, world"
+            assert found["plain"][1]["content-type"]["StringValue"] == "application/json"
+            for mode in ("structured", "binary"):
+                said, attributes = found[mode]
+                assert said["data"]["status"] == "completed"
+                assert attributes["content-type"]["StringValue"] == "application/cloudevents+json"
+            process.until(lambda: len(orders) == 0)
+        assert len(serving.served) == 3
+
+    def test_a_topic_is_answered(self, aws: Aws, valkey_url: str, serving: Serving, tmp_path: Path) -> None:
+        sns = aws.client("sns")
+        topic = sns.create_topic(Name="done")["TopicArn"]
+        orders, heard = Sqs(aws.client("sqs"), "orders"), Sqs(aws.client("sqs"), "heard", redrive=False)
+        sns.subscribe(TopicArn=topic, Protocol="sqs", Endpoint=heard.arn, Attributes={"RawMessageDelivery": "true"})
+        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{topic}"\n'
+        with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
+            orders.send(TASK)
+            (message,) = process.until(heard.receive)
+            assert json.loads(message["Body"])["id"] == serving.served[0]
+
+    def test_a_bad_message_is_moved_with_its_reason(
+        self, aws: Aws, valkey_url: str, records: Any, tmp_path: Path
+    ) -> None:
+        orders, dead = (Sqs(aws.client("sqs"), name, redrive=False) for name in ("orders", "dead"))
+        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\ndead_letters = "{dead.url}"\n'
+        with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
+            orders.send("no JSON", colour="red")
+            (letter,) = process.until(dead.receive)
+            process.until(lambda: len(orders) == 0)
+        assert letter["Body"] == "no JSON"
+        said = {name: one["StringValue"] for name, one in letter["MessageAttributes"].items()}
+        assert said["colour"] == "red"
+        assert "not JSON" in said["penstock-reason"]
+        assert records() == {}
+
+    def test_without_a_place_for_bad_messages_or_a_queue_it_is_not_ready_and_says_why(
+        self, aws: Aws, valkey_url: str, tmp_path: Path
+    ) -> None:
+        bare = Sqs(aws.client("sqs"), "bare", redrive=False)
+        config = (
+            f'[bare]\ntype = "messages"\nqueue = "{bare.url}"\n'
+            f'[gone]\ntype = "messages"\nqueue = "{bare.url.replace("bare", "gone")}"\n'
+        )
+        options = ("--health-port", "0")
+        with SourcesProcess(valkey_url, tmp_path, config, *options, AWS_ENDPOINT_URL=aws.url) as process:
+            reasons = process.until(lambda: two(process.reasons()))
+        assert "bare: queue bare has no redrive policy" in reasons[0]
+        assert "gone: cannot read the settings of queue gone" in reasons[1]
+
+
+def two(reasons: list[str]) -> list[str] | None:
+    return reasons if len(reasons) == 2 else None
