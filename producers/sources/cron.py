@@ -54,16 +54,16 @@ class Cron:
     def after(self, now: float) -> int:
         """The first time that is later than `now`."""
         times = croniter(self.expression, self._local(now))
-        while self._second(found := times.get_next(datetime)):
+        while self._second(found := int(times.get_next(float))):
             pass
-        return int(found.timestamp())
+        return found
 
     def before(self, now: float) -> int:
         """The last time that is earlier than `now`."""
         times = croniter(self.expression, self._local(now))
-        while self._second(found := times.get_prev(datetime)):
+        while self._second(found := int(times.get_prev(float))):
             pass
-        return int(found.timestamp())
+        return found
 
     def last_due(self, now: float) -> int:
         """The last time whose firing has come by `now`."""
@@ -80,12 +80,10 @@ class Cron:
     def _local(self, now: float) -> datetime:
         return datetime.fromtimestamp(now, self.zone)
 
-    def _second(self, found: datetime) -> bool:
+    def _second(self, found: int) -> bool:
         """Whether it lies in the hour that comes twice, for the second time, and is not meant."""
         hours = self.expression.split()[1] if not self.expression.startswith("@") else self.expression
-        if "*" in hours or hours == "@hourly":
-            return False
-        return found.astimezone(UTC).astimezone(self.zone).fold == 1
+        return "*" not in hours and hours != "@hourly" and self._local(found).fold == 1
 
 
 def stamp(time: int) -> str:

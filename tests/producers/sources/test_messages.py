@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from cloudevents.core.formats.json import JSONFormat
 from cloudevents.core.v1.event import CloudEvent
 from redis import Redis
 
-from producers.contract import keys
 from tests.aws import Aws
 from tests.producers.sources.conftest import Serving, SourcesProcess, Sqs
 
@@ -125,29 +123,6 @@ class TestLists:
         assert reason in answer["error"]["message"]
         assert records() == {}
         assert not valkey.exists("orders:taken", "orders:hidden")
-
-    def test_what_a_killed_process_took_becomes_one_task_each(
-        self, valkey_url: str, valkey: Redis, serving: Serving, records: Any, tmp_path: Path
-    ) -> None:
-        """Killed again and again while 300 messages come, with their time hidden cut short."""
-        for number in range(300):
-            pushed(valkey, TASK | ({"id": f"m{number}"} if number % 2 else {}))
-        for _ in range(6):
-            with SourcesProcess(valkey_url, tmp_path, LIST) as process:
-                before = valkey.llen("orders")
-                process.until(lambda left=before: valkey.llen("orders") < left or not left)  # type: ignore[misc]
-                process.stop(signal.SIGKILL)
-            for message_id in valkey.zrange("orders:hidden", 0, -1):
-                valkey.zadd("orders:hidden", {message_id: 0})
-            for row in valkey.zrange(keys.replies("orders"), 0, -1):
-                valkey.zadd(keys.replies("orders"), {row: 0})
-        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
-            process.until(lambda: not valkey.exists("orders", "orders:taken"))
-            process.until(lambda: len(serving.served) >= 300)
-            process.until(lambda: not valkey.exists(keys.replies("orders")))
-        assert len(records()) == len(set(serving.served)) == 300
-        answered = [json.loads(one)["id"] for one in valkey.lrange("answers", 0, -1)]
-        assert set(answered) == set(serving.served)
 
     def test_told_to_stop_it_gives_back_what_it_holds(
         self, valkey_url: str, valkey: Redis, records: Any, tmp_path: Path
