@@ -58,7 +58,7 @@ class SqsConsumer(Consumer):
 
     def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
         said = self._redis.hgetall(keys.inflight(incarnation))
-        flying = {text(field): reaping.read_flying(text(field), raw).id for field, raw in said.items()}
+        flying = [reaping.read_flying(text(field), raw) for field, raw in said.items()]
         return self._hold.strays(incarnation, flying, held)
 
     def scheduled(self, count: int) -> list[bytes]:

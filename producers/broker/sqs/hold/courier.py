@@ -78,7 +78,7 @@ class Courier(threading.Thread):
         due = [one for one in self.errands if one.after <= now]
         company: dict[str, list[Errand]] = {}
         for one in due:
-            if isinstance(one.step, Ask) and one.step.lingers:
+            if isinstance(one.step, Ask) and one.step.lingers and not self._hold.address.fifo:  # its group waits
                 company.setdefault(one.step.list, []).append(one)
         hurried = self._hurry or self._hold.closed
         waiting = [

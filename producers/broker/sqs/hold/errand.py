@@ -89,12 +89,8 @@ class Errand:
 
 def ack(held: Held, reason: str = "", *, settled: bool = False) -> Steps:
     """Nobody needs it any more. With a reason it is a dead letter."""
-    if reason:
-        answer = yield calls.out(held, "letter", kept=held.raw, reason=reason, settled=settled)
-    elif settled:
-        answer = yield calls.out(held, "done", settled=True)
-    else:
-        answer = 1
+    way = "letter" if reason else "done"
+    answer = yield calls.out(held, way, kept=held.raw if reason else "", reason=reason, settled=settled)
     if answer != 1:
         return PutDown.UNSETTLED if answer == -1 else PutDown.GONE
     yield Ask(Act.DELETE, held.list, held)

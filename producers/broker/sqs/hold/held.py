@@ -13,7 +13,8 @@ from itertools import count
 from typing import Any, Final
 
 from producers.broker.memory.message import Sent, Unusable, read
-from producers.broker.sqs.keys import member
+from producers.broker.sqs.hold.reaping import Flying
+from producers.broker.sqs.keys import Entry, member
 
 #: Longest time (s) for which SQS hides a message after one receive, however often that is renewed.
 LONGEST_S: Final = 12 * 3600.0
@@ -60,7 +61,7 @@ class Held:
 
     @property
     def id(self) -> str:
-        return self.sent.id if self.sent else ""
+        return self.sent.id if self.sent else self.member.partition(" ")[0]
 
     @property
     def in_buffer(self) -> str:
@@ -108,6 +109,17 @@ def held_of(message: Mapping[str, Any], incarnation: str, place: tuple[str, str,
         until,
         _number(sent.at if sent else 0, sent_at),
     )
+
+
+def stray_of(incarnation: str, flying: Flying, place: tuple[str, str, int]) -> Held:
+    """A delivery that a failover of the store brought back: its body is not known any more, but for its size."""
+    now = time.monotonic()
+    raw = Entry.parse(flying.member).message(flying.list).envelope() if flying.member else ""
+    held = Held(
+        incarnation, *place, "", flying.receipt, raw.encode(), None, "", flying.member, "", time.time(), now, now
+    )
+    held.uuid, held.given, held.stray = flying.field, True, True
+    return held
 
 
 def _number(at: float, sent_at: float) -> int:

@@ -21,9 +21,10 @@ from producers.broker.sqs.hold.buffer import Buffer, places
 from producers.broker.sqs.hold.chores import Chores
 from producers.broker.sqs.hold.courier import Courier
 from producers.broker.sqs.hold.errand import Errand, Steps
-from producers.broker.sqs.hold.held import Held
+from producers.broker.sqs.hold.held import Held, stray_of
 from producers.broker.sqs.hold.poller import WAIT_S, Poller
 from producers.broker.sqs.hold.polls import Blocked, Line, Wants, ask, read_look
+from producers.broker.sqs.hold.reaping import Flying
 from producers.broker.sqs.names import is_celery
 from producers.broker.sqs.queues import RENEW_BEFORE_S, Queues
 from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules, sane_weights
@@ -279,11 +280,16 @@ class Hold:
             self._wants = None
             self.give_back([one for one in self._held.values() if not one.given])
 
-    def strays(self, incarnation: str, flying: Mapping[str, str], held: Sequence[str]) -> dict[str, str]:
-        """`flying`: task ids by field. What neither the worker nor this has."""
+    def strays(self, incarnation: str, flying: Sequence[Flying], held: Sequence[str]) -> dict[str, str]:
+        """What neither the worker nor this has, by UUID; it may be given back then."""
         with self.changed:
             mine = {one.field for one in self._held.values() if not one.stray} | set(held)
-        return {field: task_id for field, task_id in flying.items() if field not in mine and field[:2] != "m:"}
+            found = [one for one in flying if one.field not in mine and not one.field.startswith("m:")]
+            for one in found:
+                if one.field not in self._given and one.list in self.lines:
+                    line = self.lines[one.list]
+                    self._given[one.field] = stray_of(incarnation, one, (line.name, line.queue, line.rank))
+        return {one.field: one.id for one in found}
 
     def weigh(self, raw: Mapping[Any, Any]) -> dict[str, float]:
         found = sane_weights(raw)

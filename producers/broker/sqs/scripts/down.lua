@@ -1,12 +1,15 @@
 #!lua flags=allow-oom
--- DOWN(field) | the entry is there: it is in flight no more. Said once SQS has done its part. Of a message that was deleted
+-- DOWN(field) | the entry is there, and on its way out: it is in flight no more. Said once SQS has done its part. If it is
+-- on no way out, a failover has lost that, and maybe more: it stays, and is found as a stray. Of a message that was deleted
 -- no redelivery counts; its entry in the index goes, unless its record is not settled: then it is of a retry's copy.
 -- KEYS: in flight of inc, reaped, task   ARGV: field, task id, list, member of the index (or empty), deleted 0|1
 -- Answers: 1 | 0
 -- include: _index.lua
-if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then
+local packed = redis.call('HGET', KEYS[1], ARGV[1])
+if not packed or not cjson.decode(packed).out then
   return 0
 end
+redis.call('HDEL', KEYS[1], ARGV[1])
 if ARGV[5] == '1' then
   redis.call('HDEL', KEYS[2], ARGV[2])
   local r = redis.call('HMGET', KEYS[3], 'status', 'settled')

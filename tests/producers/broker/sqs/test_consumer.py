@@ -326,6 +326,21 @@ def test_what_sqs_does_not_have_any_more_is_sent_anew(place: Place) -> None:
     assert ids(place.take(1)) == ["a"]
 
 
+def test_what_a_failover_brought_back_is_a_stray_that_goes_back(place: Place) -> None:
+    """The store has lost that it was acknowledged; SQS has not."""
+    place.send("a")
+    (one,) = place.take(1, room=1)
+    lost = place.redis.hget(keys.inflight(INC), one.uuid)
+    place.consumer.put_down([Ack(INC, one.uuid)])
+    until(lambda: place.counts() == (0, 0) and not place.flying())
+    place.redis.hset(keys.inflight(INC), one.uuid, lost)
+    assert place.consumer.strays(INC, [one.uuid]) == {}
+    assert place.consumer.strays(INC, []) == {one.uuid: "a"}
+    assert place.consumer.put_down([Back(INC, one.uuid)]) == [PutDown.DONE]
+    assert place.flying() == {}
+    assert ids(place.take(1)) == ["a"]
+
+
 def test_what_belongs_to_another_version_goes_there(place: Place) -> None:
     other = contract_keys.version_queue("m", "2")
     place.sqs.create_queue(QueueName=sqs_name(place.address, f"{other}#flex"))
@@ -400,6 +415,7 @@ def test_what_follows_a_task_that_is_given_back_goes_back_with_it(fifo: Place) -
         (one,) = fifo.take(1, room=1)
         order += ids([one])
         fifo.consumer.put_down([Ack(INC, one.uuid)])
+        until(lambda: fifo.counts()[1] == 0)
     assert order == ["a1", "a2", "a3"]
 
 
