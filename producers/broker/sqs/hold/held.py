@@ -132,7 +132,9 @@ def _decoded(body: str) -> bytes:
     """kombu's SQS transport writes its JSON in base64."""
     if not body.lstrip().startswith("{"):
         try:
-            return base64.b64decode(body, validate=True)
+            decoded = base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError):
-            pass
+            decoded = b""
+        if decoded.lstrip().startswith(b"{"):  # else it is a text that only looks like base64
+            return decoded
     return body.encode(errors="surrogateescape")
