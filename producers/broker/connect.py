@@ -43,6 +43,10 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
     _check(url, store_url)
     if _is_memory(url):
         return MemoryBroker(server_of(url))
+    if is_sqs(url):
+        from producers.broker.sqs.operator import SqsBroker
+
+        return SqsBroker(read(url), store if store is not None else connect_async(store_url), connect(store_url))
     return RedisBroker(store if store is not None and url == store_url else connect_async(url))
 
 
@@ -51,6 +55,10 @@ def connect_sender(url: str, store_url: str, store: redis.Redis | None = None) -
     _check(url, store_url)
     if _is_memory(url):
         return MemorySender(server_of(url))
+    if is_sqs(url):
+        from producers.broker.sqs.operator import SqsSender
+
+        return SqsSender(read(url), store if store is not None else connect(store_url))
     return RedisSender(store if store is not None and url == store_url else connect(url))
 
 
@@ -90,3 +98,5 @@ def _check(url: str, store_url: str) -> None:
     if not is_known(url):
         kinds = ", ".join([*(f"{scheme}://" for scheme in (*SCHEMES, SQS)), MEMORY])
         raise ValueError(f"no broker is known for {shown(url)!r}: a broker's URL begins with {kinds}")
+    if is_sqs(url) and not is_redis(store_url):
+        raise ValueError(f"the broker {url!r} needs a store in Redis or Valkey (--store), which keeps its books")

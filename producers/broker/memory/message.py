@@ -26,6 +26,7 @@ class Sent:
     tokens: float = 0
     at: float = 0
     """When its task was submitted (ms); 0: unsaid."""
+    order_key: str = ""
 
     def size(self, capacity: tuple[int, int], plain_tokens: int) -> tuple[int, int]:
         """Sequences and tokens that it takes of an engine."""
@@ -51,15 +52,15 @@ def read(raw: bytes) -> Sent:
     if not isinstance(_of(m, "body"), str):
         raise Unusable("no body")
     said = _of(headers, "penstock")
-    tenant = _of(said, "tenant")
     return Sent(
         raw,
         task_id,
-        tenant if isinstance(tenant, str) else "",
+        _name(_of(said, "tenant")),
         task == keys.TASK_NAME,
         _whole(_of(said, "n")),
         _whole(_of(said, "tokens")),
         _whole(_of(said, "at")),
+        _name(_of(said, "order_key")),
     )
 
 
@@ -83,6 +84,10 @@ def _decoded(raw: bytes) -> Any:
 
 def _of(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
+
+
+def _name(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _whole(value: Any) -> float:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 import redis
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from producers.broker.base import Broker, NoSuchPlace, Sender
+from producers.broker.base import NoSuchPlace, Sender
 from producers.broker.redis import calls, keys
-from producers.broker.redis.consumer import CAPABILITIES, read_listed
-from producers.broker.values import (
-    Depth,
-    Depths,
-    Listed,
-    Waiting,
-    check_weight,
-    sane_weights,
-)
+from producers.broker.redis.books import Books
+from producers.broker.redis.consumer import CAPABILITIES
+from producers.broker.values import Depth, Depths, Waiting
 from producers.connection.script import aexecute, arun, text
 from producers.connection.trouble import trouble
 from producers.contract import keys as contract_keys
@@ -43,13 +35,10 @@ class RedisSender(Sender):
         self._redis.close()
 
 
-class RedisBroker(Broker):
+class RedisBroker(Books):
     """`client`: may be the store's, where that is the same server."""
 
     capabilities = CAPABILITIES
-
-    def __init__(self, client: Redis) -> None:
-        self._redis = client
 
     async def ping(self) -> None:
         await self._redis.execute_command("PING")
@@ -116,10 +105,6 @@ class RedisBroker(Broker):
                 found[queue].in_flight += count
         return Depths(found, workers, dead_letters)
 
-    async def workers(self) -> list[Listed]:
-        listed = await self._redis.hgetall(keys.INCARNATIONS)
-        return read_listed(listed, await self._ask(*(("PTTL", contract_keys.lease(text(name))) for name in listed)))
-
     # ---- what dead workers left -----------------------------------------------------------------------------------
 
     async def reap(self, incarnation: str) -> int:
@@ -160,12 +145,6 @@ class RedisBroker(Broker):
 
     # ---- dead letters ---------------------------------------------------------------------------------------------
 
-    async def letters(self, start: int, count: int) -> list[bytes]:
-        return await self._range(keys.DEAD, start, count)
-
-    async def remove_letter(self, entry: bytes) -> bool:
-        return bool(await self._redis.execute_command("LREM", keys.DEAD, 1, entry))
-
     async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
         try:
             return bool(await arun(self._redis, calls.replay(entry, place, message, task_id)))
@@ -173,10 +152,6 @@ class RedisBroker(Broker):
             if trouble(error) is not None:
                 raise
             raise NoSuchPlace(f"{place} is no list that takes it ({error})") from error
-
-    async def now_ms(self) -> int:
-        seconds, micros = await self._redis.time()
-        return int(seconds) * 1000 + int(micros) // 1000
 
     # ---- tenants --------------------------------------------------------------------------------------------------
 
@@ -189,33 +164,6 @@ class RedisBroker(Broker):
                 tiers = found.setdefault(tenant, dict.fromkeys(contract_keys.TIERS, 0))
                 tiers[tier] += await self._redis.zcard(keys.turn(name, tenant))
         return found, unsorted
-
-    async def weights(self) -> dict[str, float]:
-        return sane_weights(await self._redis.execute_command("HGETALL", keys.WEIGHTS))
-
-    async def weigh(self, tenant: str, weight: float) -> None:
-        check_weight(weight)
-        if weight == 1:
-            await self._redis.execute_command("HDEL", keys.WEIGHTS, tenant)
-        else:
-            await self._redis.execute_command("HSET", keys.WEIGHTS, tenant, repr(weight))
-
-    async def aclose(self) -> None:
-        await self._redis.aclose()
-
-    async def _range(self, name: str, start: int, count: int) -> list[bytes]:
-        found: list[bytes] = await self._redis.execute_command("LRANGE", name, start, start + count - 1)
-        return found
-
-    async def _ask(self, *commands: tuple[str, ...]) -> list[Any]:
-        """In one round trip."""
-        if not commands:
-            return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            answers: list[Any] = await pipe.execute()
-            return answers
 
 
 def _push(message: Message) -> tuple[str, str, str]:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
+from producers.broker.values import Capabilities
+
 SCHEME: Final = "sqs"
 MIN_VISIBILITY_S: Final = 10
 MAX_VISIBILITY_S: Final = 3600
@@ -66,6 +68,19 @@ def read(url: str) -> Address:
         raise ValueError(f"endpoint_url is {endpoint!r}; it must begin with http:// or https://")
     return Address(
         region, prefix, endpoint, _visibility(options), _flag(options, "celery"), _flag(options, "fifo"), account
+    )
+
+
+def capabilities(address: Address) -> Capabilities:
+    """What the broker promises. SQS has no front of a queue, and its standard queues keep no order."""
+    return Capabilities(
+        strict_order=False,
+        front_of_queue=False,
+        tenant_turns=False,  # SQS's fair queues, and the turns within what one worker has received
+        delay_per_message=True,
+        max_message_bytes=1024 * 1024,  # of a queue that says no less
+        pool_queues=False,
+        order_per_key=address.fifo,
     )
 
 

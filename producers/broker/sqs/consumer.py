@@ -13,13 +13,13 @@ from producers.broker.redis import calls as shared_calls
 from producers.broker.redis import keys as shared
 from producers.broker.redis.consumer import read_listed
 from producers.broker.sqs import keys, names
-from producers.broker.sqs.address import Address
+from producers.broker.sqs.address import Address, capabilities
 from producers.broker.sqs.hold import reaping
 from producers.broker.sqs.hold.errand import body_of
 from producers.broker.sqs.hold.hold import Hold
 from producers.broker.sqs.hold.shared import hold_of, release
 from producers.broker.sqs.keys import Entry
-from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
+from producers.broker.values import Ack, Back, Credit, Fetched, Listed, PutDown, Rules
 from producers.connection.connect import SILENT_S, connect
 from producers.connection.script import run, text
 from producers.contract import keys as contract_keys
@@ -149,15 +149,3 @@ class SqsWaker:
         if self._started and self._poke in self._hold.pokes:
             self._hold.pokes.remove(self._poke)
             self._hold.rest()
-
-
-def capabilities(address: Address) -> Capabilities:
-    return Capabilities(
-        strict_order=False,
-        front_of_queue=False,
-        tenant_turns=False,
-        delay_per_message=True,
-        max_message_bytes=256 * 1024,
-        pool_queues=False,
-        order_per_key=address.fifo,
-    )

@@ -5,9 +5,11 @@ The store's hash `keys.QUEUES` names queues that an operator has made or chosen.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, Self
 
 from redis import Redis
@@ -24,6 +26,8 @@ MIN_RETENTION_S: Final = 2 * 24 * 3600
 RENEW_BEFORE_S: Final = 24 * 3600
 #: Shortest MaximumMessageSize (bytes): Penstock's own messages have about 1,000.
 MIN_MESSAGE_BYTES: Final = 4096
+#: Time (s) for which a number of messages is believed that SQS was asked for.
+STOCK_S: Final = 30.0
 SETUP: Final = "penstock aws setup --broker ... --store ... --model ..."
 
 
@@ -60,6 +64,7 @@ class Queues:
         self._sqs, self._address, self._store = sqs, address, store
         self._urls: dict[str, str] = {}
         self._queues: dict[str, Queue] = {}
+        self._stock: dict[str, tuple[int, float]] = {}
 
     def url(self, name: str) -> str:
         """A list's queue. It asks once; a queue that is not there yet is looked for again. Raises AwsMissing."""
@@ -73,11 +78,11 @@ class Queues:
         self._urls.pop(name, None)
         self._queues.pop(name, None)
 
-    def check(self, name: str) -> Queue:
-        """The queue's settings, read once. Raises AwsError, which says what does not fit, and what to do."""
-        if name not in self._queues:
+    def check(self, name: str, *, anew: bool = False) -> Queue:
+        """The queue's settings, read once unless `anew`. Raises AwsError, which says what is unfit, and what to do."""
+        if anew or name not in self._queues:
+            url = self.url(name)
             with self.telling("read the settings of", name, "sqs:GetQueueAttributes"):
-                url = self.url(name)
                 said = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
             found = Queue.of(url, said)
             if wrong := unfit(found, is_fifo(self._address, name)):
@@ -89,9 +94,21 @@ class Queues:
         """The queue's settings, if they were read. It asks nobody."""
         return self._queues.get(name)
 
+    def stock(self, name: str) -> int:
+        """SQS's approximate number of messages that wait or are delayed, at most STOCK_S old."""
+        count, at = self._stock.get(name, (0, -inf))
+        if time.monotonic() - at >= STOCK_S:
+            url, wanted = self.url(name), ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesDelayed"]
+            with self.telling("count the messages of", name, "sqs:GetQueueAttributes"):
+                said = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=wanted)["Attributes"]
+            count = sum(int(said[attribute]) for attribute in wanted)
+            self._stock[name] = (count, time.monotonic())
+        return count
+
     def called(self, name: str) -> str:
         """A list's queue, for messages to people."""
-        return f"queue {sqs_name(self._address, name)} in {self._address.region}"
+        theirs = self._urls.get(name, sqs_name(self._address, name)).rpartition("/")[2]
+        return f"queue {theirs} in {self._address.region}"
 
     @contextmanager
     def telling(self, doing: str, name: str, permission: str) -> Iterator[None]:

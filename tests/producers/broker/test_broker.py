@@ -18,15 +18,15 @@ RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redelive
 
 
 @pytest.fixture
-async def broker(url: str) -> AsyncIterator[Broker]:
-    found = connect_broker(url, url)
+async def broker(url: str, store_url: str) -> AsyncIterator[Broker]:
+    found = connect_broker(url, store_url)
     yield found
     await found.aclose()
 
 
 @pytest.fixture
-def consumer(url: str) -> Iterator[Consumer]:
-    found = connect_consumer(url, [QUEUE], url)
+def consumer(url: str, store_url: str) -> Iterator[Consumer]:
+    found = connect_consumer(url, [QUEUE], store_url)
     found.take_lease(INC, "{}", 60.0)
     yield found
     found.close()
@@ -90,8 +90,8 @@ async def test_the_size_of_what_comes_next_is_told(broker: Broker, consumer: Con
     assert await broker.sizes(QUEUE, 8) == (4, 240)
 
 
-async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str) -> None:
-    sender = connect_sender(url, url)
+async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str, store_url: str) -> None:
+    sender = connect_sender(url, store_url)
     sender.send(Message("a", QUEUE, "flex", 1, 1))
     sender.close()
     assert (await broker.waiting(QUEUE)).tiers["flex"] == 1

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from producers.broker.sqs.hold.errand import Act
+from producers.broker.sqs.queues import Queues
 from producers.connection.aws import AwsError, refusal
 from producers.connection.trouble import Trouble
-
-if TYPE_CHECKING:
-    from producers.broker.sqs.hold.hold import Hold
 
 #: Most entries of one request.
 BATCH: Final = 10
@@ -23,18 +21,28 @@ NOT_IN_FLIGHT: Final = frozenset({"MessageNotInflight", "AWS.SimpleQueueService.
 _DOING: Final = {Act.DELETE: "delete from", Act.SHOW: "change visibilities in", Act.SEND: "send to"}
 
 
-def request(hold: Hold, name: str, act: Act, entries: Sequence[dict[str, Any]]) -> dict[int, AwsError]:
+class Desk(Protocol):
+    """Whoever asks SQS."""
+
+    @property
+    def sqs(self) -> Any: ...
+
+    @property
+    def queues(self) -> Queues: ...
+
+
+def request(desk: Desk, name: str, act: Act, entries: Sequence[dict[str, Any]]) -> dict[int, AwsError]:
     """One batch request to a list's queue. Returns the refused entries' errors by place. Raises AwsError."""
     asked = [{"Id": str(place), **entry} for place, entry in enumerate(entries)]
-    with hold.queues.telling(_DOING[act], name, act.value):
-        url = hold.queues.url(name)
+    with desk.queues.telling(_DOING[act], name, act.value):
+        url = desk.queues.url(name)
         if act is Act.DELETE:
-            answer = hold.sqs.delete_message_batch(QueueUrl=url, Entries=asked)
+            answer = desk.sqs.delete_message_batch(QueueUrl=url, Entries=asked)
         elif act is Act.SHOW:
-            answer = hold.sqs.change_message_visibility_batch(QueueUrl=url, Entries=asked)
+            answer = desk.sqs.change_message_visibility_batch(QueueUrl=url, Entries=asked)
         else:
-            answer = hold.sqs.send_message_batch(QueueUrl=url, Entries=[_sendable(one, url) for one in asked])
-    doing = f"{_DOING[act]} {hold.queues.called(name)}"
+            answer = desk.sqs.send_message_batch(QueueUrl=url, Entries=[_sendable(one, url) for one in asked])
+    doing = f"{_DOING[act]} {desk.queues.called(name)}"
     refused = {}
     for one in answer.get("Failed", ()):
         code = one.get("Code", "")

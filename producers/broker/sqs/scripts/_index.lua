@@ -12,10 +12,11 @@ local function tenant_of(member)
   return string.match(member, '^%S+ %S+ %S+ (.*)$') or ''
 end
 
--- It waits since, or from, `at` (ms) on. One that waits already stays as it is. Answers whether it is new.
-local function enter(list, member, at)
+-- It waits since `at` (ms), or is delayed until `due`, if that is given. One that waits already stays as it is. Answers
+-- whether it is new.
+local function enter(list, member, at, due)
   redis.call('SADD', 'penstock:sqs:lists', list)
-  if redis.call('ZADD', 'penstock:sqs:waiting:' .. list, 'NX', at, member) == 0 then
+  if redis.call('ZADD', 'penstock:sqs:waiting:' .. list, 'NX', due or at, member) == 0 then
     return false
   end
   redis.call('HINCRBY', 'penstock:sqs:tenants:' .. list, tenant_of(member), 1)

@@ -1,0 +1,244 @@
+"""The side of senders, gateways, sweepers and operators, on SQS.
+
+Messages go to SQS by a few threads. What there is is read from the books in the store: no request to SQS, also while no
+worker is up. Only the number of plain Celery messages is SQS's own, approximately.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import redis
+from redis.asyncio import Redis
+
+from producers.broker.base import NoSuchPlace, Sender
+from producers.broker.redis import keys as shared
+from producers.broker.redis.books import Books
+from producers.broker.sqs import calls, celery, keys, left
+from producers.broker.sqs.address import Address, capabilities
+from producers.broker.sqs.batcher import Batcher
+from producers.broker.sqs.connection import Connection
+from producers.broker.sqs.health import Health
+from producers.broker.sqs.names import is_celery, lists, split
+from producers.broker.sqs.repair import Repair
+from producers.broker.sqs.sending import Outgoing, send, send_one
+from producers.broker.values import Depth, Depths, Waiting
+from producers.connection.aws import AwsError
+from producers.connection.script import arun, text
+from producers.connection.trouble import Trouble, trouble
+from producers.contract import keys as contract_keys
+from producers.contract.message import Message
+from producers.contract.queues import takes_from
+
+#: Requests that one process sends at a time.
+THREADS: Final = 8
+#: Attempts of `send_many` at what SQS is too busy for, and the longest pause (s) before the second; it doubles.
+TRIES: Final = 5
+PAUSE_S: Final = 0.1
+#: Time (s) for which SQS is believed to be well, and to be unwell: probes ask more often than that.
+WELL_S, UNWELL_S = 15.0, 3.0
+
+
+class SqsSender(Sender):
+    """`store`: closed with it. It may be made before a fork."""
+
+    def __init__(self, address: Address, store: redis.Redis) -> None:
+        self.capabilities = capabilities(address)
+        self._to = Connection(address, store)
+        self._pid = os.getpid()
+
+    def send(self, message: Message) -> None:
+        send_one(self._here(), keys.list_of(message), Outgoing.of(message))
+
+    def put(self, queue: str, tier: str, message: str) -> None:
+        to = self._here()
+        if is_celery(queue):
+            celery.put(to.queues, to.sqs, to.address, queue, message)
+        else:
+            send_one(to, f"{queue}#{tier}", Outgoing.again(f"{queue}#{tier}", message))
+
+    def close(self) -> None:
+        self._to.close()
+
+    def _here(self) -> Connection:
+        """boto3's connections must not be shared with the parent of a fork."""
+        if self._pid != os.getpid():
+            self._to, self._pid = Connection(self._to.address, self._to.store), os.getpid()
+        return self._to
+
+
+class SqsBroker(Books):
+    """`client`: of the store; `store`: a blocking one, for threads. Both are closed with it."""
+
+    def __init__(self, address: Address, client: Redis, store: redis.Redis) -> None:
+        super().__init__(client)
+        self.capabilities = capabilities(address)
+        self._to = Connection(address, store)
+        self._threads = ThreadPoolExecutor(THREADS, "penstock-sqs-send")
+        self._batcher = Batcher(self._send, THREADS, in_order=address.fifo)
+        self._health, self._believed_until = Health(self._to), 0.0
+        self._look: asyncio.Task[None] | None = None
+        self._repair = Repair(self._to)
+
+    async def ping(self) -> None:
+        """The answer of the last look at SQS, if that was just now. A caller that leaves does not end a look."""
+        if self._look is None or (self._look.done() and time.monotonic() >= self._believed_until):
+            self._look = asyncio.create_task(self._look_now())
+        await asyncio.shield(self._look)
+
+    async def _look_now(self) -> None:
+        seconds = UNWELL_S
+        try:
+            await asyncio.to_thread(self._health.look)
+            seconds = WELL_S
+        finally:
+            self._believed_until = time.monotonic() + seconds
+
+    async def send(self, message: Message) -> None:
+        await self._batcher.put(keys.list_of(message), Outgoing.of(message))
+
+    async def send_many(self, messages: Sequence[Message]) -> None:
+        unsent = [(keys.list_of(message), Outgoing.of(message)) for message in messages]
+        for attempt in range(TRIES):
+            futures = [self._batcher.put(name, message) for name, message in unsent]
+            outcomes = await asyncio.gather(*futures, return_exceptions=True)
+            unsent = [one for one, error in zip(unsent, outcomes, strict=True) if error is not None]
+            errors = [error for error in outcomes if error is not None]
+            if not errors:
+                return
+            if attempt + 1 == TRIES or any(trouble(error) is not Trouble.AWAY for error in errors):
+                raise errors[0]
+            await asyncio.sleep(random.uniform(0.5, 1.0) * PAUSE_S * 2**attempt)  # noqa: S311 - spreads load
+
+    async def _send(self, name: str, messages: Sequence[Outgoing]) -> list[AwsError | None]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, send, self._to, name, messages)
+
+    # ---- what there is --------------------------------------------------------------------------------------------
+
+    async def waiting(self, queue: str) -> Waiting:
+        said = await self._books([], [queue])
+        served = any(takes_from(pool, queue) for pool, _ in said.workers.values())
+        found = Waiting(taken=said.taken, served=served)
+        for (_, tier), counts in zip(_indexed(queue), said.lists, strict=True):
+            found.tiers[tier] += counts.waiting
+        found.tiers["default"] += await self._stock(queue)
+        return found
+
+    async def waiting_of(self, queue: str, tenant: str) -> int:
+        counts = await self._ask(*(("HGET", keys.tenants(name), tenant) for name, _ in _indexed(queue)))
+        return sum(int(count or 0) for count in counts)
+
+    async def sizes(self, queue: str, count: int) -> tuple[int, int]:
+        messages, tokens = await arun(self._redis, calls.sizes([name for name, _ in _indexed(queue)], count))
+        return int(messages), int(tokens)
+
+    async def depths(self, queues: Sequence[str]) -> Depths:
+        said = await self._books(queues, queues)
+        found = {queue: Depth(delayed=count) for queue, count in zip(queues, said.delayed, strict=True)}
+        places = [(queue, tier) for queue in queues for _, tier in _indexed(queue)]
+        for (queue, tier), counts in zip(places, said.lists, strict=True):
+            depth = found[queue]
+            depth.waiting[tier] += counts.waiting
+            depth.tenants[tier] += counts.tenants
+            depth.delayed += counts.delayed
+            if counts.oldest >= 0:
+                depth.oldest[tier] = counts.oldest / 1000
+        for queue in queues:
+            found[queue].waiting["default"] += await self._stock(queue)
+        for queue, held in said.workers.values():
+            if queue in found:
+                found[queue].in_flight += held
+        return Depths(found, {name: queue for name, (queue, _) in said.workers.items()}, said.dead_letters)
+
+    async def _books(self, delayed: Sequence[str], queues: Sequence[str]) -> calls.Said:
+        names = [name for queue in queues for name, _ in _indexed(queue)]
+        return calls.read_depths(await arun(self._redis, calls.depths(delayed, names)))
+
+    async def _stock(self, queue: str) -> int:
+        """Messages of a queue for plain Celery senders, where workers take from it."""
+        if not self._to.address.celery or not is_celery(queue):
+            return 0
+        return await asyncio.to_thread(self._to.queues.stock, lists(queue)[0][0])
+
+    # ---- what dead workers left -----------------------------------------------------------------------------------
+
+    async def reap(self, incarnation: str) -> int:
+        return await asyncio.to_thread(left.reap, self._to, incarnation)
+
+    async def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
+        """Nothing: what workers have is in flight, and returns by REAP or its visibility."""
+        return 0
+
+    async def adopt(self, source: str, target: str) -> int:
+        """Nothing: pools have no queues of their own here."""
+        return 0
+
+    async def due(self, queue: str) -> int:
+        """Of those whose delay is over: they need no worker to come back."""
+        return await asyncio.to_thread(left.send_due, self._to, queue)
+
+    async def prune(
+        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
+    ) -> tuple[int, int]:
+        """From the index alone: SQS removes a message for its receiver only, or at the end of its retention."""
+        removed, kept = 0, await self._stock(queue)
+        for name, _ in _indexed(queue):
+            start = 0
+            while members := list(map(text, await self._redis.zrange(keys.waiting(name), start, start + page - 1))):
+                messages = {keys.Entry.parse(one).message(name).envelope().encode(): one for one in members}
+                gone = await over(list(messages))
+                removed += await arun(self._redis, calls.gone(name, [messages[raw] for raw in gone]))
+                start += len(members) - len(gone)
+            kept += start
+        return removed, kept
+
+    async def forget(self, queue: str) -> None:
+        """Its SQS queues, and where they are, stay: an operator made them."""
+        for name, _ in _indexed(queue):
+            await arun(self._redis, calls.gone(name, []))
+
+    async def tidy(self) -> None:
+        await asyncio.to_thread(self._repair.step)
+
+    # ---- dead letters ---------------------------------------------------------------------------------------------
+
+    async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
+        if place not in [name for name, _ in lists(split(place)[0])]:
+            raise NoSuchPlace(f"{place} is no list of this broker")
+        try:
+            body = message.decode()
+        except UnicodeDecodeError as error:
+            raise NoSuchPlace(f"SQS takes no message that is not UTF-8 ({error})") from error
+        position, _ = await self._ask(("LPOS", shared.DEAD, entry), ("HDEL", shared.REAPED, task_id))
+        if position is None:
+            return False
+        await self._batcher.put(place, Outgoing.again(place, body))  # a copy, if this process dies before the next line
+        return await self.remove_letter(entry)
+
+    # ---- tenants --------------------------------------------------------------------------------------------------
+
+    async def tenants(self, queues: Sequence[str]) -> tuple[dict[str, dict[str, int]], int]:
+        found: dict[str, dict[str, int]] = {}
+        names = [one for queue in queues for one in _indexed(queue)]
+        said = await self._ask(*(("HGETALL", keys.tenants(name)) for name, _ in names))
+        for (_, tier), counts in zip(names, said, strict=True):
+            for tenant, count in counts.items():
+                found.setdefault(text(tenant), dict.fromkeys(contract_keys.TIERS, 0))[tier] += int(count)
+        return found, sum([await self._stock(queue) for queue in queues])
+
+    async def aclose(self) -> None:
+        self._batcher.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._to.close()
+        await super().aclose()
+
+
+def _indexed(queue: str) -> list[tuple[str, str]]:
+    """(list, tier) of a queue, of lists that have an index."""
+    return [] if is_celery(queue) else lists(queue)
