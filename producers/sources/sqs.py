@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-from producers.connection.aws import AwsError
+from producers.connection.aws import AwsError, refusal
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import Trouble
 from producers.sources.aws import Service, last_part, region_of
@@ -97,11 +97,17 @@ class SqsInbox(Inbox):
         self._sqs.close()
 
     async def _batch(self, operation: str, doing: str, entries: list[dict[str, Any]]) -> None:
-        """One call for all. A receipt that is out of date is no error: the message is received again, or is gone."""
-        if entries:
-            answer = await self._sqs.call(operation, doing, QueueUrl=self._url, Entries=entries)
-            for failed in answer.get("Failed", ()):
-                warn_throttled(log, "cannot %s: %s", doing, failed.get("Code"))
+        """One call for all. A receipt that is out of date is no error: the message is received again, or is gone.
+
+        Raises AwsError where an entry failed by no fault of ours.
+        """
+        if not entries:
+            return
+        answer = await self._sqs.call(operation, doing, QueueUrl=self._url, Entries=entries)
+        for failed in answer.get("Failed", ()):
+            if not failed.get("SenderFault"):
+                raise refusal(doing, "sqs", failed.get("Code", ""), failed.get("Message", ""))
+            warn_throttled(log, "cannot %s: %s", doing, failed.get("Code"))
 
 
 def _received(raw: dict[str, Any]) -> Received:

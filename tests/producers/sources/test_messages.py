@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from cloudevents.core.v1.event import CloudEvent
 from redis import Redis
 
 from tests.aws import Aws
-from tests.producers.sources.conftest import Serving, SourcesProcess, Sqs
+from tests.aws_faults import Fault, faulty
+from tests.producers.sources.conftest import Serving, SourcesProcess, Sqs, send_unsent
 
 TASK = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
 LIST = '[orders]\ntype = "messages"\nqueue = "list:orders"\nreply = "list:answers"\nreply_allow = ["list:to-*"]\n'
@@ -208,6 +210,31 @@ class TestSqs:
         assert said["colour"] == "red"
         assert "not JSON" in said["penstock-reason"]
         assert records() == {}
+
+    def test_whatever_sqs_does_each_message_is_one_task_and_is_answered(
+        self, aws: Aws, valkey_url: str, serving: Serving, records: Any, tmp_path: Path
+    ) -> None:
+        """The first process is killed while all that it receives stays visible; then faults of each kind come."""
+        orders, answers = Sqs(aws.client("sqs"), "orders"), Sqs(aws.client("sqs"), "answers", redrive=False)
+        for number in range(40):
+            orders.send(TASK | {"metadata": {"number": str(number)}})
+        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\n'
+        with faulty(aws, 7) as (hurt, faults):
+            env = {"AWS_ENDPOINT_URL": hurt.url}
+            faults.put(Fault("twice", "ReceiveMessage"), Fault("kept", "DeleteMessage"))
+            with SourcesProcess(valkey_url, tmp_path, config, **env) as process:
+                process.until(records)
+                process.stop(signal.SIGKILL)
+            faults.calm()
+            send_unsent(valkey_url)
+            chances = {"twice": 0.3, "kept": 0.2, "partial": 0.1, "throttle": 0.1, "error": 0.1, "reset": 0.05}
+            faults.put(*(Fault(kind, chance=chance) for kind, chance in chances.items()))
+            faults.put(*(Fault("lost", action, 0.2) for action in ("SendMessage", "DeleteMessage")))
+            with SourcesProcess(valkey_url, tmp_path, config, **env) as process:
+                process.until(lambda: len(records()) == 40 and len(answers) >= 40)
+        numbers = [json.loads(fields["metadata"])["number"] for fields in records().values()]
+        assert sorted(map(int, numbers)) == list(range(40))
+        assert len(set(serving.served)) == 40
 
     def test_without_a_place_for_bad_messages_or_a_queue_it_is_not_ready_and_says_why(
         self, aws: Aws, valkey_url: str, tmp_path: Path
