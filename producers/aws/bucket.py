@@ -35,6 +35,9 @@ _UNSET: Final = frozenset(
     }
 )
 
+#: S3's answer if it may not send to the queue, whose policy may be new.
+_NOT_YET: Final = frozenset({"InvalidArgument"})
+
 
 @dataclass(frozen=True, slots=True)
 class BucketSetup:
@@ -109,7 +112,9 @@ class BucketSetup:
 
     def _ask(self, s3: Any, call: str, permission: str, arguments: Mapping[str, Any]) -> Any:
         doing = f"{call.replace('_', ' ')} of bucket {self.bucket.name}"
-        return patiently(doing, permission, lambda: getattr(s3, call)(Bucket=self.bucket.name, **arguments))
+        not_yet = _NOT_YET if call == "put_bucket_notification_configuration" else frozenset()
+        ask = getattr(s3, call)
+        return patiently(doing, permission, lambda: ask(Bucket=self.bucket.name, **arguments), not_yet=not_yet)
 
     def _settings(self) -> dict[str, tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]]:
         """S3's name of each setting -> its argument, permission, and what it should be, given what it is."""

@@ -49,7 +49,7 @@ def sqs_name(address: Address, name: str) -> str:
     queue, tier = split(name)
     if is_celery(queue):
         return celery_name(address.prefix, queue)
-    suffix = f"_{hashlib.sha256(queue.encode()).hexdigest()[:8]}-{tier}{'.fifo' if address.fifo else ''}"
+    suffix = f"{_end(queue, tier)}{'.fifo' if address.fifo else ''}"
     base = address.prefix + re.sub(r"[^A-Za-z0-9_-]", "_", queue.removeprefix(_QUEUES))
     return base[: LONGEST - len(suffix)] + suffix
 
@@ -58,3 +58,14 @@ def celery_name(prefix: str, queue: str) -> str:
     """The name that kombu's SQS transport, with this `queue_name_prefix`, gives a Celery queue."""
     fifo = ".fifo" if queue.endswith(".fifo") else ""
     return (prefix + queue.removesuffix(fifo)).translate(_KOMBU) + fifo
+
+
+def is_own(name: str, url: str) -> bool:
+    """Whether a list's queue has a name as `sqs_name` gives it, under any prefix."""
+    queue, tier = split(name)
+    end = celery_name("", queue) if is_celery(queue) else _end(queue, tier)
+    return url.removesuffix(".fifo").endswith(end)
+
+
+def _end(queue: str, tier: str) -> str:
+    return f"_{hashlib.sha256(queue.encode()).hexdigest()[:8]}-{tier}"

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -29,6 +29,8 @@ PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 #: Fewest receives before a chosen queue's redrive policy may move a message away: each hand-back counts as one.
 MIN_RECEIVES: Final = 100
 _EXISTS: Final = frozenset({"QueueNameExists", "QueueAlreadyExists"})
+#: Answers about a queue that was made a moment ago.
+_NOT_YET: Final = frozenset({"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"})
 _ARN: Final = re.compile(r"arn:[a-z-]+:sqs:([a-z0-9-]+):([0-9]{12}):([A-Za-z0-9_-]{1,80}(?:\.fifo)?)")
 
 
@@ -59,7 +61,7 @@ class Setup:
     ) -> None:
         """Raises AwsNotInstalled and AwsError, as `producers.connection.aws.client`."""
         self._sqs = client("sqs", address.region, address.endpoint_url)
-        self._address, self._encryption, self._apply, self._pause = address, encryption, apply, pause
+        self._address, self._encryption, self.apply, self._pause = address, encryption, apply, pause
         self._arns: dict[str, str] = {}
 
     def provide(self, queues: Sequence[Wanted]) -> list[Finding]:
@@ -93,13 +95,16 @@ class Setup:
                 f"create queue {one.name} in {self._address.region}",
                 "sqs:CreateQueue and sqs:TagQueue",
                 lambda: self._sqs.create_queue(QueueName=one.name, Attributes=asked, tags=dict(one.tags)),
+                _NOT_YET if one.dead_letters else frozenset(),
             )
-            return str(made["QueueUrl"])
-        except AwsError as error:
-            url = self.url(one.name) if error.code.rpartition(".")[2] in _EXISTS else None
-            if url is None:
-                raise
+            url = str(made["QueueUrl"])
+            self._arns[one.name] = arn_of(self._address.region, url)
             return url
+        except AwsError as error:
+            there = self.url(one.name) if error.code.rpartition(".")[2] in _EXISTS else None
+            if there is None:
+                raise
+            return there
 
     def _may_make(self, one: Wanted) -> None:
         account = self._address.account
@@ -114,14 +119,14 @@ class Setup:
     def _provide(self, one: Wanted) -> Finding:
         url = self.url(one.name)
         if url is None:
-            made = self.make(one) if self._apply else ""
+            made = self.make(one) if self.apply else ""
             return Finding("queue", one.name, "create", url=made, list=one.list)
         existing, tags = self._attributes(one.name, url), self._tags(one.name, url)
         if wrong := _not_ours(one, existing, tags):
             return Finding("queue", one.name, "wrong", wrong, url, one.list)
         differing = self._differing(one, existing)
         new_tags = {key: value for key, value in one.tags.items() if tags.get(key) != value}
-        if self._apply:
+        if self.apply:
             self._correct(one.name, url, differing, new_tags)
         details = {name: _turned(existing.get(name), value) for name, value in differing.items()}
         details |= {f"tag {key}": _turned(tags.get(key), value) for key, value in new_tags.items()}
@@ -182,23 +187,38 @@ class Setup:
         )
         return dict(said.get("Tags", {}))
 
-    def _patiently(self, doing: str, permission: str, call: Callable[[], T]) -> T:
-        return patiently(doing, permission, call, self._pause)
+    def _patiently(
+        self, doing: str, permission: str, call: Callable[[], T], not_yet: Collection[str] = frozenset()
+    ) -> T:
+        return patiently(doing, permission, call, self._pause, not_yet)
 
 
-def patiently(doing: str, permission: str, call: Callable[[], T], pause: Callable[[float], None] = time.sleep) -> T:
-    """Call AWS, as `told` says it; again where it is throttled, or fails by itself."""
+def patiently(
+    doing: str,
+    permission: str,
+    call: Callable[[], T],
+    pause: Callable[[float], None] = time.sleep,
+    not_yet: Collection[str] = frozenset(),
+) -> T:
+    """Call AWS, as `told` says it; again where it is throttled, fails by itself, or answers one of the codes `not_yet`:
+    what was made before takes a moment to be seen."""
     for seconds in PAUSES_S:
         try:
             with told(doing, permission):
                 return call()
         except AwsError as error:
-            if error.trouble is not Trouble.AWAY or error.code == "Unreachable":
+            if error.code not in not_yet and (error.trouble is not Trouble.AWAY or error.code == "Unreachable"):
                 raise
             log.warning("%s; trying again in %g s", error, seconds)
             pause(seconds)
     with told(doing, permission):
         return call()
+
+
+def arn_of(region: str, url: str) -> str:
+    """A queue's ARN, by its URL."""
+    account, name = url.split("/")[-2:]
+    return arn(region, account, name)
 
 
 def make_missing(address: Address, names: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 
 from producers.aws.account import Needs, provide
+from producers.aws.bucket import DONE, INBOX, OUTBOX
 from producers.aws.policies import OF_TIERS, Scope, policy
 from producers.aws.probe import probe
 from producers.broker.sqs.address import read
@@ -18,6 +19,7 @@ from producers.broker.sqs.names import sqs_name
 from producers.broker.sqs.wanted import dead_letters_name, inbox_name, lists_of
 from producers.connection.aws import AwsError, client, told
 from producers.connection.trouble import Trouble
+from producers.sources.files.bucket import Bucket as Inbox
 from producers.store.blobs.bucket import Bucket
 from producers.store.blobs.s3 import S3Blobs
 from tests.aws import ACCOUNT, REGION, Aws
@@ -120,7 +122,7 @@ def test_a_process_may_do_its_own_things_alone(
 
 def test_setup_may_make_and_change_all_that_it_makes(aws: Aws, monkeypatch: pytest.MonkeyPatch, needs: Needs) -> None:
     with acting_as(aws, monkeypatch, "setup"):
-        assert {one.action for one in provide(needs, None, apply=True)} == {"create", "keep"}
+        assert {one.action for one in provide(needs, None, apply=True)} == {"create"}
         assert {one.action for one in provide(needs, None, apply=False)} == {"keep"}
 
 
@@ -138,6 +140,23 @@ def test_files_are_written_joined_and_read(aws: Aws, monkeypatch: pytest.MonkeyP
         blobs.delete("large")
         blobs.clean(0)
         blobs.check()
+
+
+def test_sources_take_a_file_and_write_its_results(aws: Aws, monkeypatch: pytest.MonkeyPatch, needs: Needs) -> None:
+    provide(needs, None, apply=True)
+    large = b"x" * (20 << 20)
+    aws.client("s3").put_object(Bucket=BUCKET, Key=f"{INBOX}day.jsonl", Body=large)
+    with acting_as(aws, monkeypatch, "sources"):
+        files = S3Blobs(Bucket(BUCKET, "files"))
+        place = Inbox(Bucket(BUCKET), INBOX, OUTBOX, DONE, moves=True)
+        place.open()
+        found = place.find("day.jsonl")
+        assert found is not None
+        assert place.read(found, 0, 4) == b"xxxx"
+        assert place.copy(found, files, "input", lambda: False) == len(large)
+        place.write_blob("day.jsonl", files, "input", lambda: False)
+        place.leave(found)
+        assert place.find("day.jsonl") is None
 
 
 def test_a_denied_action_is_told_with_its_queue_and_permission(

@@ -171,6 +171,7 @@ def test_throttling_is_waited_out_and_a_denial_is_not() -> None:
     with pytest.raises(AwsError, match="Throttling") as throttled:
         patiently("make q", "sqs:CreateQueue", _failing("Throttling", 6), pauses.append)
     assert throttled.value.trouble is Trouble.AWAY
+    assert patiently("make q", "", _failing("QueueDoesNotExist", 1), pauses.append, {"QueueDoesNotExist"}) == "done"
     pauses.clear()
     with pytest.raises(AwsError, match=r"cannot make q: AccessDenied: no \(it needs sqs:CreateQueue\)"):
         patiently("make q", "sqs:CreateQueue", _failing("AccessDenied", 1), pauses.append)

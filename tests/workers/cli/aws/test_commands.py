@@ -15,6 +15,7 @@ from producers.broker.sqs.address import read
 from producers.broker.sqs.names import lists, sqs_name
 from producers.contract import keys
 from tests.aws import ACCOUNT, Aws
+from tests.aws_faults import Fault, faulty
 from tests.workers.cli.conftest import Ran, Run
 from workers.library.reference import bundled
 
@@ -95,6 +96,11 @@ def test_chosen_queues_are_used_and_none_is_made(penstock_aws: Commands, aws: Aw
     assert len(sqs.list_queues()["QueueUrls"]) == 4
     assert penstock_aws("check", "--model", "tiny", "--role", "worker").status == 0
 
+    again = penstock_aws("setup", "--model", "tiny")
+    assert (again.status, again.out.count("as it is  queue ours-")) == (0, 4), "what was chosen stays"
+    assert penstock_aws("check", "--model", "tiny").status == 0
+    assert len(sqs.list_queues()["QueueUrls"]) == 4
+
     too_few = penstock_aws("setup", "--model", "tiny", *chosen[:2])
     assert (too_few.status, "it must name each of priority, default, flex, batch once" in too_few.err) == (2, True)
     url = sqs.get_queue_url(QueueName="ours-flex")["QueueUrl"]
@@ -134,6 +140,24 @@ def test_a_region_that_does_not_answer_is_told_with_the_one_that_was_meant(
     assert away.status == 3
     assert "find queue pen-dead-letters in eu-centrall-1" in away.err
     assert "no region eu-centrall-1 is known; is it eu-central-1?" in away.err
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        (Fault("throttle", times=3), 0, "created   queue pen-dead-letters"),
+        (Fault("denied", "CreateQueue"), 2, "create queue pen-dead-letters in us-east-1: AccessDenied"),
+        (Fault("expired"), 2, "the credentials have expired (it needs sqs:GetQueueUrl)"),
+        (Fault("skewed"), 2, "this machine's clock is wrong (it needs sqs:GetQueueUrl)"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_faults_are_waited_out_or_told(run: Run, aws: Aws, fault: Fault, status: int, said: str) -> None:
+    with faulty(aws) as (behind, faults):
+        faults.put(fault)
+        ran = run("aws", "setup", "--model", "x@000000000000", "--broker", behind.broker())
+    assert ran.status == status
+    assert said in ran.out + ran.err
 
 
 def test_a_bucket_tells_the_queue_of_input_files(penstock_aws: Commands, aws: Aws) -> None:
