@@ -3,6 +3,8 @@
 Real processes: `penstock gateway`, `penstock sweeper` and Valkey, no worker. A file is uploaded, downloaded, checked as
 a batch's input, and its first lines are made and sent, until as many wait as a sweeper sends ahead. Each row has the
 process that does it, and the most memory that it had until then (VmHWM). Speeds are in MB (10^6 bytes).
+
+With `--bucket` files are in S3 (moto's server on loopback, which holds them in its own memory, and is slower than S3).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.sweeper.batches.expand import WINDOW
+from tests.aws import REGION, running_aws
 from tests.bench.batches import CARD
 from tests.processes import free_port, valkey
 
@@ -115,10 +118,10 @@ def row(what: str, process: str, most_mb: float, seconds: float, size: int, line
     print(json.dumps({"what": what, "process": process, "most_mb": most_mb, "seconds": round(seconds, 1)} | speed))
 
 
-def measure(url: str, redis: Redis, folder: str, count: int) -> None:
+def measure(url: str, redis: Redis, place: str, count: int) -> None:
     size = count * len(LINE % (0, 0))
     redis.hset(keys.MODELS, "m", json.dumps(CARD))
-    options = ("--broker", url, "--files-dir", folder)
+    options = ("--broker", url, "--files-dir", place)
     with Gateway(*options, "--max-file", str(size)) as gateway:
         print(
             json.dumps({"what": "nothing yet", "process": "gateway", "most_mb": gateway.most_mb, "file_mb": size / 1e6})
@@ -149,9 +152,17 @@ def measure(url: str, redis: Redis, folder: str, count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=10_000_000, help="of the file, 223 bytes each")
+    parser.add_argument("--bucket", action="store_true", help="keep files in S3 instead of a folder")
     args = parser.parse_args()
-    with valkey() as (url, redis), tempfile.TemporaryDirectory() as folder:
-        measure(url, redis, folder, args.lines)
+    with valkey() as (url, redis), _bucket() if args.bucket else tempfile.TemporaryDirectory() as place:
+        measure(url, redis, place, args.lines)
+
+
+@contextmanager
+def _bucket() -> Iterator[str]:
+    with running_aws() as aws:
+        aws.client("s3").create_bucket(Bucket="files")
+        yield f"s3://files/bench?region={REGION}&endpoint_url={aws.url}"
 
 
 if __name__ == "__main__":

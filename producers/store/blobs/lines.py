@@ -10,6 +10,8 @@ from producers.store.blobs.base import PIECE, Blobs
 
 #: Longest line (bytes) whose content is kept.
 LONGEST: Final = 4 << 20
+#: Most blobs of which an Ahead has a piece.
+MOST_AHEAD: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +27,43 @@ class Line:
     data: bytes | None
 
 
-def lines(blobs: Blobs, name: str, offset: int = 0, number: int = 1, longest: int = LONGEST) -> Iterator[Line]:
+class Ahead:
+    """What was read of blobs beyond the lines that were asked for, so that who goes on there need not read it again.
+
+    Threads may share it, each with blobs of its own.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, tuple[int, bytes]] = {}
+
+    def put(self, name: str, start: int, piece: bytes) -> None:
+        if name not in self._pieces and len(self._pieces) >= MOST_AHEAD:
+            self._pieces.clear()
+        self._pieces[name] = start, piece
+
+    def get(self, name: str, offset: int) -> bytes:
+        """The bytes from `offset` on that are here; none if there are none."""
+        start, piece = self._pieces.get(name, (0, b""))
+        return piece[offset - start :] if start <= offset < start + len(piece) else b""
+
+
+def lines(
+    blobs: Blobs,
+    name: str,
+    offset: int = 0,
+    number: int = 1,
+    longest: int = LONGEST,
+    ahead: Ahead | None = None,
+) -> Iterator[Line]:
     """The lines from `offset` on, which is where line `number` begins. Empty lines are among them.
 
-    Lines end with LF or CRLF; the last may lack its end. Blocks; holds a piece and a line in memory. Raises
-    BlobNotFound and OSError.
+    `ahead`: what is read beyond them goes there, and is used if a call before has read it. Lines end with LF or CRLF;
+    the last may lack its end. Blocks; holds a piece and a line in memory. Raises BlobNotFound and OSError.
     """
     rest, begin, read, skipping = bytearray(), offset, offset, False
-    while piece := blobs.read(name, read, PIECE):
+    while piece := (ahead.get(name, read) if ahead else b"") or blobs.read(name, read, PIECE):
+        if ahead is not None:
+            ahead.put(name, read, piece)
         read += len(piece)
         at = 0
         while (end := piece.find(b"\n", at)) >= 0:

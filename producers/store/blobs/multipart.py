@@ -58,6 +58,7 @@ class S3Writer(BlobWriter):
 
     def commit(self, name: str = "") -> None:
         name = checked(name) if name else self._name
+        self._objects.downloads.forget(name)
         if not self._upload:
             data = bytes(self._buffer)
             self._ask("put_object", name, Body=data, ChecksumCRC32=_crc(data), **self._objects.bucket.settings)

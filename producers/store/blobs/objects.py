@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from io import BytesIO
 from typing import Any, Final
 
 from producers.connection.aws import AwsError, AwsMissing, client, told
 from producers.store.blobs.base import BlobNotFound
 from producers.store.blobs.bucket import Bucket
+from producers.store.blobs.downloads import Answer, Downloads
 
 #: The code of a HEAD's error: it has no body that could say more.
 _HEAD: Final = "404"
@@ -38,6 +40,7 @@ class Objects:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self._s3 = client("s3", bucket.region, bucket.endpoint_url)
+        self.downloads = Downloads(self._answer)
 
     def ask(self, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
         """The answer to a request for one object. Raises BlobNotFound and AwsError."""
@@ -47,19 +50,19 @@ class Objects:
 
     def read(self, name: str, start: int, size: int, content: Content = ANY) -> bytes:
         """Up to `size` bytes; fewer only at the end of the object."""
-        if size <= 0:
-            return b""
+        return self.downloads.read((name, content), start, size) if size > 0 else b""
+
+    def _answer(self, what: tuple[str, Content], start: int, end: int | None) -> Answer:
+        # Without a range S3 sends the checksum of the whole, which boto3 compares at its end.
+        name, content = what
+        within = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         try:
-            found = self.ask(
-                "get_object", "s3:GetObject", name, Range=f"bytes={start}-{start + size - 1}", **content.asked
-            )
+            body = self.ask("get_object", "s3:GetObject", name, **within, **content.asked)["Body"]
         except AwsError as error:
-            if error.code == "InvalidRange":  # it begins behind the object's end
-                return b""
-            raise
-        with self._told("get_object", "s3:GetObject", name):
-            data: bytes = found["Body"].read()
-            return data
+            if error.code != "InvalidRange":  # it begins behind the object's end
+                raise
+            body = BytesIO()
+        return _Answer(body, lambda: self._told("get_object", "s3:GetObject", name))
 
     @contextmanager
     def opened(self, name: str, content: Content = ANY) -> Iterator[tuple[int, Any]]:
@@ -130,3 +133,23 @@ class Objects:
             if error.code == _HEAD:
                 self.check()
             raise BlobNotFound(f"there is no blob {name} in {self.bucket}") from None
+
+
+class _Answer:
+    """The bytes of an answer, as they come. `telling`: within it, errors of the connection become those of `ask`."""
+
+    def __init__(self, body: Any, telling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._body = body
+        self._telling = telling
+
+    def read(self, size: int) -> bytes:
+        """So many bytes; fewer only at the end."""
+        pieces: list[bytes] = []
+        with self._telling():
+            while size and (piece := self._body.read(size)):
+                pieces.append(piece)
+                size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        self._body.close()

@@ -46,6 +46,7 @@ class S3Blobs(Blobs):
 
     def delete(self, name: str) -> None:
         self.objects.ask("delete_object", "s3:DeleteObject", checked(name))
+        self.objects.downloads.forget(name)
 
     def url(self, name: str, filename: str, seconds: int) -> str | None:
         shown = f"attachment; filename*=UTF-8''{quote(filename, errors='replace')}"

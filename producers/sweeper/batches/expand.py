@@ -23,7 +23,7 @@ from producers.contract.message import Message
 from producers.contract.trace import trace_fields
 from producers.store import batches
 from producers.store.batches import Batch, Block
-from producers.store.blobs import Blobs
+from producers.store.blobs import Ahead, Blobs
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Planned
 from producers.sweeper.batches.reading import Requests, read_requests
 
@@ -51,6 +51,7 @@ class Expander:
     ) -> None:
         self._client = client
         self._blobs = blobs
+        self._ahead = Ahead()
         self._endpoints = endpoints
         self._block = block
         self._window = window
@@ -92,7 +93,7 @@ class Expander:
         return asyncio.create_task(self._ready(batch, line, offset, most, size))
 
     async def _ready(self, batch: Batch, line: int, offset: int, most: int, size: int) -> _Ready:
-        found = await asyncio.to_thread(read_requests, self._blobs, batch, line, offset, most, size)
+        found = await asyncio.to_thread(read_requests, self._blobs, batch, line, offset, most, size, self._ahead)
         planned = await self._endpoints.tasks(batch.endpoint, [request.body for request in found.requests])
         return await asyncio.to_thread(_block, batch, found, planned)
 

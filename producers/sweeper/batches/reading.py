@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from producers.store.batches import Batch
-from producers.store.blobs import Blobs, lines
+from producers.store.blobs import Ahead, Blobs, lines
 from producers.sweeper.batches.validate import BadLine, Request, is_blank, request_of
 
 
@@ -19,14 +19,17 @@ class Requests:
     ends: Sequence[int]
 
 
-def read_requests(blobs: Blobs, batch: Batch, first: int, offset: int, most: int, size: int) -> Requests:
+def read_requests(
+    blobs: Blobs, batch: Batch, first: int, offset: int, most: int, size: int, ahead: Ahead | None = None
+) -> Requests:
     """Up to `most` requests that have up to `size` bytes, or one. `offset`: where the request `first` begins.
+    `ahead`: as of `lines`.
 
     Blocks. Raises BlobNotFound and OSError; BadLine if the input is not what was checked.
     """
     requests: list[Request] = []
     ends: list[int] = []
-    for line in lines(blobs, batch.input_file, offset):
+    for line in lines(blobs, batch.input_file, offset, ahead=ahead):
         if is_blank(line):
             continue
         if requests and line.end - offset > size:

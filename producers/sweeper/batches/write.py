@@ -25,7 +25,7 @@ from producers.contract.events import Event, decode, stream_position
 from producers.contract.record import Record
 from producers.store import batches
 from producers.store.batches import Batch, Written
-from producers.store.blobs import BlobNotFound, Blobs
+from producers.store.blobs import Ahead, BlobNotFound, Blobs
 from producers.store.references import Reference
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Finished
 from producers.sweeper.batches.output import ERROR, OUTPUT, Files, Outcome, unfinished
@@ -51,6 +51,7 @@ class Writer:
     def __init__(self, client: AsyncClient, blobs: Blobs, endpoints: Endpoints, *, part: int = PART) -> None:
         self._store = client.store
         self._blobs = blobs
+        self._ahead = Ahead()
         self._endpoints = endpoints
         self._part = part
 
@@ -63,7 +64,7 @@ class Writer:
         most = min(self._part, (batch.total or 0) - first)
         if most <= 0 or not await self._ended(batch, first, min(most, PAGE)):
             return 0
-        found = await asyncio.to_thread(read_requests, self._blobs, batch, first, offset, most, PART_BYTES)
+        found = await asyncio.to_thread(read_requests, self._blobs, batch, first, offset, most, PART_BYTES, self._ahead)
         if not await self._ended(batch, first, len(found.requests)):
             return 0
         mark = f"part-{batch.id}-{first}-{secrets.token_hex(4)}"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs, lines, open_blobs
+from producers.store.blobs import Ahead, BlobNotFound, Blobs, FolderBlobs, lines, open_blobs
 from producers.store.blobs.base import LEAST_PART, PIECE
 from producers.store.blobs.multipart import PART
 from tests.aws import Aws
@@ -160,8 +160,10 @@ def test_lines_are_those_of_the_file_from_any_line_on(
         # A line end of two bytes may count towards the length.
         assert line.data == text or (line.data is None and len(text) >= longest)
         assert line.data is None or len(text) <= longest
+    ahead = Ahead()
     for at, line in enumerate(found):
         assert list(lines(blobs, "f", line.offset, line.number, longest)) == found[at:]
+        assert next(lines(blobs, "f", line.offset, line.number, longest, ahead)) == line
 
 
 class _InPieces(FolderBlobs):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import HTTPError
 
@@ -11,7 +13,9 @@ import pytest
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble
 from producers.store.blobs import BlobNotFound, open_blobs
+from producers.store.blobs.base import PIECE
 from producers.store.blobs.bucket import Bucket, lifecycle, read
+from producers.store.blobs.downloads import LEAST, MOST
 from producers.store.blobs.multipart import PART
 from producers.store.blobs.place import checked_place
 from tests.aws import Aws
@@ -153,3 +157,41 @@ def test_the_bucket_takes_the_lifecycle_rules(aws: Aws) -> None:
     (found,) = s3.get_bucket_lifecycle_configuration(Bucket="files")["Rules"]
     assert found["Filter"]["Prefix"] == "pen/stock/"
     assert found["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 2}
+
+
+def test_what_is_read_in_order_is_asked_for_once_and_a_lost_connection_again(aws: Aws) -> None:
+    blobs = open_blobs(bucket_of(aws))
+    data = bytes(range(256)) * (PART // 256)
+    with blobs.writer("a") as writer:
+        writer.write(data)
+        writer.commit()
+    sent = _spied(blobs)
+    assert b"".join(blobs.read("a", at, PIECE) for at in range(0, PART, PIECE)) == data
+    assert blobs.read("a", PART, PIECE) == b""
+    assert len(sent) == 1
+    assert blobs.read("a", 1, PIECE) == data[1 : PIECE + 1]
+    (kept,) = blobs.objects.downloads._open.values()  # type: ignore[attr-defined]
+    kept[0]._body.close()
+    with pytest.raises(AwsError, match="total bytes expected"):
+        kept[0].read(1)
+    assert blobs.read("a", PIECE + 1, PIECE) == data[PIECE + 1 : 2 * PIECE + 1]
+
+
+def test_many_readers_at_once_get_what_is_theirs(aws: Aws) -> None:
+    blobs = open_blobs(bucket_of(aws))
+    data = random.Random(1).randbytes(3 * PIECE)
+    with blobs.writer("a") as writer:
+        writer.write(data)
+        writer.commit()
+
+    def read(start: int) -> bytes:
+        pieces = []
+        while piece := blobs.read("a", start, LEAST):
+            pieces.append(piece)
+            start += len(piece)
+        return b"".join(pieces)
+
+    with ThreadPoolExecutor(24) as pool:
+        starts = [7 * k for k in range(48)]
+        assert all(found == data[at:] for at, found in zip(starts, pool.map(read, starts), strict=True))
+    assert len(blobs.objects.downloads._open) <= MOST  # type: ignore[attr-defined]
