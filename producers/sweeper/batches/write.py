@@ -62,7 +62,9 @@ class Writer:
         """
         first, offset = batch.count("written"), batch.count("written_offset")
         most = min(self._part, (batch.total or 0) - first)
-        if most <= 0 or not await self._ended(batch, first, min(most, PAGE)):
+        # Of large lines fewer than a page are expanded, until these are written.
+        there = most if closing(batch) else min(most, batch.count("line") - first)
+        if there <= 0 or not await self._ended(batch, first, min(there, PAGE)):
             return 0
         found = await asyncio.to_thread(read_requests, self._blobs, batch, first, offset, most, PART_BYTES, self._ahead)
         if not await self._ended(batch, first, len(found.requests)):

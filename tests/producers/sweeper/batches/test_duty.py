@@ -251,3 +251,17 @@ async def test_the_store_holds_a_window_of_the_lines(valkey: Redis, valkey_url: 
     assert job.read().status == "completed"
     assert len(job.lines("output")) == 50
     assert job.faults() == []
+
+
+async def test_lines_of_which_few_fit_into_the_store_come_out(
+    valkey: Redis, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes fill the window before their number fills a part of the files."""
+    for name, size in (("expand.WINDOW_BYTES", 5000), ("write.PART_BYTES", 2000)):
+        monkeypatch.setattr(f"producers.sweeper.batches.{name}", size)
+    with Serving(valkey):
+        job = Job(valkey, tmp_path, [GOOD | {"user": "x" * 1000}] * 12)
+        async with sweeping(valkey_url, job, block=100, part=100):
+            await until(job.ended)
+    assert job.faults() == []
+    assert len(job.lines("output")) == 12
