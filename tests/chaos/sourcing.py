@@ -81,6 +81,10 @@ class Watched:
         names = [text(name) for name in self.redis.zrange(keys.BATCH_INDEX, "-", "+", bylex=True)]
         return [Batch.parse(name, self.redis.hgetall(keys.batch(name))) for name in names]
 
+    def expanded(self) -> int:
+        """Lines of all batches of which tasks were made."""
+        return sum(batch.count("line") for batch in self.batches())
+
     def delivered(self, name: str) -> bool:
         """Its results are written, and nothing is left to do."""
         return (self.outbox / f"{name}.jsonl").exists() and not self.open()

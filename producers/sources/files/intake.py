@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -23,8 +24,9 @@ from producers.sources.files.settings import InboxSettings
 from producers.store import batches, files
 from producers.store.blobs import Blobs, lines
 from producers.store.inbox import Entry
+from producers.sweeper.batches.validate import is_blank
 
-#: Lines among which the first one with a known `url` is looked for.
+#: Lines, blank ones not counted, among which the first one with a known `url` is looked for.
 LOOKED_AT: Final = 100
 #: Pause (s) before a file is made again whose maker seemed dead to the sweeper.
 LATE_S: Final = 1.0
@@ -105,12 +107,11 @@ def endpoint_of(blobs: Blobs, blob: str) -> str:
 
     Blocks. Raises BlobNotFound and OSError.
     """
-    for line in lines(blobs, blob):
+    requests = (line for line in lines(blobs, blob) if not is_blank(line))
+    for line in islice(requests, LOOKED_AT):
         url = _url(line.data.removeprefix(b"\xef\xbb\xbf")) if line.data else None
         if url in ENDPOINTS:
             return str(url)
-        if line.number == LOOKED_AT:
-            break
     return ENDPOINTS[0]
 
 
