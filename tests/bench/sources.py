@@ -43,7 +43,9 @@ def measure(url: str, redis: Redis, folder: Path, count: int, window: int) -> No
     def field(name: str) -> str:
         return str(redis.hget(keys.batch(batch), name) or "")
 
-    with Process("sources", "--watch-folder", str(folder), *options) as sources:
+    config = folder / "sources.toml"
+    config.write_text(f'[files]\ntype = "folder"\nfolder = "{folder}"\nmax_file = {size}\n')
+    with Process("sources", "--config", str(config), *options) as sources:
         wait(inbox.exists)
         os.rename(whole, inbox / "in.jsonl")
         began = time.perf_counter()
