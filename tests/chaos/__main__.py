@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.chaos.driver import ALL_KINDS, plan_of, run
+from tests.chaos.driver import ALL_KINDS, SQS_KINDS, plan_of, run
 from tests.chaos.stage import Shape
 from workers.chaos.plan import Plan
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--open-tasks", type=int, default=None, help="that each client has at a time")
+    parser.add_argument("--sqs", action="store_true", help="the broker is SQS, with AWS's faults beside")
     parser.add_argument("--deterministic", action="store_true", help="workers in the engine's deterministic mode")
     parser.add_argument("--replay", type=Path, default=None, metavar="PLAN", help="a plan.json")
     parser.add_argument("--folder", type=Path, default=None, help="for plan, journals and logs; kept")
@@ -60,14 +61,17 @@ def main() -> None:
 
 
 def _drawn(args: argparse.Namespace) -> Plan:
-    kinds = args.faults.split(",") if args.faults else (["kill"] if args.kills else list(ALL_KINDS))
-    if unknown := set(kinds) - set(ALL_KINDS):
-        sys.exit(f"there is no fault {', '.join(sorted(unknown))} here; there are {', '.join(ALL_KINDS)}")
+    every = SQS_KINDS if args.sqs else ALL_KINDS
+    kinds = args.faults.split(",") if args.faults else (["kill"] if args.kills else list(every))
+    if unknown := set(kinds) - set(every):
+        sys.exit(f"there is no fault {', '.join(sorted(unknown))} here; there are {', '.join(every)}")
     shape = Shape(
         engine=args.engine,
         workers=args.workers,
         clients=args.clients,
         settable_clocks="clock" in kinds,
+        sqs=args.sqs,
+        servers=1 if args.sqs else 2,
         deterministic=args.deterministic,
     )
     if args.kills:  # room for the whole load, so that a stream never waits for room but for a worker

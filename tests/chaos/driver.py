@@ -27,6 +27,8 @@ from workers.chaos.pulse import Pulse
 
 #: All faults that a stage can suffer on this machine.
 ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())
+#: Those of processes: SQS's own are its proxy's. A link of a process leads to the store, which is the one server.
+SQS_KINDS: tuple[str, ...] = ("kill", "pause", "drain", "refuse", "silence", "cut", "delay", "restart")
 #: What is still open when the load ends may take so long (s): a submit that was left half done waits for the sweeper.
 CALM_S = 90.0
 #: A lease that stands for so long (s) beyond its own time is a fault.
@@ -121,6 +123,8 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         Injector(stage, stage.journal, *urls, lambda: list(watcher.open), pulse).run(plan, say)
         wait_for(lambda: len(watcher.streams) >= SOME, CALM_S)
         stage.journal.write("phase", name="calm")
+        if stage.sqs is not None:
+            say(f"SQS: {stage.sqs.calm()}")
         broker, store = stage.redis["broker"], stage.redis["store"]
         for name in stage.stop("client", CALM_S):
             fault(name, "did not read all its tasks to their ends")
@@ -138,6 +142,8 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
             fault("tasks and messages", f"of the run in quiet were not done with: {left[:20]}")
         watcher.stop()  # not before: a quiet run that takes longer than a minute is compacted while it goes on
         stores = Stores.read(broker, store, links=LINKS)
+        if stage.sqs is not None:
+            stores.left += stage.sqs.left()
         for role in ("worker", "gateway", "sweeper"):
             for name in stage.stop(role, shape.drain + HAND_BACK_S):
                 fault(name, f"did not stop within its drain time and {HAND_BACK_S:g} s")

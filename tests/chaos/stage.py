@@ -22,13 +22,14 @@ from tests.chaos import clock
 from tests.chaos.links import Links
 from tests.chaos.processes import Keeper, Running, Slot, guarded, has_lease, wait_for
 from tests.chaos.servers import Server
+from tests.chaos.sqs import Sqs
 from tests.chaos.sweeper_process import HASTY
 from tests.processes import free_port
 from tests.warm import Forked
 from workers.chaos.client import Settings
 from workers.chaos.injector import Handle, Healing
 from workers.chaos.journal import Journal, journal_path
-from workers.chaos.load import Load
+from workers.chaos.load import WAYS, Load
 from workers.chaos.plan import Fault
 from workers.cli.processes import PENSTOCK
 
@@ -98,8 +99,13 @@ class Shape:
     torch does not fork well."""
     hasty: bool = False
     """Whoever sweeps has little patience, and readers of a killed gateway are soon gone."""
+    sqs: bool = False
+    """The broker is on SQS, whose proxy puts in `AWS_FAULTS`; its books are on the store, the one server."""
 
     def load(self, seed: int) -> Load:
+        if self.sqs:  # plain Celery messages and their links are of a Redis broker
+            ways = tuple(way for way in WAYS if way != "celery")
+            return Load(seed, "stub", self.variants, self.longest, ids=600, ways=ways)
         if self.engine == "stub":
             # Below the token that kills the stub engine.
             return Load(seed, "stub", self.variants, self.longest, ids=600)
@@ -124,6 +130,7 @@ class Stage:
             name: Redis.from_url(server.url, decode_responses=True, socket_timeout=SILENT_S)
             for name, server in (("broker", self.broker), ("store", self.store))
         }
+        self.sqs = Sqs(self.store.url, seed) if shape.sqs else None
         self.slots: dict[str, Slot] = {}
         self.gateways: list[int] = []
         self._keeper = Keeper(self.slots)
@@ -132,6 +139,8 @@ class Stage:
 
     def up(self) -> None:
         """Returns when all but the clients are of use."""
+        if self.sqs is not None:
+            self.sqs.up()
         for number in range(1, self.shape.workers + 1):
             self._slot(f"worker-{number}", "worker", self._serves)
         for number in range(1, self.shape.gateways + 1):
@@ -181,6 +190,8 @@ class Stage:
             self._keeper.stop()
             for slot in self.slots.values():
                 slot.look()
+        if self.sqs is not None:
+            self.sqs.down()
         for server in self.servers.values():
             server.stop()
         for redis in self.redis.values():
@@ -208,6 +219,8 @@ class Stage:
         return Forked if self.shape.forked else guarded
 
     def _link(self, name: str, server: str) -> str:
+        if server == "broker" and self.sqs is not None:
+            return self.sqs.url
         one = self.broker if server == "broker" else self.store
         link = f"{name}>{one.name}"
         if link in self.links.by_name:

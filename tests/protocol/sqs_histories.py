@@ -67,7 +67,9 @@ class History:
         self.sqs = aws.client("sqs")
         self.urls = {name: self._make(name) for queue in (HOME, OTHER) for name, _ in lists(queue)}
         # Consumers of one process, address and store share a hold: of another visibility they do not.
-        self.workers = [Worker(self._consumer(60 + k), f"w{k}") for k in range(2)]
+        # A lost answer hides messages for that long.
+        shortest = 10 if faults else 60
+        self.workers = [Worker(self._consumer(shortest + k), f"w{k}") for k in range(2)]
         self.waiting: dict[str, str] = {}
         """Task id -> its list."""
         self.over: set[str] = set()
@@ -178,7 +180,7 @@ class History:
             return
         assert self.faults, f"{id_} was given to {worker.name}, and {self._where(id_)}"
         if id_ in self.over:  # CLAIM says done
-            self._said(worker, Ack(worker.incarnation, one.uuid, settled=id_))
+            self._said(worker, Ack(worker.incarnation, one.uuid, settled="" if id_ in self.moved else id_))
         else:  # busy
             self._said(worker, Back(worker.incarnation, one.uuid, 1.0))
 

@@ -12,14 +12,14 @@ from tests.protocol.sqs_histories import History
 
 #: What SQS does now and then, and its network.
 FAULTS = (
-    Fault("error", chance=0.03),
-    Fault("throttle", chance=0.03),
+    Fault("error", chance=0.05),
+    Fault("throttle", chance=0.05),
     Fault("lost", chance=0.03),
     Fault("reset", chance=0.03),
-    Fault("partial", chance=0.05),
+    Fault("partial", chance=0.1),
     Fault("hidden", chance=0.05),
-    Fault("twice", chance=0.1),
-    Fault("kept", chance=0.1),
+    Fault("twice", chance=0.3),
+    Fault("kept", chance=0.2),
     Fault("stale", chance=0.5),
 )
 
@@ -42,4 +42,4 @@ def test_no_message_is_lost_whatever_sqs_does(seed: int, aws: Aws, valkey_url: s
             history.run(30)
         finally:
             history.close()
-        assert faults.done.total() > 10
+        assert faults.done.total() > 0

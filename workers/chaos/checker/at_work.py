@@ -8,12 +8,17 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-#: Lua: the task ids of the deliveries in all hashes whose key matches ARGV[1].
+#: Lua: the task ids of the deliveries in all hashes whose key matches ARGV[1], of a broker on Redis or on SQS.
 _FETCHED = """
 local found = {}
-for _, name in ipairs(redis.call('KEYS', ARGV[1])) do
+for _, name in ipairs(redis.call('KEYS', 'penstock:inflight:' .. ARGV[1])) do
   for _, packed in ipairs(redis.call('HVALS', name)) do
     found[#found + 1] = cmsgpack.unpack(packed)[3]
+  end
+end
+for _, name in ipairs(redis.call('KEYS', 'penstock:sqs:inflight:' .. ARGV[1])) do
+  for _, entry in ipairs(redis.call('HVALS', name)) do
+    found[#found + 1] = cjson.decode(entry).id
   end
 end
 return found
@@ -27,7 +32,7 @@ def at_work(broker: Redis, store: Redis, process: str, open_tasks: Iterable[str]
     readers wait for more. `open_tasks`: ids of tasks that have not ended. Both clients decode replies.
     """
     try:
-        fetched = set(map(str, broker.eval(_FETCHED, 0, f"penstock:inflight:{process}.*")))
+        fetched = set(map(str, broker.eval(_FETCHED, 0, f"{process}.*")))
         pipe, ids = store.pipeline(transaction=False), sorted({*open_tasks, *fetched})
         for task_id in ids:
             pipe.hmget(f"penstock:task:{task_id}", "owner", "end")

@@ -157,7 +157,8 @@ def unfinished(store: Redis, ids: Iterable[str] | None = None) -> list[str]:
 def pending(broker: Redis) -> list[str]:
     """Keys that hold messages: waiting, in flight, delayed."""
     kinds = ("penstock:queue:", "penstock:sorted:", "penstock:turn:", "penstock:inflight:", "penstock:delayed:")
-    return sorted(name for name in broker.scan_iter("penstock:*", count=1000) if name.startswith(kinds))
+    on_sqs = ("penstock:sqs:waiting:", "penstock:sqs:inflight:", "penstock:sqs:delayed:")
+    return sorted(name for name in broker.scan_iter("penstock:*", count=1000) if name.startswith(kinds + on_sqs))
 
 
 def wait_until_over(
