@@ -2,6 +2,7 @@
 
     python -m tests.chaos --seed 7 --minutes 2                        # every kind of fault, stub engine
     python -m tests.chaos --seed 1 --kills 200 --engine bundled       # kill -9 of workers, gateway, sweeper, clients
+    python -m tests.chaos --seed 1 --minutes 5 --sqs                  # the broker on SQS, with AWS's faults
     python -m tests.chaos --replay FOLDER/plan.json                   # the same again
 
 The plan of faults is written down first. Prints a table (stderr: what is done, as it is done). Where any promise was

@@ -54,11 +54,11 @@ class Sqs:
         self._aws, self._faults = self._servers.enter_context(faulty(moto, self._seed))
         engine, files = load("stub", {})
         with Redis.from_url(self._store, decode_responses=True) as store:
-            _, queue = announce(store, engine, files)
+            _, pool = announce(store, engine, files)
         engine.close()
         sqs, address = moto.client("sqs"), read(self.url)
         settings = {"VisibilityTimeout": str(VISIBILITY_S), "MessageRetentionPeriod": "345600"}
-        for name, _ in lists(queue):
+        for name, _ in lists(pool.version_queue):
             made = sqs.create_queue(QueueName=sqs_name(address, name), Attributes=settings)
             self._urls.append(made["QueueUrl"])
         self._sqs = sqs
