@@ -24,17 +24,21 @@ REASON: Final = 1024
 
 
 class SqsInbox(Inbox):
-    """A queue by its URL.
+    """A queue by its URL. `visibility`: seconds for which a received message is hidden, renewed at half.
 
     `dead_letters`: the URL of the queue for bad messages; without it they are left to the queue's redrive policy.
     """
 
-    hidden_s = HIDDEN_S
-
     def __init__(
-        self, url: str, *, dead_letters: str | None = None, region: str | None = None, endpoint_url: str | None = None
+        self,
+        url: str,
+        *,
+        dead_letters: str | None = None,
+        region: str | None = None,
+        endpoint_url: str | None = None,
+        visibility: int = HIDDEN_S,
     ) -> None:
-        self._url, self._dead_letters = url, dead_letters
+        self._url, self._dead_letters, self.hidden_s = url, dead_letters, visibility
         self._sqs = Service("sqs", region or region_of(url), endpoint_url, wait_s=WAIT_S)
         self._called = f"queue {last_part(url)}"
 
@@ -57,7 +61,7 @@ class SqsInbox(Inbox):
             QueueUrl=self._url,
             MaxNumberOfMessages=10,
             WaitTimeSeconds=WAIT_S,
-            VisibilityTimeout=HIDDEN_S,
+            VisibilityTimeout=int(self.hidden_s),
             MessageAttributeNames=["All"],
         )
         return [_received(one) for one in answer.get("Messages", ())]

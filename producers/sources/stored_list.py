@@ -24,8 +24,7 @@ from producers.connection.script import Call, arun, script
 from producers.sources.inbox import Inbox, Received
 from producers.store.protocol import PACKAGE
 
-#: Time (s) for which a message is hidden from others, and for which a receive waits for one.
-HIDDEN_S: Final = 60.0
+#: Time (s) for which a receive waits for a message.
 WAIT_S: Final = 2.0
 #: Most messages of one receive.
 MOST: Final = 10
@@ -34,10 +33,8 @@ MOST: Final = 10
 class ListInbox(Inbox):
     """A list by its name. `waiting`: connections to the store that may wait, which takes others' place in a pool."""
 
-    hidden_s = HIDDEN_S
-
-    def __init__(self, store: Redis, waiting: Redis, name: str) -> None:
-        self._store, self._waiting, self._name = store, waiting, name
+    def __init__(self, store: Redis, waiting: Redis, name: str, hidden_s: float) -> None:
+        self._store, self._waiting, self._name, self.hidden_s = store, waiting, name, hidden_s
         self._taken, self._hidden, self._dead = f"{name}:taken", f"{name}:hidden", f"{name}:dead"
 
     async def open(self) -> None:
@@ -71,7 +68,7 @@ class ListInbox(Inbox):
 
     async def _take(self) -> list[Received]:
         ids = [uuid.uuid4().hex for _ in range(MOST)]
-        found = await self._run("list_take", (self._name, self._taken, self._hidden), int(HIDDEN_S * 1000), *ids)
+        found = await self._run("list_take", (self._name, self._taken, self._hidden), int(self.hidden_s * 1000), *ids)
         said = [one.decode("utf-8", "surrogateescape") for one in found]
         return [Received(message_id, body) for message_id, body in zip(said[::2], said[1::2], strict=True)]
 

@@ -24,6 +24,7 @@ class MessagesSettings(SourceSettings):
     type: Literal["messages"]
     queue: str = Field(description="an SQS queue's URL, or list: and the name of a list in the store")
     dead_letters: str | None = Field(None, description="the URL of an SQS queue for bad messages")
+    visibility: int = Field(60, ge=10, le=3600, description="10 to 3600 seconds")
     task: dict[str, Any] = Field(default_factory=dict, description="a table of fields that messages may leave out")
     tenant: str | None = Field(
         None, min_length=1, max_length=MAX_TENANT, description="a tenant's name, whatever a message says"

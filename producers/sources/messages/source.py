@@ -69,8 +69,14 @@ class Messages(Source):
     def _inbox(self, waiting: Redis) -> Inbox:
         it = self._settings
         if is_list(it.queue):
-            return ListInbox(self._client.store, waiting, it.queue.removeprefix(LIST))
-        return SqsInbox(it.queue, dead_letters=it.dead_letters, region=it.region, endpoint_url=it.endpoint_url)
+            return ListInbox(self._client.store, waiting, it.queue.removeprefix(LIST), it.visibility)
+        return SqsInbox(
+            it.queue,
+            dead_letters=it.dead_letters,
+            region=it.region,
+            endpoint_url=it.endpoint_url,
+            visibility=it.visibility,
+        )
 
     async def _handle(self, message: Received) -> None:
         """Submit a message's task. Raises BadMessage, after its sender was told."""

@@ -218,7 +218,7 @@ class TestSqs:
         orders, answers = Sqs(aws.client("sqs"), "orders"), Sqs(aws.client("sqs"), "answers", redrive=False)
         for number in range(40):
             orders.send(TASK | {"metadata": {"number": str(number)}})
-        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\n'
+        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\nvisibility = 10\n'
         with faulty(aws, 7) as (hurt, faults):
             env = {"AWS_ENDPOINT_URL": hurt.url}
             faults.put(Fault("twice", "ReceiveMessage"), Fault("kept", "DeleteMessage"))
