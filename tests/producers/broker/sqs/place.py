@@ -41,6 +41,7 @@ class Place:
     sqs: Any
     consumer: SqsConsumer
     uuids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    urls: dict[str, str] = field(default_factory=dict)
 
     @property
     def address(self) -> Address:
@@ -52,8 +53,9 @@ class Place:
         return self.consumer._hold.held
 
     def queue_url(self, name: str) -> str:
-        url: str = self.sqs.get_queue_url(QueueName=sqs_name(self.address, name))["QueueUrl"]
-        return url
+        if name not in self.urls:
+            self.urls[name] = self.sqs.get_queue_url(QueueName=sqs_name(self.address, name))["QueueUrl"]
+        return self.urls[name]
 
     def send(self, *ids: str, tier: str = "default", tokens: int = 100, tenant: str = "", group: str = "") -> None:
         for one in ids:
