@@ -1,6 +1,6 @@
 """The suite's short form: a few seconds of harm, on systems of their own, judged by the checker.
 
-`make test` has every kind of fault on one system, and kills on one whose broker is SQS; `make test-all` also a system for
+`make test` has every kind of fault on one system, and kills on one with SQS; `make test-all` also a system for
 some kinds at a time; the long form is `python -m tests.chaos`.
 """
 
