@@ -29,7 +29,7 @@ from tests.warm import Forked
 from workers.chaos.client import Settings
 from workers.chaos.injector import Handle, Healing
 from workers.chaos.journal import Journal, journal_path
-from workers.chaos.load import WAYS, Load
+from workers.chaos.load import WITHOUT_CELERY, Load
 from workers.chaos.plan import Fault
 from workers.cli.processes import PENSTOCK
 
@@ -103,9 +103,8 @@ class Shape:
     """The broker is on SQS, whose proxy puts in `AWS_FAULTS`; its books are on the store, the one server."""
 
     def load(self, seed: int) -> Load:
-        if self.sqs:  # plain Celery messages and their links are of a Redis broker
-            ways = tuple(way for way in WAYS if way != "celery")
-            return Load(seed, "stub", self.variants, self.longest, ids=600, ways=ways)
+        if self.sqs:
+            return Load(seed, "stub", self.variants, self.longest, ids=600, ways=WITHOUT_CELERY)
         if self.engine == "stub":
             # Below the token that kills the stub engine.
             return Load(seed, "stub", self.variants, self.longest, ids=600)

@@ -27,6 +27,8 @@ PROMPTS: Final = (
 )
 #: Way of submitting and reading -> its weight among tasks.
 WAYS: Final[Mapping[str, float]] = {"http": 5.0, "redis": 3.0, "poll": 2.0, "celery": 2.0, "waiting": 1.0}
+#: Without plain Celery messages, whose queue and links a broker other than Redis need not have.
+WITHOUT_CELERY: Final = tuple(way for way in WAYS if way != "celery")
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,11 +169,11 @@ class Process:
 
 
 class Operated:
-    """A `workers.chaos.injector.Scene` of an operator's processes. `broker` tells which workers have a lease."""
+    """A `workers.chaos.injector.Scene` of an operator's processes. `books`: where workers' leases are."""
 
-    def __init__(self, processes: Sequence[Process], broker: str) -> None:
+    def __init__(self, processes: Sequence[Process], books: str) -> None:
         self._processes = {one.name: one for one in processes}
-        self._broker = connect(broker, timeout=2, decode=True)
+        self._books = connect(books, timeout=2, decode=True)
 
     @property
     def handles(self) -> Mapping[str, Handle]:
@@ -210,7 +210,7 @@ class Operated:
         if target.role != "worker":
             return target.alive
         try:
-            names = {str(about["worker"]) for about in workers_of(self._broker) if not about.get("draining")}
+            names = {str(about["worker"]) for about in workers_of(self._books) if not about.get("draining")}
         except RedisError:
             return False
         return target.alive and target.name in names and len(names) > 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from producers.broker.connect import control_url
 from producers.connection.connect import connect
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
 from workers.chaos.checker.store import letters_of, wait_until_over
@@ -54,8 +55,9 @@ class Trial:
         journals = self.folder / "journals"
         journals.mkdir()
         journal, wrong = Journal(journals, "trial"), list[Violation]()
+        books = control_url(self.broker, self.store)  # what the broker itself does not hold: leases, dead letters
         with (
-            connect(self.broker, decode=True) as broker,
+            connect(books, decode=True) as broker,
             connect(self.store, decode=True) as store,
             connect(self.store, timeout=2, decode=True) as watched,
         ):
@@ -74,7 +76,7 @@ class Trial:
                 while not journal_path(journals, "client", 1).exists() and client.poll() is None:
                     time.sleep(0.05)  # it does not handle signals yet
                 journal.write("phase", name="load")
-                injector = Injector(system, journal, self.broker, self.store, lambda: list(watcher.open), pulse)
+                injector = Injector(system, journal, books, self.store, lambda: list(watcher.open), pulse)
                 injector.run(self.plan, say)
                 journal.write("phase", name="calm")
                 say("calm: open tasks are read to their ends")

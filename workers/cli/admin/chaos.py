@@ -88,10 +88,11 @@ def chaos(
 
     from redis.exceptions import RedisError
 
-    from producers.connection.connect import connect, shown
+    from producers.broker.connect import control_url
+    from producers.connection.connect import connect, is_redis, shown
     from producers.connection.local import store_of
     from producers.contract import keys
-    from workers.chaos.load import Load
+    from workers.chaos.load import WAYS, WITHOUT_CELERY, Load
     from workers.chaos.operated import Operated, Process, say_plan
     from workers.chaos.plan import Plan, draw
     from workers.chaos.trial import Trial
@@ -105,7 +106,10 @@ def chaos(
         names = [one.name for one in processes]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise Failure(f"two processes are called {twice[0]}: give each its own name")
-        system = Operated(processes, broker)
+        if not is_redis(broker) and any(one.role == "broker" for one in processes):
+            raise Failure(f"{shown(broker)} has no process that could be harmed; its books are on the store: name that")
+        store = store_of(broker, store)
+        system = Operated(processes, control_url(broker, store))
         drawn = (
             Plan.read(plan)
             if plan
@@ -121,7 +125,6 @@ def chaos(
         )
         system.check(drawn)
         system.look()
-        store = store_of(broker, store)
         server = connect(store)
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
@@ -134,7 +137,8 @@ def chaos(
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "journals").exists():
         raise Failure(f"{folder} has the journals of another run; choose another --report-dir")
-    load = Load(drawn.seed, model, 40, max_output_tokens)
+    ways = tuple(WAYS) if is_redis(broker) else WITHOUT_CELERY
+    load = Load(drawn.seed, model, 40, max_output_tokens, ways=ways)
     gateway = Gateway(url)
     trial = Trial(gateway.url, broker, store, load, drawn, folder, open_tasks=concurrency, alone=exclusive)
     # SIGTERM from `timeout` or a job's end: paused processes must be resumed, as at Ctrl-C.

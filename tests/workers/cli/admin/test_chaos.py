@@ -114,6 +114,11 @@ def test_a_process_that_is_not_there_is_told_of_before_anything_is_done(run: Run
         (("--process", "worker:w1=1", "--minutes", "inf"), "inf is not a length of time"),
         (("--process", "worker:w1=1", "--max-interval", "inf"), "inf is not a length of time"),
         (("--process", "worker:w1=1", "--lease", "inf"), "inf is not a length of time"),
+        (("--broker", "sqs://us-east-1", "--process", "worker:w1=1"), "the store is missing"),
+        (
+            ("--broker", "sqs://us-east-1", "--store", "redis://127.0.0.1:1/0", "--process", "broker:b=1"),
+            "sqs://us-east-1 has no process that could be harmed",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(run: Run, options: tuple[str, ...], said: str) -> None:
