@@ -43,6 +43,7 @@ TINY = {
     "tests.bench.quantised": ["--matrices 1 --outputs 64 --inputs 128 --turns 1"],
     "tests.bench.runs": ["--sequences 2 --layers 1 --rounds 1"],
     "tests.bench.sampled": ["--calls 1"],
+    "tests.bench.sources": ["--lines 1000 --window 500"],
     "tests.bench.speculation": ["--lookup --workload W1 --rounds 1 --output 2"],
     "tests.bench.webhooks": ["--rate 20 --seconds 1 --receivers 2 --rows 20"],
     "tests.bench.windows": ["--prompt 20 --steps 2"],

@@ -93,6 +93,11 @@ async def open_entries(store: Redis, place: str) -> list[tuple[Entry, str | None
     return [(entry, text(raw) if raw else None) for entry, raw in zip(found, statuses, strict=True)]
 
 
+async def is_open(store: Redis, place: str, entry: Entry) -> bool:
+    """Whether something is left to do for the object."""
+    return bool(await store.hexists(keys.inbox(place), entry.id))
+
+
 async def is_newest(store: Redis, place: str, entry: Entry, there: Found | None) -> bool:
     """Whether no later content has the same name. `there`: what has the name in the inbox now.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,12 @@ class Process:
             if line.startswith("VmHWM:"):
                 return round(int(line.split()[1]) * 1024 / 1e6, 1)
         raise RuntimeError("this kernel tells no VmHWM")
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of a processor that it took so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> Process:
         return self
@@ -113,9 +120,10 @@ class Gateway(Process):
             return file_id
 
 
-def row(what: str, process: str, most_mb: float, seconds: float, size: int, lines: int) -> None:
-    speed = {"mb_per_s": round(size / 1e6 / seconds, 1), "lines_per_s": round(lines / seconds)}
-    print(json.dumps({"what": what, "process": process, "most_mb": most_mb, "seconds": round(seconds, 1)} | speed))
+def row(what: str, process: str, most_mb: float, seconds: float, size: int, lines: int, **more: float) -> None:
+    speed = {"mb_per_s": round(size / 1e6 / seconds, 1), "lines_per_s": round(lines / seconds)} | more
+    found = {"what": what, "process": process, "most_mb": most_mb, "seconds": round(seconds, 1)}
+    print(json.dumps(found | speed), flush=True)
 
 
 def measure(url: str, redis: Redis, place: str, count: int) -> None:

@@ -59,16 +59,11 @@ def measure(url: str, redis: Redis, folder: Path, count: int, window: int) -> No
             began = time.perf_counter()
             wait(lambda: field("status") != "validating")
             row("check", "sweeper", sweeper.most_mb, time.perf_counter() - began, size, count)
-            began, made = time.perf_counter(), min(count, window)
+            began, cpu, made = time.perf_counter(), sweeper.cpu_s, min(count, window)
             wait(lambda: int(field("line") or 0) >= made)
-            row(
-                "lines made and sent",
-                "sweeper",
-                sweeper.most_mb,
-                time.perf_counter() - began,
-                size * made // count,
-                made,
-            )
+            ended, each = time.perf_counter(), round(made / (sweeper.cpu_s - cpu))
+            about = ("lines made and sent", "sweeper", sweeper.most_mb, ended - began)
+            row(*about, size * made // count, made, lines_per_cpu_s=each)
         end(redis, batch, folder / "files")
         began = time.perf_counter()
         wait((folder / "outbox" / "in.jsonl").exists)

@@ -17,7 +17,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.gateway.batches.endpoints import LineEndpoints
-from producers.store import batches, files, outbox, protocol
+from producers.store import batches, files, inbox, outbox, protocol
 from producers.sweeper.reader_leases import hold
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.producers.conftest import POOL, QUEUE
@@ -80,6 +80,13 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     fields = {"endpoint": "/v1/completions", "input_file": "file-1", "completion_window": "1h"}
     for call in (batches.create(batch, 3600, fields), batches.begin_parts(batch, ["part-1"]), batches.cancel(batch)):
         run(valkey, call)
+    object_ = inbox.new_entry("s3://bucket/inbox/", inbox.Found("a.jsonl", " etag", 1), 1)
+    for call in (
+        inbox.take("s3://bucket/inbox/", object_),
+        inbox.hold(object_, "p", 120_000),
+        inbox.done("s3://bucket/inbox/", object_, forget=False),
+    ):
+        run(valkey, call)
     worker.die()
     # Everything waits for long enough already, but for what is yet to become so.
     _age(valkey)
@@ -137,7 +144,7 @@ async def test_nothing_grows_for_ever(
         found = {name.decode().split(":")[1] for name in valkey.keys("penstock:*")}
         assert found >= {"task", "stream", "submitting", "deadlines", "readers", "unsettled", "settled", "incarnations"}
         assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved", "webhooks"}
-        assert found >= {"tasks", "idempotency", "batch", "batches"}
+        assert found >= {"tasks", "idempotency", "batch", "batches", "inbox"}
         endpoints = LineEndpoints(client)
         sweeping = asyncio.create_task(lead(client, settings, endpoints))
         try:

@@ -22,8 +22,8 @@ def _window(value: str) -> str:
 
 
 def _metadata(value: dict[str, Any]) -> dict[str, Any]:
-    if not is_metadata(value) or "source" in value:
-        raise ValueError(f"it must be {METADATA_FORM}; `source` is set to the input's own URL")
+    if "source" in value or not is_metadata({**value, "source": ""}):
+        raise ValueError(f"it must be {METADATA_FORM}; one of them is `source`, the input's own URL")
     return value
 
 

@@ -13,12 +13,15 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
+from producers.connection.trouble import said, trouble
+from producers.errors import shown
 from producers.sources.files.delivery import Delivery
 from producers.sources.files.intake import Intake, input_file
 from producers.sources.files.place import Place, Replaced, Stopped
@@ -44,19 +47,15 @@ LONGEST_PAUSE_S: Final = 60.0
 class Work:
     """One process's part in a place's objects."""
 
-    def __init__(
-        self, name: str, context: Context, place: Place, blobs: Blobs, settings: InboxSettings, lease_s: float = LEASE_S
-    ) -> None:
+    def __init__(self, name: str, context: Context, place: Place, blobs: Blobs, settings: InboxSettings) -> None:
         self._name = name
         self._process = context.process
         self._store = context.client.store
         self._place = place
         self._blobs = blobs
-        self._lease_s = lease_s
         self._intake = Intake(self._store, blobs, place, settings)
         self._delivery = Delivery(self._store, blobs, place)
         self._steps = asyncio.Semaphore(STEPS)
-        self._stopped = threading.Event()
         self._news = asyncio.Event()
         self._retries: dict[str, tuple[float, float]] = {}
         """Batch id -> when it is tried again, and the pause before that."""
@@ -66,45 +65,45 @@ class Work:
     async def open(self, found: Found) -> None:
         """Take up an object, if it is not known. Raises redis.exceptions.RedisError and OSError."""
         if refusal := self._place.refusal(found.name):
-            warn_throttled(log, "source %s: %s is left where it is: %s", self._name, found.name, refusal)
+            warn_throttled(log, "source %s: %s is left where it is: %s", self._name, shown(found.name), refusal)
             return
         entry = inbox.new_entry(self._place.name, found, int(time.time() * 1000))
         new, _ = await arun(self._store, inbox.take(self._place.name, entry))
         if new:
             self._news.set()
-            log.info("source %s: %s (%d bytes) is batch %s", self._name, found.name, found.size, entry.id)
+            log.info("source %s: %s (%d bytes) is batch %s", self._name, shown(found.name), found.size, entry.id)
 
     async def run(self, every_s: float = EVERY_S) -> None:
         """Take all open objects forward, until cancelled. Raises redis.exceptions.RedisError and OSError."""
         running: dict[str, asyncio.Task[None]] = {}
+        stopped = threading.Event()
         try:
             while True:
                 self._news.clear()
                 for entry, status in await inbox.open_entries(self._store, self._place.name):
                     waits = status is not None and status not in batches.ENDED
                     if not waits and entry.id not in running and self._is_due(entry):
-                        task = running[entry.id] = asyncio.create_task(self._one(entry), name=entry.id)
+                        task = running[entry.id] = asyncio.create_task(self._one(entry, stopped.is_set), name=entry.id)
                         task.add_done_callback(lambda ended: running.pop(ended.get_name()))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), every_s)
         finally:
-            self._stopped.set()
+            stopped.set()  # threads go on when their tasks are cancelled
             left = list(running.values())
             for task in left:
                 task.cancel()
             if left:
                 await asyncio.wait(left)
-            self._stopped.clear()
 
     def _is_due(self, entry: Entry) -> bool:
         return time.monotonic() >= self._retries.get(entry.id, (0.0, 0.0))[0]
 
-    async def _one(self, entry: Entry) -> None:
+    async def _one(self, entry: Entry, stopped: Callable[[], bool]) -> None:
         try:
             async with self._steps:
-                await self._held(entry)
+                await self.take_forward(entry, stopped)
         except FAILURES as error:
-            self._later(entry, str(error) or type(error).__name__, error)
+            self._later(entry, said(error), error)
         except BlobNotFound as error:
             self._later(entry, f"{error} in --files-dir, which all processes share", error)
         except Exception as error:  # noqa: BLE001 - one object must not stop the others
@@ -114,23 +113,26 @@ class Work:
             self._retries.pop(entry.id, None)
             self.trouble = ""
 
-    def _later(self, entry: Entry, said: str, error: Exception) -> None:
+    def _later(self, entry: Entry, why: str, error: Exception) -> None:
         pause = min(2 * self._retries.get(entry.id, (0.0, EVERY_S / 2))[1], LONGEST_PAUSE_S)
         self._retries[entry.id] = time.monotonic() + pause, pause
-        self.trouble = f"{entry.found.name} is held up: {said}"
-        warn_throttled(log, "source %s: %s is held up, trying again: %s", self._name, entry.found.name, error)
+        name = shown(entry.found.name)
+        if trouble(error) is not None:  # else it is this object's alone
+            self.trouble = f"{name} is held up: {why}"
+        warn_throttled(log, "source %s: %s is held up, trying again: %s", self._name, name, why)
 
-    async def _held(self, entry: Entry) -> None:
-        """Take the object forward while no other process does."""
+    async def take_forward(self, entry: Entry, stopped: Callable[[], bool]) -> None:
+        """Take the object forward while no other process does, unless one has finished it meanwhile."""
         if await self._hold(entry) != 0:
             return
         holding = asyncio.create_task(self._keep(entry))
         try:
-            await self._step(entry)
+            if await inbox.is_open(self._store, self._place.name, entry):
+                await self._step(entry, stopped)
         except Stopped:
             pass
         except Replaced:
-            log.warning("source %s: %s was replaced or removed before it was read", self._name, entry.found.name)
+            log.warning("source %s: %s was replaced or removed before it was read", self._name, shown(entry.found.name))
             await files.remove(self._store, self._blobs, input_file(entry))
             await arun(self._store, inbox.done(self._place.name, entry, forget=True))
         finally:
@@ -138,19 +140,19 @@ class Work:
             with suppress(*FAILURES):
                 await arun(self._store, inbox.let_go(entry, self._process))
 
-    async def _step(self, entry: Entry) -> None:
+    async def _step(self, entry: Entry, stopped: Callable[[], bool]) -> None:
         batch = await batches.read(self._store, entry.id)
         if batch is None:
-            await self._intake.take_in(entry, self._stopped.is_set)
+            await self._intake.take_in(entry, stopped)
         elif batch.ended:
-            await self._delivery.deliver(entry, batch, self._stopped.is_set)
-            log.info("source %s: %s is %s, and in the outbox", self._name, entry.found.name, batch.status)
+            await self._delivery.deliver(entry, batch, stopped)
+            log.info("source %s: %s is %s, and in the outbox", self._name, shown(entry.found.name), batch.status)
 
     async def _hold(self, entry: Entry) -> int:
-        return int(await arun(self._store, inbox.hold(entry, self._process, int(self._lease_s * 1000))))
+        return int(await arun(self._store, inbox.hold(entry, self._process, int(LEASE_S * 1000))))
 
     async def _keep(self, entry: Entry) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / RENEWALS)
+            await asyncio.sleep(LEASE_S / RENEWALS)
             with suppress(*FAILURES):
                 await self._hold(entry)

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from producers import AsyncClient
+from producers.connection.script import run
 from producers.contract import keys
 from producers.sources.files.folder import Folder
 from producers.sources.files.place import Replaced
-from producers.sources.files.watched import Looks
+from producers.sources.files.watched import FolderSettings, Looks
+from producers.sources.files.work import Work
+from producers.sources.source import Context
+from producers.store import inbox
 from producers.store.blobs import BlobWriter, FolderBlobs
 from producers.store.inbox import Found
 from tests.chaos.batching import BAD, GOOD, URL, Serving, lines
@@ -244,3 +249,23 @@ def test_processes_know_a_folder_by_the_same_name(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "mounted elsewhere", moves=True)
     folder.open()
     assert folder.name == names[0]
+
+
+async def test_what_another_process_has_finished_is_not_written_again(
+    valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    """It was open when this process looked; then it was delivered, and its results were fetched and deleted."""
+    watched = Watched(valkey, tmp_path)
+    async with AsyncClient(valkey_url) as client:
+        place = Folder(watched.root, moves=True)
+        place.open()
+        settings = FolderSettings(type="folder", folder=str(watched.root))
+        work = Work("files", Context(client, "", "late", ""), place, FolderBlobs(tmp_path / "files"), settings)
+        watched.put("a.jsonl", [GOOD])
+        (found,) = place.files()
+        await work.open(found)
+        ((entry, status),) = await inbox.open_entries(client.store, place.name)
+        assert status is None
+        run(valkey, inbox.done(place.name, entry, forget=True))
+        await work.take_forward(entry, lambda: False)
+    assert watched.batches() == []
