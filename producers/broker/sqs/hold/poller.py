@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: SQS's longest poll (s): 720 requests an hour for four lists that have nothing.
 WAIT_S: Final = 20
+#: The poll (s) after a failure: whether that has passed is known when it is answered.
+AGAIN_S: Final = 1
 RETRY_S: Final = 0.2
 #: Longest pause (s) after a failure that may pass by itself; and after one that an operator has to mend.
 AWAY_S: Final = 5.0
@@ -81,7 +83,7 @@ class Poller(threading.Thread):
             answer = hold.polling_sqs.receive_message(
                 QueueUrl=hold.queues.url(name),
                 MaxNumberOfMessages=count,
-                WaitTimeSeconds=WAIT_S,
+                WaitTimeSeconds=WAIT_S if not self._line.failures else AGAIN_S,
                 VisibilityTimeout=hold.address.visibility,
                 AttributeNames=["SentTimestamp", "MessageGroupId"],
             )
