@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
 
 from redis import Redis
@@ -21,8 +20,8 @@ from producers.contract.queues import version_queue_of
 
 log = logging.getLogger(__name__)
 
-#: A queue that need not exist: SQS's answer shows whether it can be reached, with which credentials.
-PROBE: Final = "penstock_probe#default"
+#: A list that need not exist, of a name that Penstock's policies allow to be asked for.
+PROBE: Final = "penstock:queue:probe@0#default"
 
 
 def check(address: Address, store: Redis, queues: Sequence[str] | None = None, *, make: bool = False) -> None:
@@ -39,8 +38,7 @@ def check(address: Address, store: Redis, queues: Sequence[str] | None = None, *
     ]
     names = [name for queue in asked for name, _ in lists(queue)]
     if not names:
-        with suppress(AwsMissing):
-            found.url(PROBE)
+        reach(found)
     for name in names:
         try:
             found.check(name)
@@ -49,6 +47,17 @@ def check(address: Address, store: Redis, queues: Sequence[str] | None = None, *
                 raise
             _make(address, name, error)
             found.check(name)
+
+
+def reach(queues: Queues) -> None:
+    """Raise AwsError unless SQS answers, and knows the credentials. They may be good for other queues alone."""
+    try:
+        queues.url(PROBE)
+    except AwsMissing:
+        pass
+    except AwsError as error:
+        if not error.code.startswith("AccessDenied"):
+            raise
 
 
 def announced(store: Redis) -> list[str]:

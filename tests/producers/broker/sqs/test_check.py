@@ -103,3 +103,13 @@ def test_without_boto3_its_extra_is_named(aws: Aws, valkey_url: str, monkeypatch
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(AwsNotInstalled, match=r"pip install 'penstock\[aws\]'"):
         check_broker(aws.broker(), valkey_url)
+
+
+def test_credentials_for_other_queues_alone_are_good_ones(faults: tuple[Aws, Faults], valkey_url: str) -> None:
+    """While no model is announced, the look is at a queue that nobody needs."""
+    proxied, coming = faults
+    coming.put(Fault("denied", times=1))
+    check_broker(proxied.broker(), valkey_url)
+    coming.put(Fault("expired", times=1))
+    with pytest.raises(AwsError, match="the credentials have expired"):
+        check_broker(proxied.broker(), valkey_url)
