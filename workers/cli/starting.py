@@ -41,6 +41,7 @@ def set_up_logging(level: str) -> None:
     import logging
 
     logging.basicConfig(level=checked_level(level), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells of each client where its credentials are from
 
 
 def checked_level(name: str) -> str:

@@ -46,7 +46,8 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
     warnings.filterwarnings("ignore", category=SecurityWarning)
-    for name in ("celery.app.trace", "celery.worker.strategy"):  # a line or two for every task
+    # a line or two for every task, and for every client of AWS
+    for name in ("celery.app.trace", "celery.worker.strategy", "botocore"):
         logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
     stopping = Stopping()
     stopping.install()

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.aws import Aws
 from tests.processes import free_port
 from tests.producers.gateway.conftest import TINY, until
 from tests.workers.library.hub_server import Hub, Repo, running_hub
@@ -278,6 +279,19 @@ def test_on_a_broker_of_ones_own_no_server_is_started_and_a_model_comes_from_a_h
     assert [(model["id"], model["version"]) for model in gateway.models()] == [("tiny", version)]
     assert final(gateway, gateway.submit(task(max_tokens=4))["id"])["status"] == "completed"
     assert system.stop() == 0
+
+
+def test_with_queues_on_sqs_its_own_server_is_the_store(up: Callable[..., Up], aws: Aws) -> None:
+    running = up("--broker", aws.broker())
+    gateway = running.wait_ready()
+    assert "valkey" in running.children()
+    assert re.search(r"broker  sqs://us-east-1\n  store   redis://127\.0\.0\.1:\d+/0, kept in ", running.out)
+    ended = final(gateway, gateway.submit(task(max_tokens=4, tier="priority"))["id"])
+    assert (ended["status"], len(ended["choices"][0]["token_ids"])) == ("completed", 4)
+    queues = aws.client("sqs").list_queues(QueueNamePrefix="pen-tiny_")["QueueUrls"]
+    assert {url.rpartition("-")[2] for url in queues} == {"priority", "default", "flex", "batch"}
+    assert running.stop() == 0
+    assert running.nothing_left()
 
 
 def test_the_demo_shows_streams_results_and_a_summary_and_leaves_nothing(tmp_path: Path) -> None:
