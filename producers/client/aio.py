@@ -35,7 +35,8 @@ from producers.store.references import Places
 class AsyncClient:
     """Submits tasks and reads them, on one event loop.
 
-    `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. Without a broker,
+    `broker`, `store`: redis://, rediss:// or unix:// URLs; the store is the broker unless given. The broker may also be
+    SQS (sqs://REGION?prefix=pen-), which needs a store and boto3. Without a broker,
     `producers.connection.local` finds both. `patience`: time (s) for which a failing connection is retried.
     `files_dir`: the sweeper's place of files, for results that were moved there; unset: FILES_DIR, else where each
     result says. It connects at the first call. Raises ValueError for another kind of broker; the blocking `Client`

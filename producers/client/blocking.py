@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 class Client:
     """Submits tasks and reads them. One client serves all threads of a process; it may be made before a fork.
 
-    `broker`, `store`: URLs as in `producers.connection.connect`; the broker may also be any that kombu supports. The
+    `broker`, `store`: URLs as in `producers.connection.connect`; the broker may also be SQS (sqs://REGION?prefix=pen-,
+    with a store of its own), or any that kombu supports. The
     store is the broker unless given. Without a broker, `producers.connection.local` finds both. `patience`: time (s)
     for which a failing connection is retried. `files_dir`: as of AsyncClient. It connects at the first call. Raises
     ValueError for a bad URL.

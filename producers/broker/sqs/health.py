@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import Final
 
-from producers.broker.sqs.check import PROBE, announced
+from producers.broker.sqs.check import announced, reach
 from producers.broker.sqs.connection import Connection
 from producers.broker.sqs.names import lists
-from producers.connection.aws import AwsError, AwsMissing
+from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import Trouble, trouble
 
@@ -36,8 +35,7 @@ class Health:
         queues = {queue: [name for name, _ in lists(queue)] for queue in announced(self._to.store)}
         wanted = [name for names in queues.values() for name in names]
         if not wanted:
-            with suppress(AwsMissing):
-                self._to.queues.url(PROBE)
+            reach(self._to.queues)
             return
         self._looks += 1
         doubtful = [name for name in wanted if name not in self._faults or self._faults[name] is not None]
