@@ -67,16 +67,22 @@ def test_it_may_die_at_any_change(
     assert list(watched.inbox.iterdir()) == []
 
 
-def test_it_may_die_while_it_copies(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_it_may_end_while_it_copies(valkey: Redis, valkey_url: str, tmp_path: Path, how: signal.Signals) -> None:
     """Most of the file is blank lines, which are no requests."""
     watched, incoming = Watched(valkey, tmp_path), tmp_path / "files" / ".incoming"
     blank = b" " * (1 << 20) + b"\n"
     watched.put_bytes("a.jsonl", 256 * blank + b"".join(lines([BAD, *[GOOD] * 9])))
-    with SourcesProcess(valkey_url, tmp_path, watched.table):
+    with SourcesProcess(valkey_url, tmp_path, watched.table) as first:
         assert within(lambda: incoming.exists() and any(incoming.iterdir()))
-    assert watched.batches() == [], "it was killed before that"
-    assert any(incoming.iterdir())
-    free_leases(valkey)
+        first.process.send_signal(how)
+        first.process.wait(60)
+    assert watched.batches() == [], "it ended before that"
+    if how == signal.SIGKILL:
+        assert any(incoming.iterdir())
+        free_leases(valkey)
+    else:
+        assert (list(incoming.iterdir()), valkey.keys(keys.inbox_lease("*"))) == ([], []), "it leaves nothing"
     with Serving(valkey), sweeper(valkey_url, tmp_path), SourcesProcess(valkey_url, tmp_path, watched.table):
         assert within(lambda: watched.delivered("a"))
     assert watched.faults("a", 10, refused=1) == []

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from producers.errors import shown
 from producers.sources.aws import region_of
 from producers.sources.consumer import Consumer
 from producers.sources.files.bucket import Bucket
@@ -39,7 +40,7 @@ _PREFIX_FORM: Final = "what keys begin with, which ends with / and does not begi
 
 def _prefix(value: str) -> str:
     if not value.endswith("/") or value.startswith("/"):
-        raise ValueError(f"it must be {_PREFIX_FORM}")
+        raise ValueError(f"it is {shown(value)}; it must be {_PREFIX_FORM}")
     return value
 
 
@@ -69,9 +70,11 @@ class BucketSettings(InboxSettings):
         """What is written must not be taken for an input."""
         for name in ("outbox", "done"):
             if getattr(self, name).startswith(self.inbox):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must not begin with inbox ({self.inbox!r})")
+                raise ValueError(
+                    f"{name} is {shown(getattr(self, name))}; it must not begin with {shown(self.inbox)}, the inbox"
+                )
         if self.outbox == self.done:
-            raise ValueError(f"done is {self.done!r}; it must not be that of outbox")
+            raise ValueError(f"done is {shown(self.done)}; it must not be the outbox")
         return self
 
     def source(self, name: str, context: Context) -> Source:

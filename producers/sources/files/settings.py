@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from producers.contract.batch import ENDPOINTS, METADATA_FORM, WINDOW_FORM, is_metadata, window_s
 from producers.contract.task import MAX_TENANT
+from producers.errors import shown
 from producers.sources.source import SourceSettings
 
 #: Most bytes of an input, unless the settings say otherwise: as many as a gateway takes.
@@ -17,19 +18,20 @@ MAX_FILE = 2 << 30
 
 def _window(value: str) -> str:
     if window_s(value) is None:
-        raise ValueError(f"it must be {WINDOW_FORM}")
+        raise ValueError(f"it is {shown(value)}; it must be {WINDOW_FORM}")
     return value
 
 
 def _metadata(value: dict[str, Any]) -> dict[str, Any]:
     if "source" in value or not is_metadata({**value, "source": ""}):
-        raise ValueError(f"it must be {METADATA_FORM}; one of them is `source`, the input's own URL")
+        wanted = f"{METADATA_FORM}; one of them is `source`, the input's own URL"
+        raise ValueError(f"it is {shown(value)}; it must be {wanted}")
     return value
 
 
 def _endpoint(value: str) -> str:
     if value not in ENDPOINTS:
-        raise ValueError(f"it must be one of {', '.join(ENDPOINTS)}")
+        raise ValueError(f"it is {shown(value)}; it must be one of {', '.join(ENDPOINTS)}")
     return value
 
 

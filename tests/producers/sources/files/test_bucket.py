@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,10 +23,12 @@ from producers.sources.files.bucket import Bucket
 from producers.store.batches import Batch
 from producers.store.blobs.bucket import read
 from tests.aws import Aws
+from tests.aws_faults import Fault, faulty
 from tests.chaos.batching import BAD, GOOD, Serving, lines
 from tests.chaos.sourcing import SourcesProcess, free_leases, load_scripts
 from tests.chaos.sweeping import Sweeper, within
 from tests.chaos.tap import Tap
+from tests.processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model")]
 
@@ -237,3 +241,49 @@ def test_a_new_content_is_not_moved_away_with_the_old_one(aws: Aws) -> None:
     missing = Bucket(read(f"s3://nobody?region=us-east-1&endpoint_url={aws.url}"), "in/", "out/", "done/", moves=True)
     with pytest.raises(AwsMissing, match="nobody"):
         missing.open()
+
+
+@pytest.mark.usefixtures("sweeper")
+def test_faults_of_aws_are_waited_out(aws: Aws, valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    """Throttling, errors, lost answers, deletes that come late, and messages that are received twice."""
+    uploads = Uploads(aws, valkey)
+    names = [f"f{number}.jsonl" for number in range(6)]
+    for name in names:
+        uploads.put(name, [GOOD] * 3)
+    uploads.shuffle()
+    with faulty(aws, seed=7) as (near, faults):
+        faults.put(*(Fault(kind, chance=0.08) for kind in ("throttle", "error", "reset", "lost")))
+        faults.put(Fault("kept", "DeleteMessage", 0.3), Fault("twice", "ReceiveMessage", 0.3))
+        table = {key: str(value).replace(aws.url, near.url) for key, value in uploads.table.items()}
+        with Serving(valkey), SourcesProcess(valkey_url, tmp_path, table):
+            assert within(lambda: uploads.names("done/") == set(names), 100)
+            faults.calm()
+            assert within(lambda: uploads.done(6))
+    assert len(faults.done) >= 4, "too few faults came"
+    assert [len(uploads.lines(name)) for name in names] == [3] * 6
+
+
+def test_a_bucket_that_is_denied_is_named_until_it_is_not(
+    aws: Aws, valkey: Redis, valkey_url: str, tmp_path: Path, sweeper: Sweeper
+) -> None:
+    uploads, port = Uploads(aws, valkey), free_port()
+    uploads.put("a.jsonl", [GOOD])
+    with faulty(aws) as (near, faults):
+        faults.put(Fault("denied", "GET"), Fault("denied", "HEAD"))
+        table = {key: str(value).replace(aws.url, near.url) for key, value in uploads.table.items()}
+        with Serving(valkey), SourcesProcess(valkey_url, tmp_path, table, health_port=str(port)):
+            assert within(lambda: "s3:ListBucket" in unready(port))
+            assert "uploads" in unready(port)
+            faults.calm()
+            assert within(lambda: uploads.done(1) and not unready(port))
+
+
+def unready(port: int) -> str:
+    """What /readyz says is wrong; empty when nothing is."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10):
+            return ""
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+    except OSError as error:  # it does not listen yet
+        return str(error)
