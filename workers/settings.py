@@ -29,6 +29,8 @@ class WorkerSettings:
     """Silence after which the worker counts as dead, and its tasks go to other workers."""
     reader_lease: float = LEASE_S
     """The gateways' reader lease: workers cancel tasks of lost readers when no gateway is left."""
+    files_dir: str | None = None
+    """Folder or bucket for bodies of Celery messages that are too large for their queue; None: such are refused."""
     drain: float = 30.0
     """Time for which running tasks may go on after SIGTERM, before they are handed back with their tokens."""
     step_limit: float = 180.0

@@ -23,6 +23,7 @@ from producers.broker.sqs.address import SCHEME as SQS
 from producers.broker.sqs.address import is_sqs, read
 from producers.broker.sqs.consumer import SqsConsumer
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
+from producers.contract.aside import Aside
 
 MEMORY: Final = "memory://"
 
@@ -50,15 +51,15 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
     return RedisBroker(store if store is not None and url == store_url else connect_async(url))
 
 
-def connect_sender(url: str, store_url: str, store: redis.Redis | None = None) -> Sender:
-    """A blocking client's side, as `connect_broker`."""
+def connect_sender(url: str, store_url: str, store: redis.Redis | None = None, aside: Aside | None = None) -> Sender:
+    """A blocking client's side, as `connect_broker`. `aside`: where bodies go of messages that are too large."""
     _check(url, store_url)
     if _is_memory(url):
         return MemorySender(server_of(url))
     if is_sqs(url):
         from producers.broker.sqs.operator import SqsSender
 
-        return SqsSender(read(url), store if store is not None else connect(store_url))
+        return SqsSender(read(url), store if store is not None else connect(store_url), aside)
     return RedisSender(store if store is not None and url == store_url else connect(url))
 
 

@@ -84,7 +84,7 @@ def _proxies(proxies: list[str] | None) -> list[str] | None:
     return proxies
 
 
-def _place(place: str | None) -> str | None:
+def place(place: str | None) -> str | None:
     """Checks a place for files. Raises typer.BadParameter for a bad URL."""
     from producers.store.blobs.place import checked_place
 
@@ -222,7 +222,7 @@ FilesDir = Annotated[
     typer.Option(
         metavar="PLACE",
         envvar="FILES_DIR",
-        callback=_place,
+        callback=place,
         help="The folder for uploaded files and batches' output, or s3://BUCKET/PREFIX. All gateways and sweepers "
         "share it. Unset: files in the data directory.",
     ),

@@ -45,6 +45,7 @@ from workers.cli.options import (
     check_spot,
     finite,
     health_ports,
+    place,
     process_name,
     said_again,
     speculation,
@@ -127,6 +128,16 @@ def worker(
     ] = None,
     spot_provider: SpotProvider = None,
     spot_metadata_url: SpotMetadataUrl = None,
+    files_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            envvar="FILES_DIR",
+            callback=place,
+            help="The folder or s3://BUCKET/PREFIX for bodies of Celery messages that are too large for SQS. Unset: "
+            "such messages are refused.",
+        ),
+    ] = None,
     max_num_seqs: MaxNumSeqs = None,
     max_batched_tokens: MaxBatchedTokens = None,
     max_non_priority_step_tokens: MaxNonPriorityStepTokens = None,
@@ -185,6 +196,7 @@ def worker(
         spot_notice=spot_provider,
         spot_endpoint=spot_metadata_url,
         events=events,
+        files_dir=files_dir,
     )
     if name is not None:
         settings = replace(settings, name=name)

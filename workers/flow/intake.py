@@ -24,6 +24,7 @@ from typing import Any
 from producers.broker.values import Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
+from producers.contract.aside import HEADER, BodyGone, whole
 from workers.connect import LOST
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
@@ -39,6 +40,10 @@ BATCH = 32
 #: Looks at least this often: for what comes due after a delay, and in case a wake-up was missed.
 IDLE_S = 1.0
 RECONNECT_S = 0.2
+#: Delay (s) of a message whose body cannot be read for now.
+BODY_S = 5.0
+#: What stands in a message whose body is kept aside.
+ASIDE = HEADER.encode()
 #: KV tokens that a plain Celery message, which does not say its size, is taken to need.
 PLAIN_TOKENS = 512
 #: A tier's rank -> its Celery priority.
@@ -69,6 +74,7 @@ class Intake(threading.Thread):
             served.settings.max_redeliveries,
         )
         self._broker = served.connect_broker()
+        self._aside = served.aside()
         self._waker = self._broker.waker(self.poke)
         self._wake = threading.Event()
         self._arrivals: deque[Arrival] = deque()
@@ -184,7 +190,14 @@ class Intake(threading.Thread):
             self._bury(life, one, one.buried)
             return
         try:
-            payload = json.loads(one.raw)
+            payload = json.loads(whole(one.raw.decode(), self._aside) if ASIDE in one.raw else one.raw)
+        except BodyGone as exc:
+            self._bury(life, one, str(exc))
+            return
+        except LOST as exc:
+            warn_throttled(logger, "Cannot read the body of a message, trying again: %s", exc)
+            self._acker.back(life, one.uuid, BODY_S)
+            return
         except (ValueError, RecursionError) as exc:
             self._bury(life, one, f"not JSON in UTF-8: {exc}")
             return

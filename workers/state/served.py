@@ -7,8 +7,9 @@ from typing import Any
 
 from producers.broker.base import Consumer, Sender
 from producers.broker.connect import connect_consumer, connect_sender, control_url
-from producers.connection.connect import SILENT_S
+from producers.connection.connect import SILENT_S, connect
 from producers.contract.keys import Pool
+from producers.store.aside import MessageBlobs
 from workers.settings import WorkerSettings
 
 
@@ -42,7 +43,13 @@ class Served:
     def connect_sender(self) -> Sender | None:
         """Takes what Celery publishes, from any thread; None where kombu brings it to the broker itself."""
         settings = self.settings
-        return None if settings.broker == self.control_url else connect_sender(settings.broker, settings.store)
+        if settings.broker == self.control_url:
+            return None
+        return connect_sender(settings.broker, settings.store, aside=self.aside())
+
+    def aside(self) -> MessageBlobs:
+        """Bodies of messages that were too large for their queue; for any thread."""
+        return MessageBlobs(connect(self.settings.store), self.settings.files_dir)
 
     def connect_broker(self, timeout: float = SILENT_S) -> Consumer:
         """For one thread; `timeout`: of each answer (s)."""

@@ -31,6 +31,11 @@ def is_celery(queue: str) -> bool:
     return "@" not in queue or not queue.startswith(_QUEUES)
 
 
+def is_penstocks(queue: str) -> bool:
+    """Whether workers of Penstock take from it, and nobody else."""
+    return queue.startswith(_QUEUES)
+
+
 def lists(queue: str) -> list[tuple[str, str]]:
     """(list, tier) of a queue, best tier first. A list is one SQS queue; its name here is `QUEUE#TIER`."""
     if is_celery(queue):

@@ -25,14 +25,16 @@ from producers.broker.sqs.address import Address, capabilities
 from producers.broker.sqs.batcher import Batcher
 from producers.broker.sqs.connection import Connection
 from producers.broker.sqs.health import Health
-from producers.broker.sqs.names import is_celery, lists, split
+from producers.broker.sqs.names import is_celery, is_penstocks, lists, split
+from producers.broker.sqs.queues import MIN_MESSAGE_BYTES
 from producers.broker.sqs.repair import Repair
 from producers.broker.sqs.sending import Outgoing, send, send_one
 from producers.broker.values import Depth, Depths, Waiting
-from producers.connection.aws import AwsError
+from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import arun, text
 from producers.connection.trouble import Trouble, trouble
 from producers.contract import keys as contract_keys
+from producers.contract.aside import Aside, fitting
 from producers.contract.message import Message
 from producers.contract.queues import takes_from
 
@@ -46,11 +48,12 @@ WELL_S, UNWELL_S = 15.0, 3.0
 
 
 class SqsSender(Sender):
-    """`store`: closed with it. It may be made before a fork."""
+    """`store`: closed with it. `aside`: for bodies of messages that are too large. It may be made before a fork."""
 
-    def __init__(self, address: Address, store: redis.Redis) -> None:
+    def __init__(self, address: Address, store: redis.Redis, aside: Aside | None = None) -> None:
         self.capabilities = capabilities(address)
         self._to = Connection(address, store)
+        self._aside = aside
         self._pid = os.getpid()
 
     def send(self, message: Message) -> None:
@@ -59,9 +62,20 @@ class SqsSender(Sender):
     def put(self, queue: str, tier: str, message: str) -> None:
         to = self._here()
         if is_celery(queue):
-            celery.put(to.queues, to.sqs, to.address, queue, message)
+            celery.put(to.queues, to.sqs, to.address, queue, self._fitting(to, f"{queue}#default", message))
         else:
-            send_one(to, f"{queue}#{tier}", Outgoing.again(f"{queue}#{tier}", message))
+            name = f"{queue}#{tier}"
+            send_one(to, name, Outgoing.again(name, self._fitting(to, name, message)))
+
+    def _fitting(self, to: Connection, name: str, message: str) -> str:
+        """The message as its queue takes it. Of other programs' queues SQS decides: they read no references."""
+        if len(message) <= MIN_MESSAGE_BYTES // 2 or not is_penstocks(name):
+            return message
+        try:
+            most = to.queues.check(name).max_message_bytes
+        except AwsMissing:
+            return message  # its queue is to be made
+        return fitting(message, most // 4 * 3 if is_celery(split(name)[0]) else most, self._aside)  # base64
 
     def close(self) -> None:
         self._to.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ from producers.broker.sqs.names import sqs_name
 from producers.broker.sqs.operator import SqsBroker
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble, trouble
+from producers.contract.aside import MessageTooLarge, whole
 from producers.contract.message import Message
+from producers.store.aside import MessageBlobs
 from tests.aws import Aws
 from tests.aws_faults import Fault, Faults
 from tests.producers.broker.sqs.place import QUEUE
@@ -167,3 +171,33 @@ def test_celerys_own_message_goes_to_its_tier_of_a_version(seen: tuple[Aws, Faul
 def test_its_store_has_to_be_a_redis(connect: Any, aws: Aws) -> None:
     with pytest.raises(ValueError, match="needs a store in Redis or Valkey"):
         connect(aws.broker(), aws.broker())
+
+
+@pytest.mark.parametrize("queue", [QUEUE, "penstock:queue:tiny"])
+def test_the_body_of_a_message_that_is_too_large_is_kept_aside(
+    aws: Aws, valkey: Redis, valkey_url: str, tmp_path: Path, queue: str
+) -> None:
+    name, address = f"{queue}#default", read(aws.broker())
+    made = aws.client("sqs").create_queue(QueueName=sqs_name(address, name), Attributes={"MaximumMessageSize": "8192"})
+    large = json.dumps({**json.loads(message("a").envelope()), "body": "x" * 8000})
+    aside = MessageBlobs(valkey, str(tmp_path))
+    for kept in (None, aside):
+        with closing(connect_sender(aws.broker(), valkey_url, aside=kept)) as broker:
+            if kept is None:
+                with pytest.raises(MessageTooLarge, match="its queue takes"):
+                    broker.put(queue, "default", large)
+            else:
+                broker.put(queue, "default", large)
+    (sent,) = aws.client("sqs").receive_message(QueueUrl=made["QueueUrl"])["Messages"]
+    body = sent["Body"] if sent["Body"].startswith("{") else base64.b64decode(sent["Body"]).decode()
+    assert len(sent["Body"]) <= 8192
+    assert json.loads(whole(body, aside)) == json.loads(large)
+
+
+def test_a_large_message_for_another_program_is_left_to_sqs(
+    aws: Aws, valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    large = json.dumps({**json.loads(message("a").envelope()), "body": "x" * 8000})
+    with closing(connect_sender(aws.broker(), valkey_url, aside=MessageBlobs(valkey, str(tmp_path)))) as broker:
+        broker.put("theirs", "default", large)
+    assert not list(tmp_path.iterdir())

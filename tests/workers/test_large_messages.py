@@ -1,0 +1,52 @@
+"""A Celery message whose body is kept aside runs like any other; without its body it is a dead letter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from celery.result import AsyncResult
+from redis import Redis
+
+from producers.contract import keys
+from producers.contract.aside import fitting
+from producers.store.aside import MessageBlobs
+from tests.stub_engine import text_of
+from tests.workers.rig import MODEL, Rig
+
+
+def parked(served: Rig) -> tuple[AsyncResult, str]:
+    """A task, and its message, which no worker has yet."""
+    kwargs = {"prompt": [1, 2, 3], "seed": 5, "max_tokens": 4, "metadata": {"note": "x" * 500}}
+    result: AsyncResult = served.sender().send_task(keys.TASK_NAME, kwargs=kwargs, queue="parked")
+    (envelope,) = served.redis.lrange("parked", 0, -1)
+    served.redis.delete("parked")
+    return result, envelope.decode() if isinstance(envelope, bytes) else envelope
+
+
+def put(served: Rig, envelope: str, folder: Path) -> Path:
+    """Its body into the folder, the rest to the workers. Returns the body's file."""
+    with Redis.from_url(served.url) as redis:
+        sent = fitting(envelope, len(envelope) - 1, MessageBlobs(redis, str(folder)))
+    assert json.loads(sent)["body"] == ""
+    served.redis.lpush("parked", sent)
+    (body,) = (path for path in folder.iterdir() if path.is_file())
+    return body
+
+
+def test_it_runs(served: Rig, tmp_path: Path) -> None:
+    result, envelope = parked(served)
+    put(served, envelope, tmp_path)
+    served.redis.rename("parked", MODEL)
+    assert result.get(timeout=60)["text"] == text_of(5, 0, 4)
+    served.until_settled([result.id])
+
+
+def test_without_its_body_it_fails_and_is_kept(served: Rig, tmp_path: Path) -> None:
+    result, envelope = parked(served)
+    put(served, envelope, tmp_path).unlink()
+    served.redis.rename("parked", MODEL)
+    with pytest.raises(Exception, match="body is gone"):
+        result.get(timeout=60)
+    served.until(lambda: served.redis.llen("penstock:dead"))
