@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | `producer`, `gateway` | send | | files (the gateway) |
 | `worker` | receive, delete, hide, send again | | files |
-| `sweeper` | receive, delete, hide, send again | | files |
+| `sweeper` | delete, hide, send again | | files |
 | `sources` | send | receive, delete, hide | files; read `inbox/`, write `outbox/` and `done/` |
 | `setup` | make, change, tag | as the others | make, change |
 
@@ -27,7 +27,8 @@ from producers.store.blobs.bucket import KMS_PERMISSIONS, OBJECT_PERMISSIONS, PE
 
 FIND: Final = ("sqs:GetQueueUrl", "sqs:GetQueueAttributes")
 SEND: Final = ("sqs:SendMessage",)
-TAKE: Final = ("sqs:ReceiveMessage", "sqs:DeleteMessage", "sqs:ChangeMessageVisibility")
+PUT_DOWN: Final = ("sqs:DeleteMessage", "sqs:ChangeMessageVisibility")
+TAKE: Final = ("sqs:ReceiveMessage", *PUT_DOWN)
 MAKE: Final = (
     *("sqs:CreateQueue", "sqs:SetQueueAttributes", "sqs:GetQueueAttributes", "sqs:GetQueueUrl"),
     *("sqs:TagQueue", "sqs:ListQueueTags"),
@@ -44,12 +45,14 @@ OF_TIERS: Final = {
     "producer": SEND,
     "gateway": SEND,
     "worker": (*SEND, *TAKE),
-    "sweeper": (*SEND, *TAKE),
+    "sweeper": (*SEND, *PUT_DOWN),
     "sources": SEND,
 }
 ROLES: Final = (*OF_TIERS, "setup")
 #: Processes that read and write files.
 FILES: Final = frozenset({"gateway", "worker", "sweeper", "sources"})
+#: Processes that send links and chords.
+_LINKS: Final = frozenset({"worker", "sweeper"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def _of_process(role: str, scope: Scope) -> list[dict[str, Any]]:
         _allow("Tiers", (*FIND, *OF_TIERS[role]), scope.tiers),
         _allow("Find", ("sqs:GetQueueUrl",), every),  # also what is not there yet
     ]
-    if scope.address.celery and TAKE[0] in OF_TIERS[role]:
+    if scope.address.celery and role in _LINKS:
         found.append(_allow("Celery", SEND, every))  # links and chords go to queues of any name
     if scope.files is not None and role in FILES:
         found += [

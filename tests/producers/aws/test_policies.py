@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -23,51 +22,35 @@ from producers.sources.files.bucket import Bucket as Inbox
 from producers.store.blobs.bucket import Bucket
 from producers.store.blobs.s3 import S3Blobs
 from tests.aws import ACCOUNT, REGION, Aws
+from tests.producers.aws.users import user
 
 MODELS: Final = [("tiny", "4f1c00000000")]
 BUCKET: Final = "penstock-files"
-SEND, TAKE, LOOK, READ, WRITE = "send", "take", "look", "read", "write"
+SEND, RECEIVE, PUT_DOWN, LOOK, READ, WRITE = "send", "receive", "put down", "look", "read", "write"
 #: What each process may do with: tiers' queues, dead letters, inbox, files, inbox/ and outbox/ of the bucket.
 MAY: Final = {
     "producer": {"tier": {SEND, LOOK}},
     "gateway": {"tier": {SEND, LOOK}, "files": {READ, WRITE}},
-    "worker": {"tier": {SEND, LOOK, TAKE}, "files": {READ, WRITE}},
-    "sweeper": {"tier": {SEND, LOOK, TAKE}, "files": {READ, WRITE}},
+    "worker": {"tier": {SEND, LOOK, RECEIVE, PUT_DOWN}, "files": {READ, WRITE}},
+    "sweeper": {"tier": {SEND, LOOK, PUT_DOWN}, "files": {READ, WRITE}},
     "sources": {
         "tier": {SEND, LOOK},
-        "inbox": {LOOK, TAKE},
+        "inbox": {LOOK, RECEIVE, PUT_DOWN},
         "files": {READ, WRITE},
         "inbox/": {READ},
         "outbox/": {READ, WRITE},
     },
 }
-#: moto's own names of actions -> AWS's, where they differ.
-MOTOS: Final = {"s3:HeadBucket": "s3:ListBucket"}
-#: moto knows no resource of a call that names its queue otherwise than by URL.
-BY_NAME: Final = {"sqs:GetQueueUrl", "sqs:CreateQueue"}
-
-
-def as_moto_reads_it(document: dict[str, Any]) -> str:
-    statements = []
-    for statement in document["Statement"]:
-        actions = [*statement["Action"], *(name for name, of in MOTOS.items() if of in statement["Action"])]
-        statements.append(statement | {"Action": actions})
-        if by_name := BY_NAME & set(actions):
-            statements.append({"Effect": "Allow", "Action": sorted(by_name), "Resource": "*"})
-    return json.dumps(document | {"Statement": statements})
 
 
 @contextmanager
 def acting_as(aws: Aws, monkeypatch: pytest.MonkeyPatch, role: str) -> Iterator[None]:
     """Within it, boto3 finds credentials of a user with the role's policy, and moto enforces it."""
     scope = Scope(read(aws.broker()), ACCOUNT, files=Bucket(BUCKET, "files"), inbox=BUCKET)
-    iam = aws.client("iam")
-    iam.create_user(UserName=role)
-    iam.put_user_policy(UserName=role, PolicyName=role, PolicyDocument=as_moto_reads_it(policy(role, scope)))
-    key = iam.create_access_key(UserName=role)["AccessKey"]
+    credentials = user(aws, role, scope)
     with monkeypatch.context() as patched:
-        patched.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
-        patched.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+        for name, value in credentials.items():
+            patched.setenv(name, value)
         with aws.enforcing():
             yield
 
@@ -90,9 +73,13 @@ def calls(needs: Needs) -> Iterator[tuple[str, str, Callable[[], Any]]]:
         url = {"QueueUrl": f"{needs.address.endpoint_url}/{ACCOUNT}/{name}"}
         yield place, SEND, lambda url=url: sqs.send_message(**url, MessageBody="m")
         yield place, LOOK, lambda url=url: sqs.get_queue_attributes(**url, AttributeNames=["All"])
-        yield place, TAKE, lambda url=url: sqs.receive_message(**url)
-        yield place, TAKE, lambda url=url: sqs.delete_message(**url, ReceiptHandle="r")
-        yield place, TAKE, lambda url=url: sqs.change_message_visibility(**url, ReceiptHandle="r", VisibilityTimeout=0)
+        yield place, RECEIVE, lambda url=url: sqs.receive_message(**url)
+        yield place, PUT_DOWN, lambda url=url: sqs.delete_message(**url, ReceiptHandle="r")
+        yield (
+            place,
+            PUT_DOWN,
+            lambda url=url: sqs.change_message_visibility(**url, ReceiptHandle="r", VisibilityTimeout=0),
+        )
         yield place, "make", lambda url=url: sqs.set_queue_attributes(**url, Attributes={"DelaySeconds": "0"})
     for place in ("files", "inbox/", "outbox/", "others/"):
         key = {"Bucket": BUCKET, "Key": f"{place.rstrip('/')}/o"}
@@ -126,11 +113,10 @@ def test_setup_may_make_and_change_all_that_it_makes(aws: Aws, monkeypatch: pyte
         assert {one.action for one in provide(needs, None, apply=False)} == {"keep"}
 
 
-@pytest.mark.parametrize("role", ["gateway", "worker", "sweeper", "sources"])
-def test_files_are_written_joined_and_read(aws: Aws, monkeypatch: pytest.MonkeyPatch, needs: Needs, role: str) -> None:
+def test_files_are_written_joined_and_read(aws: Aws, monkeypatch: pytest.MonkeyPatch, needs: Needs) -> None:
     provide(needs, None, apply=True)
     large = b"x" * (20 << 20)  # more than a part: a multipart upload
-    with acting_as(aws, monkeypatch, role):
+    with acting_as(aws, monkeypatch, "gateway"):
         blobs = S3Blobs(Bucket(BUCKET, "files"))
         with blobs.writer("large") as writer:
             writer.write(large)
