@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ def _time_passes(valkey: Redis) -> None:
     for name in valkey.keys("*"):
         if 60_000 < valkey.pttl(name) <= batches.KEPT_S * 1000:
             valkey.delete(name)
+    if noted := valkey.zrange(keys.FILE_NOTES, 0, -1):
+        valkey.zadd(keys.FILE_NOTES, dict.fromkeys(noted, 1), xx=True)
 
 
 async def test_nothing_grows_for_ever(
@@ -138,6 +141,7 @@ async def test_nothing_grows_for_ever(
         unneeded=0.2,
         retire_after=0.1,
         files_dir=str(tmp_path),
+        results_to_files=3000,
     )
     async with AsyncClient(valkey_url) as client:
         await _load(client, valkey, worker)
@@ -156,6 +160,8 @@ async def test_nothing_grows_for_ever(
                 if not valkey.zcard(keys.UNSETTLED) and not valkey.zcard(keys.SETTLED):
                     _time_passes(valkey)
             assert _left(valkey) == set()
+            assert valkey.hget(keys.SWEPT, "results_moved") == b"2"
+            assert not [name for _, _, names in os.walk(tmp_path) for name in names]
         finally:
             sweeping.cancel()
             await asyncio.wait((sweeping,))

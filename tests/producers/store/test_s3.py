@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from producers.store.blobs.bucket import Bucket, lifecycle, read
 from producers.store.blobs.downloads import LEAST, MOST
 from producers.store.blobs.multipart import PART
 from producers.store.blobs.place import checked_place
+from producers.store.servers import ServerRefused, check_files
 from tests.aws import Aws
 from tests.processes import free_port
 
@@ -195,3 +197,34 @@ def test_many_readers_at_once_get_what_is_theirs(aws: Aws) -> None:
         starts = [7 * k for k in range(48)]
         assert all(found == data[at:] for at, found in zip(starts, pool.map(read, starts), strict=True))
     assert len(blobs.objects.downloads._open) <= MOST  # type: ignore[attr-defined]
+
+
+def test_a_denied_action_is_named_with_its_bucket(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = bucket_of(aws)
+    iam = aws.client("iam")
+    iam.create_user(UserName="u")
+    allowed = {"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
+    iam.put_user_policy(UserName="u", PolicyName="p", PolicyDocument=policy)
+    key = iam.create_access_key(UserName="u")["AccessKey"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+    blobs = open_blobs(place)
+    with aws.enforcing():
+        with pytest.raises(BlobNotFound):
+            blobs.read("a", 0, 1)
+        with pytest.raises(AwsError, match=r"s3://files/pen/stock: AccessDenied.*it needs s3:PutObject") as raised:
+            blobs.writer("a").commit()
+        assert raised.value.trouble is Trouble.DENIED
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+        with pytest.raises(ServerRefused, match="cannot use --files-dir: cannot reach s3://files/pen/stock: 403"):
+            check_files(place)
+
+
+def test_a_missing_bucket_is_refused_at_the_start_and_one_that_is_away_is_waited_for(
+    aws: Aws, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ServerRefused, match="there is no bucket nowhere"):
+        check_files(f"s3://nowhere?region=us-east-1&endpoint_url={aws.url}")
+    check_files(f"s3://files?region=us-east-1&endpoint_url=http://127.0.0.1:{free_port()}")
+    assert "does not answer yet" in caplog.text
