@@ -36,6 +36,8 @@ MOST: Final = 32
 LEASE_MS: Final = 60_000
 #: Longest try (s), and longest time for telling the store how it ended.
 TRY_S, PATIENCE_S = 40.0, 8.0
+#: Time (s) for what is on its way when the process stops.
+END_S: Final = 5.0
 #: Longest time (s) between two looks: rows become due silently, and a wake-up may be lost.
 LOOK_S: Final = 1.0
 #: Longest pause (s) between two tries. A reply is given up when its event is older than GIVE_UP_S.
@@ -51,10 +53,11 @@ class Replies:
         self._targets = Targets(client.store, settings.region, settings.endpoint_url)
         self._due = asyncio.Event()
         self.trouble = ""
-        """Why the last reply was not sent; empty if it was."""
+        """Why the last reply to the settings' own target was not sent; empty if it was. A target that a message names
+        shows nothing of this process."""
 
     async def run(self) -> None:
-        """Send until cancelled. What is on its way then is sent again when its lease ends."""
+        """Send until cancelled; then what is on its way may end for END_S seconds. The rest is due after its lease."""
         try:
             await together(wake(self._waiting, self._due, self._name), self._send_due())
         finally:
@@ -64,7 +67,7 @@ class Replies:
         while True:
             self._due.clear()
             try:
-                again = await self._round()
+                again = await self._whole_round()
             except FAILURES as error:
                 warn_throttled(log, "the store does not answer, trying again: %s", error)
                 again = False
@@ -74,6 +77,16 @@ class Replies:
                         await self._due.wait()
                 except TimeoutError:
                     pass
+
+    async def _whole_round(self) -> bool:
+        """A round that ends, if it can, also when this is cancelled."""
+        sending = asyncio.create_task(self._round())
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await asyncio.wait((sending,), timeout=END_S)
+            sending.cancel()
+            raise
 
     async def _round(self) -> bool:
         """Send what is due. Returns whether there may be more."""
@@ -90,15 +103,17 @@ class Replies:
         def tried(error: str = "") -> Attempt:
             return Attempt(at, round(1000 * (time.monotonic() - began)), error=error[:1024])
 
+        reply = None
         try:
             reply = Reply.parse(row.reply or "")
             if not allowed(reply.url, self._settings.targets):
                 raise ValueError("the source's settings do not allow this target any more")
             async with asyncio.timeout(TRY_S):
                 await self._send(row, reply)
-            call, self.trouble = outbox.delivered(row, holder, tried()), ""
+            call = outbox.delivered(row, holder, tried())
+            self._note(reply, "")
         except FAILURES as error:
-            self.trouble = said(error)
+            self._note(reply, said(error))
             warn_throttled(log, "a reply is not sent yet: %s", error)
             pause = min(LONGEST_S, 2.0**row.tries)
             late = time.time() - row.at > GIVE_UP_S
@@ -112,6 +127,10 @@ class Replies:
         except FAILURES as error:
             warn_throttled(log, "the end of a reply could not be stored, it will be sent again: %s", error)
 
+    def _note(self, reply: Reply | None, trouble: str) -> None:
+        if reply is not None and reply.url == self._settings.reply:
+            self.trouble = trouble
+
     async def _send(self, row: Row, reply: Reply) -> None:
         task = await answer.task_of(self._client, row, reply)
         try:
@@ -124,9 +143,7 @@ class Replies:
     async def _send_task(self, row: Row, reply: Reply, task: dict[str, Any]) -> None:
         body, content_type = answer.body_of(row, reply, task)
         async with asyncio.timeout(TRY_S / 2):
-            await self._targets.send(
-                reply.url, body, key=row.webhook_id, group=row.webhook_id, content_type=content_type
-            )
+            await self._targets.send(reply.url, body, key=row.webhook_id, content_type=content_type)
 
 
 def _one(call: Call) -> Steps[Any]:

@@ -55,8 +55,8 @@ class Targets:
         self._region, self._endpoint = region, endpoint_url
         self._services: dict[tuple[str, str | None], Service] = {}
 
-    async def send(self, target: str, body: str, *, key: str, group: str, content_type: str) -> None:
-        """Send a message. `key`: the same at each try; `group`: keeps order in FIFO queues.
+    async def send(self, target: str, body: str, *, key: str, content_type: str) -> None:
+        """Send a message. `key`: the same at each try.
 
         Raises AwsError, redis.exceptions.RedisError or OSError.
         """
@@ -67,7 +67,7 @@ class Targets:
             "MessageAttributes": {"content-type": {"DataType": "String", "StringValue": content_type}}
         }
         if target.endswith(".fifo"):
-            more |= {"MessageGroupId": group[:128], "MessageDeduplicationId": key[:128]}
+            more |= {"MessageGroupId": key, "MessageDeduplicationId": key}
         if is_queue(target):
             doing = f"send to queue {last_part(target)}"
             await self._service("sqs", target).call("send_message", doing, QueueUrl=target, MessageBody=body, **more)

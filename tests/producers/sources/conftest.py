@@ -86,6 +86,7 @@ class Serving:
 
     def __init__(self, url: str) -> None:
         self.served: list[str] = []
+        self.pieces = ["Hello", ",", " world"]
         self._redis = Redis.from_url(url)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -97,7 +98,7 @@ class Serving:
             task_id = worker.take(QUEUE, 0.1)
             if task_id is None or task_id in self.served:  # a second message of a task ends as done
                 continue
-            worker.serve(task_id)
+            worker.serve(task_id, self.pieces)
             self.served.append(task_id)
 
     def close(self) -> None:

@@ -13,6 +13,9 @@ from cloudevents.core.formats.json import JSONFormat
 from cloudevents.core.v1.event import CloudEvent
 from redis import Redis
 
+from producers.connection.script import run, text
+from producers.contract import keys
+from producers.store import outbox
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
 from tests.producers.sources.conftest import Serving, SourcesProcess, Sqs, send_unsent
@@ -59,6 +62,21 @@ class TestLists:
             assert (refused["correlation_id"], refused["id"], refused["error"]["param"]) == ("b", None, "reply_to")
             assert not valkey.exists("other")
             assert len(serving.served) == 1
+
+    def test_a_target_that_is_allowed_no_more_is_a_dead_row_that_may_be_replayed(
+        self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
+    ) -> None:
+        config = '[orders]\ntype = "messages"\nqueue = "list:orders"\n'
+        with SourcesProcess(valkey_url, tmp_path, config + 'reply = "list:answers"\n') as process:
+            pushed(valkey, TASK | {"id": "kept"})
+            process.until(lambda: popped(valkey))
+        (name,) = (text(one) for one in valkey.zrange(keys.WEBHOOKS_DELIVERED, 0, -1))  # type: ignore[union-attr]
+        with SourcesProcess(valkey_url, tmp_path, config) as process:
+            assert run(valkey, outbox.replay(name)) == b"replayed"
+            process.until(lambda: valkey.zscore(keys.WEBHOOKS_DEAD, name))
+        with SourcesProcess(valkey_url, tmp_path, config + 'reply_allow = ["list:*"]\n') as process:
+            assert run(valkey, outbox.replay(name)) == b"replayed"
+            assert process.until(lambda: popped(valkey))["correlation_id"] == "kept"
 
     def test_equal_messages_are_two_tasks_unless_they_have_an_id(
         self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
@@ -184,6 +202,21 @@ class TestSqs:
                 assert attributes["content-type"]["StringValue"] == "application/cloudevents+json"
             process.until(lambda: len(orders) == 0)
         assert len(serving.served) == 3
+
+    def test_a_reply_that_is_too_large_comes_without_outputs(
+        self, aws: Aws, valkey_url: str, serving: Serving, tmp_path: Path
+    ) -> None:
+        serving.pieces = ["x" * 300_000]
+        sqs = aws.client("sqs")
+        orders, answers = Sqs(sqs, "orders"), Sqs(sqs, "answers", redrive=False)
+        sqs.set_queue_attributes(QueueUrl=answers.url, Attributes={"MaximumMessageSize": "262144"})
+        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\n'
+        with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
+            orders.send(TASK | {"id": "long"})
+            (message,) = process.until(answers.receive)
+            said = json.loads(message["Body"])
+            assert (said["correlation_id"], said["status"], said["choices"]) == ("long", "completed", None)
+            assert "too large" in said["omitted"]
 
     def test_a_topic_is_answered(self, aws: Aws, valkey_url: str, serving: Serving, tmp_path: Path) -> None:
         sns = aws.client("sns")

@@ -166,7 +166,7 @@ async def _named(client: AsyncClient, name: str) -> list[Row]:
 
     names = [name]
     if "." not in name:
-        names += [f"{name}.own", *(f"{name}.{one.id}" for one in await endpoints.every(client.store))]
+        names += [f"{name}.own", f"{name}.reply", *(f"{name}.{one.id}" for one in await endpoints.every(client.store))]
     found = [row for one in names if (row := await outbox.get(client.store, one)) is not None]
     if not found:
         raise Failure(f"there is no delivery {name}; penstock webhooks ls shows what there is")
