@@ -142,9 +142,7 @@ def test_the_quick_start(terminal: Terminal, aws: Aws) -> None:
 
 
 @pytest.mark.slow
-def test_several_machines_and_each_process_with_its_own_policy(
-    terminal: Terminal, aws: Aws, valkey_url: str
-) -> None:
+def test_several_machines_and_each_process_with_its_own_policy(terminal: Terminal, aws: Aws, valkey_url: str) -> None:
     scope = Scope(read("sqs://us-east-1"), ACCOUNT)
     terminal.users = {role: user(aws, role, scope) for role in ("setup", "worker", "gateway", "sweeper")}
     section = [line.replace("redis://10.0.0.5:6379/0", valkey_url) for line in lines("Several machines")]

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 #: The file with a folder's name.
 MARK: Final = ".penstock"
-
 #: Longest name of a file, or of a folder, in bytes.
 LONGEST: Final = 255
 #: What an outbox may add to a file's name: a batch's id, and that it has errors.
@@ -51,16 +50,27 @@ class Folder(Place):
         """Make inbox and outbox, if they are not there, and the folder's name."""
         for folder in (self._inbox, self._outbox):
             folder.mkdir(parents=True, exist_ok=True)
-        mark = self._folder / MARK
-        if not mark.exists():
-            _mark(mark)
-        self.name = f"folder:{mark.read_text('ascii')}"
+        if not (self._folder / MARK).exists():
+            _mark(self._folder / MARK)
+        self.name = self._marked()
+
+    def check(self) -> None:
+        """Raise OSError if another folder is there by now, as where a disk is not mounted any more."""
+        if self._marked() != self.name:
+            raise OSError(f"{self._folder} is another folder than before: was a disk mounted, or unmounted?")
+
+    def _marked(self) -> str:
+        try:
+            return f"folder:{(self._folder / MARK).read_text('ascii')}"
+        except FileNotFoundError:
+            return ""
 
     def url(self, name: str) -> str:
         return str(self._inbox / name)
 
     def files(self) -> Iterator[Found]:
         """The files of the inbox, as they are now."""
+        self.check()
         yield from _files(self._inbox, "")
 
     def clean(self, older_s: float) -> int:
@@ -88,6 +98,7 @@ class Folder(Place):
             raise Replaced from None
 
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
+        self.check()
         target = self._outbox / name
         target.parent.mkdir(parents=True, exist_ok=True)
         writer = self._writing.writer("results")

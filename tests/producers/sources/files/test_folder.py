@@ -269,3 +269,23 @@ async def test_what_another_process_has_finished_is_not_written_again(
         run(valkey, inbox.done(place.name, entry, forget=True))
         await work.take_forward(entry, lambda: False)
     assert watched.batches() == []
+
+
+@pytest.mark.usefixtures("sweeper")
+def test_a_disk_that_is_not_mounted_gets_no_results(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    """An empty folder is in its place; then the disk is there again."""
+    watched, away = Watched(valkey, tmp_path), tmp_path / "away"
+    with SourcesProcess(valkey_url, tmp_path, watched.table):
+        watched.put("a.jsonl", [GOOD])
+        assert within(lambda: waiting(valkey) == 1)
+        os.rename(watched.root, away)
+        watched.root.mkdir()
+        with Serving(valkey):
+            assert within(lambda: watched.batches()[0].ended)
+        assert within((watched.root / "inbox").exists), "it is served as a folder of its own"
+        assert watched.open()
+        assert list(watched.outbox.rglob("*.jsonl")) == []
+        os.rename(watched.root, tmp_path / "below")
+        os.rename(away, watched.root)
+        assert within(lambda: watched.delivered("a"))
+    assert len(watched.lines("a.jsonl")) == 1
