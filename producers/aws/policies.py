@@ -2,7 +2,8 @@
 
 | process | queues of tiers | inbox | bucket |
 | --- | --- | --- | --- |
-| `producer`, `gateway` | send | | files (the gateway) |
+| `producer` | send | | files: read results |
+| `gateway` | send | | files |
 | `worker` | receive, delete, hide, send again | | files |
 | `sweeper` | delete, hide, send again | | files |
 | `sources` | send | receive, delete, hide | files; read `inbox/`, write `outbox/` and `done/` |
@@ -110,6 +111,8 @@ def _of_process(role: str, scope: Scope) -> list[dict[str, Any]]:
     ]
     if scope.address.celery and role in _LINKS:
         found.append(_allow("Celery", SEND, every))  # links and chords go to queues of any name
+    if scope.files is not None and role == "producer":
+        found.append(_allow("Results", ("s3:GetObject",), [scope.s3(f"{scope.files.name}/{scope.files.key('*')}")]))
     if scope.files is not None and role in FILES:
         found += [
             _allow("Bucket", PERMISSIONS, [scope.s3(scope.files.name)]),

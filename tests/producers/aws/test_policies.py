@@ -29,7 +29,7 @@ BUCKET: Final = "penstock-files"
 SEND, RECEIVE, PUT_DOWN, LOOK, READ, WRITE = "send", "receive", "put down", "look", "read", "write"
 #: What each process may do with: tiers' queues, dead letters, inbox, files, inbox/ and outbox/ of the bucket.
 MAY: Final = {
-    "producer": {"tier": {SEND, LOOK}},
+    "producer": {"tier": {SEND, LOOK}, "files": {READ}},
     "gateway": {"tier": {SEND, LOOK}, "files": {READ, WRITE}},
     "worker": {"tier": {SEND, LOOK, RECEIVE, PUT_DOWN}, "files": {READ, WRITE}},
     "sweeper": {"tier": {SEND, LOOK, PUT_DOWN}, "files": {READ, WRITE}},
@@ -158,7 +158,7 @@ def test_a_denied_action_is_told_with_its_queue_and_permission(
     said = queues[0].details["sqs:DeleteMessage"]
     assert said.startswith(f"cannot put down messages of queue {queues[0].name} in {REGION}: ")
     assert said.endswith("(it needs sqs:DeleteMessage)")
-    assert list(bucket.details) == ["s3:ListBucket", "s3:GetObject"]
+    assert list(bucket.details) == ["s3:ListBucket"]
 
 
 def test_chosen_queues_keys_and_replies_are_named() -> None:
