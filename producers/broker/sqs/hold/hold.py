@@ -5,7 +5,6 @@ One lock guards it. Nothing waits for a server under it.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -216,6 +215,9 @@ class Hold:
         held.leaving = True
         one = Errand(steps, held=held)
         self.courier.add(one)
+        if held.uuid and self._buffer.counts(held):  # messages whose workers died come one at a time: the next may
+            for line in self.lines.values():
+                line.blocked = None if line.blocked and line.blocked.passed else line.blocked
         self.give_back(self._buffer.drop(held, used))
         return one
 
@@ -244,8 +246,8 @@ class Hold:
         line, now, wants = self.lines[held.list], time.monotonic(), self._wants
         if line.blocked is None:
             blocked = Blocked(held.seqs, held.tokens, held.member, held.mid, now + UNFIT_S)
-            if wants is not None and wants.fits(held.rank, blocked):  # it was passed over
-                blocked.seqs, blocked.until = sys.maxsize, now + PASSED_S
+            if wants is not None and wants.fits(held.rank, blocked):
+                blocked.passed, blocked.until = True, now + PASSED_S
             line.blocked = blocked
         self.give_back([held])
 

@@ -17,7 +17,7 @@ from producers.broker.values import Credit, Rules
 #: Most messages of one ReceiveMessage.
 MOST: Final = 10
 #: A poll that is not answered for so long (s) has found nothing: SQS answers at once where there is something.
-QUIET_S: Final = 0.25
+QUIET_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -29,6 +29,8 @@ class Blocked:
     member: str
     mid: str
     until: float
+    passed: bool = False
+    """It fits, and was passed over for another reason."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,8 @@ class Wants:
         return left + min(MOST, self.ahead) // 2
 
     def fits(self, rank: int, blocked: Blocked) -> bool:
-        return self.credit.seqs[rank] >= blocked.seqs and self.credit.tokens[rank] >= blocked.tokens
+        fits = self.credit.seqs[rank] >= blocked.seqs and self.credit.tokens[rank] >= blocked.tokens
+        return fits and not blocked.passed
 
 
 def ask(line: Line, lines: Sequence[Line], wants: Wants, now: float, now_ms: float) -> tuple[int, float]:
@@ -99,10 +102,15 @@ def ask(line: Line, lines: Sequence[Line], wants: Wants, now: float, now_ms: flo
 
 def _busy(better: Line, line: Line, wants: Wants, now: float) -> float:
     """For how long (s) a better list is to be waited for; 0 if it is not."""
-    if better.due <= 0 or now < better.retry_at:
+    holds_up = math.inf if better.rank <= line.rank else 0.0
+    if now < better.retry_at:
         return 0.0
-    if better.blocked or wants.room(better.rank) <= 0:  # it holds up its own tier and lower ones, no better one
-        return math.inf if better.rank <= line.rank else 0.0
+    if better.blocked:  # it holds up its own tier and lower ones, no better one
+        return holds_up
+    if better.due <= 0:
+        return 0.0
+    if wants.room(better.rank) <= 0:
+        return holds_up
     if better.polling is None:
         return math.inf
     return max(0.0, better.polling + QUIET_S - now)

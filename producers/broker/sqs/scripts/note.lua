@@ -1,6 +1,7 @@
 #!lua
--- NOTE(inc, messages) | lease present: each received message is in flight, in its worker's buffer, and leaves the index of
--- its list; else nothing. One that is known is a copy of what the worker has: its entry is written anew, if it is there.
+-- NOTE(inc, messages) | lease present: each received message is in flight, in its worker's buffer, and leaves the index
+-- of its list; else nothing. One that is known is a copy of what the worker has: its entry is written anew, if it is there
+-- and on no way out.
 -- KEYS: lease, in flight of inc, reaped
 -- ARGV: list, then for each message its field, entry (JSON), member of the index (or empty), task id, known 0|1
 -- Answers: {-1} without a lease; else each message's redeliveries whose worker died
@@ -10,7 +11,8 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
 end
 local out = {}
 for k = 2, #ARGV, 5 do
-  if ARGV[k + 4] == '0' or redis.call('HEXISTS', KEYS[2], ARGV[k]) == 1 then
+  local had = ARGV[k + 4] == '1' and redis.call('HGET', KEYS[2], ARGV[k])
+  if ARGV[k + 4] == '0' or (had and not cjson.decode(had).out) then
     redis.call('HSET', KEYS[2], ARGV[k], ARGV[k + 1])
     if ARGV[k + 2] ~= '' then
       leave(ARGV[1], ARGV[k + 2])

@@ -92,8 +92,7 @@ def test_credit_is_handed_back_where_a_poll_brought_more_than_fits(
     place.fetch([])
     place.send(*"abcdef")
     assert len(place.take(1, room=1)) == 1
-    until(lambda: place.waiting() == 5 and place.counts() == (5, 1))
-    assert len(place.flying()) == 1
+    until(lambda: place.waiting() == 5 and place.counts() == (5, 1) and len(place.flying()) == 1)
 
 
 def test_put_down_is_said_once(place: Place) -> None:
