@@ -12,14 +12,13 @@ from typing import Any, Final
 
 from redis import Redis
 
-from producers.broker.connect import connect_consumer
+from producers.broker.base import Sender
+from producers.broker.connect import connect_consumer, connect_sender
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import Address, read
 from producers.broker.sqs.consumer import SqsConsumer
-from producers.broker.sqs.hold import calls
 from producers.broker.sqs.names import lists, sqs_name
 from producers.broker.values import Credit, Fetched, Rules
-from producers.connection.script import run
 from producers.contract.keys import Pool
 from producers.contract.message import Message
 from tests.aws import Aws
@@ -40,6 +39,7 @@ class Place:
     redis: Redis
     sqs: Any
     consumer: SqsConsumer
+    sender: Sender
     uuids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     urls: dict[str, str] = field(default_factory=dict)
 
@@ -57,13 +57,9 @@ class Place:
             self.urls[name] = self.sqs.get_queue_url(QueueName=sqs_name(self.address, name))["QueueUrl"]
         return self.urls[name]
 
-    def send(self, *ids: str, tier: str = "default", tokens: int = 100, tenant: str = "", group: str = "") -> None:
+    def send(self, *ids: str, tier: str = "default", tokens: int = 100, group: str = "") -> None:
         for one in ids:
-            message = Message(one, QUEUE, tier, 1, tokens, tenant)
-            name = keys.list_of(message)
-            run(self.redis, calls.sent(name, str(keys.Entry.of(message)), 0))
-            more = {"MessageGroupId": group, "MessageDeduplicationId": one} if group else {}
-            self.sqs.send_message(QueueUrl=self.queue_url(name), MessageBody=message.envelope(), **more)
+            self.sender.send(Message(one, QUEUE, tier, 1, tokens, order_key=group))
 
     def fetch(self, uuids: Sequence[str], room: int = 64, tokens: int = 10**6, rules: Rules = RULES) -> list[Fetched]:
         fetched = self.consumer.fetch(INC, uuids, Credit((room,) * 4, (tokens,) * 4), rules)
@@ -126,6 +122,8 @@ def placed(aws: Aws, store_url: str, redis: Redis, server: Aws | None = None, **
     assert isinstance(consumer, SqsConsumer)
     try:
         consumer.take_lease(INC, "{}", 600.0)
-        yield Place(url, store_url, redis, sqs, consumer)
+        sender = connect_sender(url, store_url)
+        yield Place(url, store_url, redis, sqs, consumer, sender)
+        sender.close()
     finally:
         consumer.close()

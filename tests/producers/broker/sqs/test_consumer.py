@@ -308,6 +308,7 @@ def test_what_a_killed_worker_had_is_shown_at_once(place: Place) -> None:
     assert [one.left for one in place.consumer.workers() if one.incarnation == "dead"] == [None]
     run(place.redis, reaping.reap("dead"))  # by a reaper that dies before it told SQS
     assert place.consumer.reap("dead") == 0
+    until(lambda: place.redis.hlen(flying) == 0)
     assert place.consumer.reap("dead") == 0
     assert (place.counts(), place.waiting()) == ((5, 0), 5)
     assert set(place.redis.hgetall(shared.REAPED).values()) == {b"1"}
