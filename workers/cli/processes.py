@@ -50,7 +50,14 @@ from workers.cli.options import (
     said_again,
     speculation,
 )
-from workers.cli.starting import checked_level, look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.starting import (
+    checked_level,
+    look_at_files,
+    look_at_servers,
+    refusing_bad_urls,
+    set_up_logging,
+    store_of,
+)
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -276,7 +283,6 @@ def gateway(
 
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
-        from producers.store.servers import check_files
     set_up_logging(log_level)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
     settings = GatewaySettings(
@@ -298,7 +304,7 @@ def gateway(
     )
     with refusing_bad_urls():
         look_at_servers(broker, store)
-        check_files(settings.files_dir)
+        look_at_files(settings.files_dir)
         serve(settings, listener)
 
 
@@ -343,7 +349,6 @@ def sweeper(
     """
     import asyncio
 
-    from producers.store.servers import check_files
     from producers.sweeper.sweeper import SweeperSettings
 
     set_up_logging(log_level)
@@ -362,7 +367,7 @@ def sweeper(
         settings = replace(settings, name=name)
     with refusing_bad_urls():
         look_at_servers(broker, store)
-        check_files(settings.files_dir)
+        look_at_files(settings.files_dir)
         asyncio.run(sweep(settings))
 
 

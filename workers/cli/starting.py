@@ -19,6 +19,16 @@ def look_at_servers(broker: str, store: str | None) -> None:
         raise Failure(str(error)) from error
 
 
+def look_at_files(place: str) -> None:
+    """Check the place of files. Raises Failure for one that cannot be used; one that does not answer is logged."""
+    from producers.store.servers import ServerRefused, check_files
+
+    try:
+        check_files(place)
+    except ServerRefused as error:
+        raise Failure(str(error)) from error
+
+
 def store_of(broker: str, store: str | None) -> str:
     """The store's URL. Raises Failure where a broker that is none is given alone."""
     from producers.connection import local

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 from typer.testing import CliRunner
 
+from tests.aws import Aws
 from workers.cli.app import app
+from workers.cli.exits import Failure
 from workers.settings import WorkerSettings
 
 URL = "redis://127.0.0.1:1/0"
@@ -78,3 +80,12 @@ def test_a_name_that_logs_and_leases_cannot_show_is_misuse(command: str, name: s
     assert result.exit_code == 2
     assert "--name" in result.output
     assert "without spaces" in result.output
+
+
+@pytest.mark.parametrize("command", ["gateway", "sweeper"])
+def test_a_bucket_that_is_missing_is_refused_at_the_start(command: str, valkey_url: str, aws: Aws) -> None:
+    place = f"s3://nowhere?region=us-east-1&endpoint_url={aws.url}"
+    port = ["--port", "0"] if command == "gateway" else []
+    result = CliRunner().invoke(app, [command, "--broker", valkey_url, "--files-dir", place, *port])
+    assert isinstance(result.exception, Failure)
+    assert "there is no bucket nowhere" in str(result.exception)
