@@ -9,6 +9,7 @@ SQS promises no order, so the model has none. At rest the books on the store and
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -16,18 +17,19 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from redis import Redis
 
+from producers.broker.connect import connect_broker, connect_sender
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import Address, read
 from producers.broker.sqs.consumer import SqsConsumer
-from producers.broker.sqs.hold import calls
 from producers.broker.sqs.names import lists, sqs_name
 from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules
-from producers.connection.script import run, text
+from producers.connection.script import text
 from producers.contract import keys as contract
 from producers.contract.message import Message
 from tests.aws import Aws
@@ -70,6 +72,7 @@ class History:
         # A lost answer hides messages for that long.
         shortest = 10 if faults else 60
         self.workers = [Worker(self._consumer(shortest + k), f"w{k}") for k in range(2)]
+        self.sender = connect_sender(aws.broker(), store_url)
         self.waiting: dict[str, str] = {}
         """Task id -> its list."""
         self.over: set[str] = set()
@@ -90,6 +93,7 @@ class History:
     def close(self) -> None:
         for worker in self.workers:
             worker.consumer.close()
+        self.sender.close()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -113,18 +117,13 @@ class History:
             self.messages[message.id] = message
             self.redis.hset(contract.task(message.id), mapping={"status": "queued"})
             self.waiting[message.id] = keys.list_of(message)
-            self._send(message)
+            self._until(partial(self._sent, message), "a message is sent")
 
-    def _send(self, message: Message) -> None:
-        """As a sender does: index, then SQS, until it is answered."""
-        name = keys.list_of(message)
-        run(self.redis, calls.sent(name, str(keys.Entry.of(message)), message.at))
-        self._until(lambda: self._sent(self.urls[name], message.envelope()), "a message is sent")
-
-    def _sent(self, url: str, body: str) -> bool:
+    def _sent(self, message: Message) -> bool:
         try:
-            self.sqs.send_message(QueueUrl=url, MessageBody=body)
-        except Exception:  # botocore has many names for a server that is away
+            self.sender.send(message)
+        except OSError:
+            assert self.faults
             return False
         return True
 
@@ -132,7 +131,11 @@ class History:
         """A stranger sends what nobody can use."""
         body = self.luck.choice([one for raw, _ in POISON if (one := _sendable(raw))])
         name = self.luck.choice([name for name, _ in lists(HOME)])
-        if self._sent(self.urls[name], body) or not self.faults:
+        try:
+            self.sqs.send_message(QueueUrl=self.urls[name], MessageBody=body)
+        except Exception:  # botocore has many names for a server that is away
+            assert self.faults
+        else:
             self.letters[body] += 1
 
     def fetch(self) -> None:
@@ -294,6 +297,7 @@ class History:
         def settle_copies() -> str:
             self._hasten()
             self.take(worker, 8, ROOM)
+            asyncio.run(self._tidy())
             return self._left()
 
         self._until(lambda: not settle_copies(), "nothing is left", self._left)
@@ -306,6 +310,12 @@ class History:
         """A dead letter's task, or the whole text of what a stranger sent."""
         message = str(json.loads(entry)["message"])
         return next((id_ for id_ in self.messages if f'"{id_}"' in message), message)
+
+    async def _tidy(self) -> None:
+        """A sweeper removes entries of what is over, which a copy may have left."""
+        broker = connect_broker(self.aws.broker(), self.store_url)
+        await broker.tidy()
+        await broker.aclose()
 
     def _hasten(self) -> None:
         """What the store keeps for later is due."""
@@ -321,9 +331,8 @@ class History:
             if any(int(count) for count in said.values()):
                 found[name] = said
         found |= {w.incarnation: fields for w in self.workers if (fields := self._fields(w))}
-        indexed = [id_ for id_ in self._indexed() if not (self.faults and id_ in self.over)]
-        if indexed or self._stored():
-            found["waits"] = (indexed, self._stored())
+        if self._indexed() or self._stored():
+            found["waits"] = (self._indexed(), self._stored())
         returns: Any = self.redis.hgetall(shared.REAPED)
         if not self.faults and (reaped := {text(id_) for id_ in returns} - self.moved):
             found["reaped"] = reaped
