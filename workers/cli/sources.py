@@ -11,7 +11,7 @@ from producers.connection.local import FILES_DIR
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure
 from workers.cli.options import FilesDir, LogLevel, finite
 from workers.cli.processes import Broker, Store
-from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,6 +66,7 @@ def sources(
     with refusing_bad_urls():
         look_at_servers(broker, store)
         files = str(files_dir or FILES_DIR)
+        look_at_files(files)
         asyncio.run(_run(found, broker, store_of(broker, store), files, drain_timeout, health))
 
 
