@@ -15,6 +15,7 @@ from producers.contract import keys
 from producers.gateway.pools import read_fleet
 from tests.aws import Aws
 from tests.stub_engine import text_of
+from tests.workers.rig import TIMES
 from tests.workers.sqs.conftest import SqsRig
 
 
@@ -83,6 +84,19 @@ def test_others_take_over_at_once_what_a_killed_worker_had(sqs: SqsRig, tmp_path
     sqs.until_settled(ids)
     sqs.check(ids)
     assert sorted(sqs.record(one)["deaths"] for one in ids) == ["0", "0", "1", "1", "1", "1"]
+    sqs.check_nothing_left()
+
+
+def test_what_a_dead_workers_own_poll_takes_comes_back_soon(sqs: SqsRig, tmp_path: Path) -> None:
+    """It had room: its poll goes on at SQS without it, and gets what others show again."""
+    times = {**TIMES, "producers.broker.sqs.hold.poller:FIRST_S": 2}
+    killed = sqs.worker(times=times, STUB_HOLD_AT=5, STUB_GO=tmp_path / "go", STUB_SEQS=16)
+    ids = sqs.submit(6, max_tokens=12)
+    sqs.until(lambda: all(sqs.tokens(one) == 5 for one in ids))
+    sqs.kill(killed)
+    sqs.worker()
+    sqs.until_settled(ids)
+    sqs.check(ids)
     sqs.check_nothing_left()
 
 

@@ -42,7 +42,7 @@ class Chores:
             if one.given and not hold.address.fifo and now > one.received + LONGEST_S - ANEW_BEFORE_S:
                 one.renewing = True
                 hold.courier.add(Errand(errand.anew(one)))
-            elif now >= one.until - self._half:
+            elif now >= self._renew_at(one):
                 one.renewing = True
                 hold.courier.add(Errand(errand.renew(one, hold.address.visibility)))
         if hold.serves(now) and now >= self._due_at:
@@ -52,10 +52,14 @@ class Chores:
     def next_at(self, now: float) -> float:
         """When `tend` has something to do (monotonic)."""
         times = [one.received + KEEP_S for one in self._hold.buffered()]
-        times += [one.until - self._half for one in self._renewable()]
+        times += [self._renew_at(one) for one in self._renewable()]
         if self._hold.serves(now):
             times.append(self._due_at)
         return min(times, default=inf)
+
+    def _renew_at(self, one: Held) -> float:
+        """At half of its visibility, which is shorter at first."""
+        return one.until - min(self._half, (one.until - one.received) / 2)
 
     def _renewable(self) -> list[Held]:
         return [one for one in self._hold.held if one.receipt and not (one.leaving or one.lost or one.renewing)]

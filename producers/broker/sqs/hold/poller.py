@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 WAIT_S: Final = 20
 #: The poll (s) after a failure: whether that has passed is known when it is answered.
 AGAIN_S: Final = 1
+#: Hides (s) a message at first, until its first renewal. The poll of a process that was killed goes on at SQS, and
+#: takes messages that nobody gets.
+FIRST_S: Final = 20
 RETRY_S: Final = 0.2
 #: Longest pause (s) after a failure that may pass by itself; and after one that an operator has to mend.
 AWAY_S: Final = 5.0
@@ -76,6 +79,7 @@ class Poller(threading.Thread):
     def _receive(self, incarnation: str, count: int) -> list[Held]:
         hold, name = self._hold, self._line.name
         hold.queues.check(name)
+        visibility = min(hold.address.visibility, FIRST_S)
         with hold.changed:
             self._line.polling = began = time.monotonic()
             hold.changed.notify_all()
@@ -84,17 +88,12 @@ class Poller(threading.Thread):
                 QueueUrl=hold.queues.url(name),
                 MaxNumberOfMessages=count,
                 WaitTimeSeconds=WAIT_S if not self._line.failures else AGAIN_S,
-                VisibilityTimeout=hold.address.visibility,
+                VisibilityTimeout=visibility,
                 AttributeNames=["SentTimestamp", "MessageGroupId"],
             )
-        until = self._shown_at(began)
+        until = _shown_at(began, visibility)
         place = (name, self._line.queue, self._line.rank)
         return [held_of(message, incarnation, place, until) for message in answer.get("Messages", ())]
-
-    def _shown_at(self, began: float) -> float:
-        """When SQS shows again what it has just handed out: not before its answer came, less a long way."""
-        now = time.monotonic()
-        return max(began, now - 1.0) + self._hold.address.visibility
 
     def _enter(self, incarnation: str, received: list[Held]) -> None:
         hold = self._hold
@@ -114,7 +113,8 @@ class Poller(threading.Thread):
 
     def _note(self, incarnation: str, found: list[tuple[Held, bool]]) -> Any:
         """Redeliveries of each; None if the lease is gone. Raises RedisError once their visibility is nearly over."""
-        until = time.monotonic() + PATIENCE * self._hold.address.visibility
+        now = time.monotonic()
+        until = now + PATIENCE * (min(one.until for one, _ in found) - now)
         while True:
             try:
                 answer = run(self._hold.redis, calls.note(incarnation, self._line.name, found))
@@ -124,3 +124,8 @@ class Poller(threading.Thread):
                     raise
                 warn_throttled(logger, "The store is away, received messages wait for it: %s", error)
                 time.sleep(RETRY_S)
+
+
+def _shown_at(began: float, visibility: float) -> float:
+    """When SQS shows again what it has just handed out: not before its answer came, less a long way."""
+    return max(began, time.monotonic() - 1.0) + visibility
