@@ -1,4 +1,5 @@
 """`penstock aws`: queues, bucket and permissions in an AWS account.
 
-versions finds the versions of models; commands has the commands, report prints what they found
+commands has the commands; asked reads their options, versions finds the versions of models
+report prints what was found
 """

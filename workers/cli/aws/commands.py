@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from workers.cli.aws.asked import bucket_of, needs_of, opened
 from workers.cli.aws.report import show, telling
-from workers.cli.aws.versions import versions
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.models.references import MODEL, complete_model
-
-if TYPE_CHECKING:
-    from redis import Redis
-
-    from producers.aws.account import Needs
-    from producers.broker.sqs.address import Address
-    from producers.broker.sqs.wanted import Encryption
-    from producers.store.blobs.bucket import Bucket as BucketUrl
 
 Broker = Annotated[
     str,
@@ -94,8 +85,8 @@ def setup(
     """
     from producers.aws.account import provide
 
-    with _store(broker, store) as (address, server):
-        needs = _needs(address, server, model, predefined, bucket, inbox, kms_key, sse, tag)
+    with opened(broker, store) as (address, server):
+        needs = needs_of(address, server, model, predefined, bucket, inbox, kms_key, sse, tag)
         found = provide(needs, server, apply=not dry_run)
     show(found, applied=not dry_run, as_json=as_json)
     if any(one.action == "wrong" for one in found):
@@ -125,8 +116,8 @@ def check(
     from producers.aws.account import provide
     from producers.aws.probe import probe
 
-    with _store(broker, store) as (address, server):
-        needs = _needs(address, server, model, predefined, bucket, inbox, None, None, None)
+    with opened(broker, store) as (address, server):
+        needs = needs_of(address, server, model, predefined, bucket, inbox, None, None, None)
         if role is not None and server is None:
             raise Failure("--role needs --store: the process finds its queues there")
         found = probe(role, needs, server) if role and server else provide(needs, server, apply=False)
@@ -173,8 +164,8 @@ def policy(
         scope = Scope(
             address,
             account or address.account or own_account(address),
-            files=_bucket(files_dir) if files_dir and files_dir.startswith("s3:") else None,
-            inbox=_bucket(inbox_bucket).name if inbox_bucket else "",
+            files=bucket_of(files_dir) if files_dir and files_dir.startswith("s3:") else None,
+            inbox=bucket_of(inbox_bucket).name if inbox_bucket else "",
             chosen=tuple(queue or ()),
             kms_keys=tuple(kms_key or ()),
             receives=tuple(source_queue or ()),
@@ -195,109 +186,7 @@ def template(
     """Print a CloudFormation template of what `aws setup` makes, with a role for each process. AWS is not asked."""
     from producers.aws.template import Template
 
-    with _store(broker, store) as (address, server):
-        needs = _needs(address, server, model, None, bucket, inbox, kms_key, None, tag)
+    with opened(broker, store) as (address, server):
+        needs = needs_of(address, server, model, None, bucket, inbox, kms_key, None, tag)
     made = Template(needs.address, needs.models, needs.bucket, needs.inbox, needs.encryption, needs.tags)
     typer.echo(str(made), nl=False)
-
-
-@contextmanager
-def _store(broker: str, store: str | None) -> Iterator[tuple[Address, Redis | None]]:
-    """The broker's address, and a client of the store, if one is given. Errors within it raise Failure."""
-    from contextlib import closing
-
-    from producers.broker.sqs.address import read
-    from producers.connection.connect import connect
-
-    with telling(broker):
-        address = read(broker)
-        if store is None:
-            yield address, None
-            return
-        with closing(connect(store)) as server:
-            yield address, server
-
-
-def _needs(
-    address: Address,
-    store: Redis | None,
-    model: list[str] | None,
-    predefined: list[str] | None,
-    bucket: str | None,
-    inbox: bool,
-    kms_key: str | None,
-    sse: str | None,
-    tag: list[str] | None,
-) -> Needs:
-    from producers.aws.account import Needs
-
-    if inbox and bucket is None:
-        raise Failure("--inbox needs --bucket: the bucket that tells of files in inbox/")
-    models = versions(model or (), store, lambda line: typer.echo(line, err=True))
-    if not models and bucket is None:
-        raise Failure("nothing to do: give --model, --bucket or both")
-    return Needs(
-        address,
-        models,
-        _chosen(address, store, models, predefined or []),
-        None if bucket is None else _bucket(bucket),
-        inbox,
-        _encryption(kms_key, sse),
-        dict(map(_tag, tag or ())),
-    )
-
-
-def _chosen(
-    address: Address, store: Redis | None, models: list[tuple[str, str]], predefined: list[str]
-) -> dict[str, str]:
-    """List -> ARN. Raises Failure unless every list of one model has a queue, and a store to write it into."""
-    from producers.broker.sqs.wanted import lists_of
-
-    if not predefined:
-        return {}
-    if store is None:
-        raise Failure("--predefined needs --store: processes read there which queues were chosen")
-    if len(models) != 1:
-        raise Failure("--predefined is about one version of one model: give one --model, as NAME@VERSION if need be")
-    arns = dict(map(_pair, predefined))
-    lists = {_tier(name): name for name in lists_of(address, models)}
-    if arns.keys() != lists.keys():
-        raise Failure(f"--predefined names {', '.join(sorted(arns))}; it must name each of {', '.join(lists)} once")
-    return {name: arns[tier] for tier, name in lists.items()}
-
-
-def _tier(name: str) -> str:
-    from producers.broker.sqs.names import is_celery, split
-
-    queue, tier = split(name)
-    return "celery" if is_celery(queue) else tier
-
-
-def _bucket(said: str) -> BucketUrl:
-    from producers.store.blobs.bucket import read
-
-    return read(said if "://" in said else f"s3://{said}")
-
-
-def _encryption(kms_key: str | None, sse: str | None) -> Encryption:
-    from producers.broker.sqs.wanted import Encryption
-
-    if sse not in (None, "sqs"):
-        raise Failure(f"--sse is {sse!r}; it must be sqs, or use --kms-key")
-    if sse and kms_key:
-        raise Failure("--sse and --kms-key exclude each other")
-    return Encryption(kms_key or "", sse is not None)
-
-
-def _tag(said: str) -> tuple[str, str]:
-    key, value = _pair(said)
-    if key.startswith(("aws:", "penstock:")):
-        raise Failure(f"the tag {key!r} cannot be set: aws: is AWS's own, penstock: is Penstock's")
-    return key, value
-
-
-def _pair(said: str) -> tuple[str, str]:
-    name, equals, value = said.partition("=")
-    if not equals or not name:
-        raise Failure(f"{said!r} must be NAME=VALUE")
-    return name, value
