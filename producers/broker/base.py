@@ -232,7 +232,10 @@ class Broker(ABC):
 
     @abstractmethod
     async def due(self, queue: str) -> int:
-        """Make delayed messages of a queue without workers waiting ones. Returns their number; 0 once all are."""
+        """Make delayed messages of a queue without workers waiting ones. Returns their number; 0 once all are.
+
+        A broker whose delays end without workers may leave those that are not due.
+        """
 
     @abstractmethod
     async def prune(
@@ -240,7 +243,8 @@ class Broker(ABC):
     ) -> tuple[int, int]:
         """Remove messages from a queue without workers. Returns the numbers removed and left.
 
-        `over` gets the waiting messages, `page` at a time, and returns those to remove -> their task ids.
+        `over` gets the waiting messages, `page` at a time, and returns those to remove -> their task ids. A broker that
+        removes messages for their receivers alone stops counting them: CLAIM answers `done` if they come.
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ from producers.broker.redis.operator import RedisBroker, RedisSender
 from producers.broker.sqs.address import SCHEME as SQS
 from producers.broker.sqs.address import is_sqs, read
 from producers.broker.sqs.consumer import SqsConsumer
+from producers.broker.sqs.operator import SqsBroker, SqsSender
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
 from producers.contract.aside import Aside
 
@@ -45,8 +46,6 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
     if _is_memory(url):
         return MemoryBroker(server_of(url))
     if is_sqs(url):
-        from producers.broker.sqs.operator import SqsBroker
-
         return SqsBroker(read(url), store if store is not None else connect_async(store_url), connect(store_url))
     return RedisBroker(store if store is not None and url == store_url else connect_async(url))
 
@@ -57,8 +56,6 @@ def connect_sender(url: str, store_url: str, store: redis.Redis | None = None, a
     if _is_memory(url):
         return MemorySender(server_of(url))
     if is_sqs(url):
-        from producers.broker.sqs.operator import SqsSender
-
         return SqsSender(read(url), store if store is not None else connect(store_url), aside)
     return RedisSender(store if store is not None and url == store_url else connect(url))
 

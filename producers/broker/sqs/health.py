@@ -1,4 +1,4 @@
-"""Whether SQS answers, and has the queues that it should have: one or two requests a look, once each queue was seen."""
+"""Whether SQS answers, and has the queues that it should have: one request a look, once each queue was seen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Health:
     def look(self) -> None:
         """Raise AwsError or redis.exceptions.RedisError unless SQS answers, and some announced model has its queues.
 
-        It asks for those that were not seen yet or had a fault, else for one, by turns. Faults of one model among
+        It asks for those that were not seen yet or had a fault, and for one more, by turns. Faults of one model among
         several are logged.
         """
         queues = {queue: [name for name, _ in lists(queue)] for queue in announced(self._to.store)}
@@ -38,8 +38,8 @@ class Health:
             reach(self._to.queues)
             return
         self._looks += 1
-        doubtful = [name for name in wanted if name not in self._faults or self._faults[name] is not None]
-        for name in doubtful or [wanted[self._looks % len(wanted)]]:
+        doubtful = {name for name in wanted if name not in self._faults or self._faults[name] is not None}
+        for name in sorted({*doubtful, wanted[self._looks % len(wanted)]}):
             self._faults[name] = self._fault(name)
         found = [error for name in wanted if (error := self._faults[name]) is not None]
         if all(any(self._faults[name] is not None for name in names) for names in queues.values()):

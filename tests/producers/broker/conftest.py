@@ -14,8 +14,13 @@ from producers.broker.sqs.setup import make_missing
 QUEUES = ("penstock:queue:m@1", "penstock:queue:m@1.x")
 
 
-@pytest.fixture(params=["redis", "memory"])
+@pytest.fixture(params=["redis", "memory", "sqs"])
 def url(request: pytest.FixtureRequest) -> str:
+    return url_of(request)
+
+
+def url_of(request: pytest.FixtureRequest) -> str:
+    """Of the kind that the fixture's parameter names."""
     if request.param == "memory":
         return f"memory://{uuid.uuid4()}"
     request.getfixturevalue("valkey")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import pytest
 
 from producers.broker.base import Broker, Consumer, NoSuchPlace
 from producers.broker.connect import connect_broker, connect_consumer, connect_sender
-from producers.broker.values import Ack, Back, Credit, Depth, Rules
+from producers.broker.values import Ack, Back, Credit, Depth, Fetched, Rules
 from producers.contract.message import Message
 
 QUEUE = "penstock:queue:m@1.x"
@@ -37,11 +39,18 @@ async def send(broker: Broker, *names: str, tier: str = "default", tenant: str =
 
 
 def take(consumer: Consumer, *uuids: str) -> list[str]:
-    fetched = consumer.fetch(INC, uuids, Credit((64,) * 4, (10**6,) * 4), RULES)
-    assert fetched is not None
-    return [json.loads(one.raw)["headers"]["id"] for one in fetched]
+    """Fetch one for each UUID, and nothing more. Where another thread receives them, they take a moment to come."""
+    deadline, found, room = time.monotonic() + 60, list[Fetched](), (len(uuids),) * 4
+    while len(found) < len(uuids):
+        assert time.monotonic() < deadline, f"these alone came: {found}"
+        fetched = consumer.fetch(INC, uuids, Credit(room, (10**6,) * 4), RULES)
+        assert fetched is not None
+        found = fetched
+    return [json.loads(one.raw)["headers"]["id"] for one in found]
 
 
+#: On SQS see tests/producers/broker/sqs: what is received is in flight, and has no front to go back to.
+@pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
 async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Consumer) -> None:
     await send(broker, "a", "b", "c", "d", tenant="t")
     await send(broker, "e", tier="batch")
@@ -61,6 +70,7 @@ async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Con
     assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
 async def test_the_age_of_the_oldest_is_told_where_messages_say_it(broker: Broker, consumer: Consumer) -> None:
     """Whether it is sorted or not; and the older of the two."""
     now = await broker.now_ms()
@@ -73,7 +83,7 @@ async def test_the_age_of_the_oldest_is_told_where_messages_say_it(broker: Broke
     assert await oldest() == {"default": 9, "flex": 7}
     assert take(consumer, "1") == ["a"]
     assert await oldest() == {"default": 5, "flex": 7}
-    await broker.send(Message("e", QUEUE, "default", 1, 100, "", now - 6_000_000))
+    await broker.send(Message("e", QUEUE, "default", 1, 100, "", now - 6000))
     consumer.put_down([Back(INC, "1")])
     assert await oldest() == {"default": 9, "flex": 7}
 
@@ -97,6 +107,7 @@ async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str
     assert (await broker.waiting(QUEUE)).tiers["flex"] == 1
 
 
+@pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
 async def test_what_a_dead_worker_left_comes_back(broker: Broker, consumer: Consumer) -> None:
     await send(broker, "a", "b", "c", "d")
     assert take(consumer, "1", "2") == ["a", "b"]
@@ -110,6 +121,7 @@ async def test_what_a_dead_worker_left_comes_back(broker: Broker, consumer: Cons
     assert sorted(take(consumer, "5", "6", "7", "8")) == ["a", "b", "c", "d"]
 
 
+@pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
 async def test_only_what_is_over_is_pruned_and_the_rest_keeps_its_order(broker: Broker, consumer: Consumer) -> None:
     await send(broker, *"abcdefg")
 
@@ -118,14 +130,19 @@ async def test_only_what_is_over_is_pruned_and_the_rest_keeps_its_order(broker: 
         return {raw: name for raw, name in found.items() if name in "bcg"}
 
     assert await broker.prune(QUEUE, over, 2) == (3, 4)
-    assert take(consumer, *"12345") == list("adef")
+    assert take(consumer, *"1234") == list("adef")
+    assert await broker.waiting_of(QUEUE, "") == 0
 
 
 async def test_a_dead_letter_is_replayed_once(broker: Broker, consumer: Consumer) -> None:
     await send(broker, "a", "b")
     take(consumer, "1", "2")
     consumer.put_down([Ack(INC, "1", "no good"), Ack(INC, "2", "no good")])
-    first, second = await broker.letters(0, 9)
+    for _ in range(6000):
+        if len(letters := await broker.letters(0, 9)) == 2:
+            break
+        await asyncio.sleep(0.01)
+    first, second = letters
     assert await broker.letters(1, 1) == [second]
     said = json.loads(first)
     assert said["reason"] == "no good"
@@ -135,7 +152,8 @@ async def test_a_dead_letter_is_replayed_once(broker: Broker, consumer: Consumer
         await broker.replay(first, "penstock:arrivals", message, "a")
     assert await broker.replay(first, said["list"], message, "a")
     assert not await broker.replay(first, said["list"], message, "a")
-    assert take(consumer, "3", "4") == ["a"]
+    assert take(consumer, "3") == ["a"]
+    assert (await broker.waiting(QUEUE)).tiers["default"] == 0
     assert await broker.remove_letter(second)
     assert not await broker.remove_letter(second)
 

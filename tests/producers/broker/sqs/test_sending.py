@@ -41,7 +41,11 @@ def received(aws: Aws, name: str = DEFAULT, **options: str) -> list[dict[str, An
     url = sqs.get_queue_url(QueueName=sqs_name(read(aws.broker(**options)), name))["QueueUrl"]
     found = []
     while some := sqs.receive_message(
-        QueueUrl=url, MaxNumberOfMessages=10, VisibilityTimeout=600, MessageSystemAttributeNames=["All"]
+        QueueUrl=url,
+        MaxNumberOfMessages=10,
+        VisibilityTimeout=600,
+        WaitTimeSeconds=0,
+        MessageSystemAttributeNames=["All"],
     ).get("Messages"):
         found += some
     return found
@@ -95,7 +99,7 @@ def test_a_fifo_queue_orders_by_key_within_a_tenant_and_takes_what_is_sent_again
             broker.send(one)
     sqs = seen[0].client("sqs")
     url = sqs.get_queue_url(QueueName=sqs_name(read(seen[0].broker(fifo="1")), DEFAULT))["QueueUrl"]
-    wanted = {"QueueUrl": url, "MaxNumberOfMessages": 10, "MessageSystemAttributeNames": ["All"]}
+    wanted = {"QueueUrl": url, "MaxNumberOfMessages": 10, "WaitTimeSeconds": 0, "MessageSystemAttributeNames": ["All"]}
     found = []
     while some := sqs.receive_message(**wanted).get("Messages"):
         found += some
