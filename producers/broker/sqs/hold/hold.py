@@ -171,11 +171,10 @@ class Hold:
                     self._buffer.place(one, int(count), wants.rules)
             if wants is not None:
                 wants.seqs, wants.tokens = self._buffer.amounts()
-            self.changed.notify_all()
-        self._poke()
-
-    def _poke(self) -> None:
-        for poke in list(self.pokes):
+            pokes = list(self.pokes)
+            if not pokes:
+                self.changed.notify_all()
+        for poke in pokes:  # it fetches now, and that wakes the other threads: they would only be in its way
             poke()
 
     # ---- put down -------------------------------------------------------------------------------------------------

@@ -52,9 +52,9 @@ class Poller(threading.Thread):
                 return
             try:
                 received = self._receive(incarnation, count)
-                self._said(None)
                 if received:
                     self._enter(incarnation, received)
+                self._said(None)
             except (AwsError, RedisError, OSError) as error:
                 self._said(error)
             except Exception as error:  # a thread that ended would leave its list unserved

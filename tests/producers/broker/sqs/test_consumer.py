@@ -14,7 +14,7 @@ from redis import Redis
 
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
-from producers.broker.sqs.hold import chores, errand, reaping
+from producers.broker.sqs.hold import chores, errand, polls, reaping
 from producers.broker.sqs.hold.held import LONGEST_S
 from producers.broker.sqs.names import sqs_name
 from producers.broker.values import Ack, Back, Credit, PutDown, Rules
@@ -29,7 +29,8 @@ from tests.producers.broker.sqs.place import CELERY, INC, OWN, QUEUE, RULES, Pla
 TIERS = ("priority", "default", "flex", "batch")
 
 
-def test_strict_tiers_with_a_backlog_in_all(place: Place) -> None:
+def test_strict_tiers_with_a_backlog_in_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polls, "QUIET_S", 600.0)
     for number in range(3):
         for tier in reversed(TIERS):
             place.send(f"{tier}{number}", tier=tier)
@@ -63,6 +64,7 @@ def test_what_does_not_fit_goes_back_and_is_not_asked_for_until_it_does(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is what comes after it."""
+    monkeypatch.setattr(polls, "QUIET_S", 600.0)  # a busy machine's SQS is slow, not empty
     monkeypatch.setattr(chores, "KEEP_S", 0.1)
     place.send("large", tokens=900)
     place.send("small", tier="batch")
