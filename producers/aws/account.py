@@ -11,8 +11,8 @@ from producers.aws.bucket import BucketSetup, may_send
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import is_own
-from producers.broker.sqs.setup import Finding, Setup, arn_of, own_account
-from producers.broker.sqs.wanted import (
+from producers.broker.sqs.queues.setup import Finding, Setup, arn_of, own_account
+from producers.broker.sqs.queues.wanted import (
     AS_IT_IS,
     Encryption,
     arn,

@@ -82,7 +82,7 @@ def check_broker(url: str, store_url: str, queues: Sequence[str] | None = None, 
     _check(url, store_url)
     if not is_sqs(url):
         return
-    from producers.broker.sqs import check
+    from producers.broker.sqs.queues import check
 
     with closing(connect(store_url)) as store:
         check.check(read(url), store, queues, make=make)

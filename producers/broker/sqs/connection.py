@@ -7,7 +7,7 @@ from typing import Any, Final
 from redis import Redis
 
 from producers.broker.sqs.address import Address
-from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.queues.lookup import Queues
 from producers.connection.aws import client
 
 

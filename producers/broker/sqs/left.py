@@ -14,7 +14,7 @@ from producers.broker.sqs.hold import calls, reaping
 from producers.broker.sqs.hold.errand import Act
 from producers.broker.sqs.hold.reaping import Flying, Request
 from producers.broker.sqs.hold.requests import GONE, request
-from producers.broker.sqs.sending import BATCH, Outgoing, send, send_anew
+from producers.broker.sqs.sending.outgoing import BATCH, Outgoing, send, send_anew
 from producers.connection.aws import AwsError
 from producers.connection.script import run
 

@@ -20,15 +20,16 @@ from redis.asyncio import Redis
 from producers.broker.base import NoSuchPlace, Sender
 from producers.broker.redis import keys as shared
 from producers.broker.redis.books import Books
-from producers.broker.sqs import calls, celery, keys, left
+from producers.broker.sqs import calls, keys, left
 from producers.broker.sqs.address import Address, capabilities
-from producers.broker.sqs.batcher import Batcher
 from producers.broker.sqs.connection import Connection
-from producers.broker.sqs.health import Health
 from producers.broker.sqs.names import is_celery, is_penstocks, lists, split
-from producers.broker.sqs.queues import MIN_MESSAGE_BYTES
+from producers.broker.sqs.queues.health import Health
+from producers.broker.sqs.queues.lookup import MIN_MESSAGE_BYTES
 from producers.broker.sqs.repair import Repair
-from producers.broker.sqs.sending import Outgoing, send, send_one
+from producers.broker.sqs.sending import celery
+from producers.broker.sqs.sending.batcher import Batcher
+from producers.broker.sqs.sending.outgoing import Outgoing, send, send_one
 from producers.broker.values import Depth, Depths, Waiting
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import arun, text

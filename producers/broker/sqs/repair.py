@@ -13,8 +13,8 @@ from typing import Final
 
 from producers.broker.sqs import calls, keys
 from producers.broker.sqs.connection import Connection
-from producers.broker.sqs.queues import MIN_RETENTION_S, RENEW_BEFORE_S
-from producers.broker.sqs.sending import BATCH, send_anew
+from producers.broker.sqs.queues.lookup import MIN_RETENTION_S, RENEW_BEFORE_S
+from producers.broker.sqs.sending.outgoing import BATCH, send_anew
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run, text

@@ -8,7 +8,7 @@ import pytest
 
 from producers.broker.sqs.address import is_sqs, read
 from producers.broker.sqs.names import lists
-from producers.broker.sqs.setup import make_missing
+from producers.broker.sqs.queues.setup import make_missing
 
 #: Queues that there are on SQS: of a model version, and one that looks like a pool's.
 QUEUES = ("penstock:queue:m@1", "penstock:queue:m@1.x")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from producers.aws.account import Needs
     from producers.broker.sqs.address import Address
-    from producers.broker.sqs.wanted import Encryption
+    from producers.broker.sqs.queues.wanted import Encryption
     from producers.store.blobs.bucket import Bucket
 
 
@@ -72,7 +72,7 @@ def _chosen(
     address: Address, store: Redis | None, models: list[tuple[str, str]], predefined: list[str]
 ) -> dict[str, str]:
     """List -> ARN. Raises Failure unless every list of one model has a queue, and a store to write it into."""
-    from producers.broker.sqs.wanted import lists_of
+    from producers.broker.sqs.queues.wanted import lists_of
 
     if not predefined:
         return {}
@@ -102,7 +102,7 @@ def bucket_of(said: str) -> Bucket:
 
 
 def _encryption(kms_key: str | None, sse: str | None) -> Encryption:
-    from producers.broker.sqs.wanted import Encryption
+    from producers.broker.sqs.queues.wanted import Encryption
 
     if sse not in (None, "sqs"):
         raise Failure(f"--sse is {sse!r}; it must be sqs, or use --kms-key")

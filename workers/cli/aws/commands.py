@@ -155,7 +155,7 @@ def policy(
     from producers.aws.policies import ROLES, Scope
     from producers.aws.policies import policy as policy_of
     from producers.broker.sqs.address import read
-    from producers.broker.sqs.setup import own_account
+    from producers.broker.sqs.queues.setup import own_account
 
     if role not in ROLES:
         raise Failure(f"no process is called {role!r}; there are {', '.join(ROLES)}")

@@ -16,7 +16,7 @@ from workers.cli.exits import Exit, Failure
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
-    from producers.broker.sqs.setup import Finding
+    from producers.broker.sqs.queues.setup import Finding
 
 #: Action -> words for it, done and only looked at.
 _WORDS: Final = {

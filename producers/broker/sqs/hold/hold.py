@@ -25,7 +25,7 @@ from producers.broker.sqs.hold.poller import WAIT_S, Poller
 from producers.broker.sqs.hold.polls import Blocked, Line, Wants, ask, read_look
 from producers.broker.sqs.hold.reaping import Flying
 from producers.broker.sqs.names import is_celery
-from producers.broker.sqs.queues import RENEW_BEFORE_S, Queues
+from producers.broker.sqs.queues.lookup import RENEW_BEFORE_S, Queues
 from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules, sane_weights
 from producers.connection import aws
 from producers.connection.connect import connect

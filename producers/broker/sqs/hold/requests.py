@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from producers.broker.sqs.hold.errand import Act
-from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.queues.lookup import Queues
 from producers.connection.aws import AwsError, refusal
 from producers.connection.trouble import Trouble
 

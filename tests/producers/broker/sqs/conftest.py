@@ -11,7 +11,7 @@ from producers.broker.connect import connect_broker
 from producers.broker.sqs.address import read
 from producers.broker.sqs.names import lists
 from producers.broker.sqs.operator import SqsBroker
-from producers.broker.sqs.setup import make_missing
+from producers.broker.sqs.queues.setup import make_missing
 from tests.aws import Aws
 from tests.aws_faults import Faults, faulty
 from tests.producers.broker.sqs.place import QUEUE, Place, placed

@@ -8,9 +8,9 @@ import pytest
 from kombu import Connection
 from redis import Redis
 
-from producers.broker.sqs import celery
 from producers.broker.sqs.address import read
-from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.queues.lookup import Queues
+from producers.broker.sqs.sending import celery
 from producers.connection.aws import client
 from producers.contract.message import Message
 from tests.aws import Aws

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import sqs_name
-from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.queues.lookup import Queues
 from producers.connection.aws import AwsMissing
 
 #: VisibilityTimeout (s) of a queue that is made, as kombu's.

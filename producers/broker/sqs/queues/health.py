@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from producers.broker.sqs.check import announced, reach
 from producers.broker.sqs.connection import Connection
 from producers.broker.sqs.names import lists
+from producers.broker.sqs.queues.check import announced, reach
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import Trouble, trouble

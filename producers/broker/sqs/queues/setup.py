@@ -1,7 +1,7 @@
 """Makes a system's SQS queues, corrects existing ones, and checks those that an operator chose.
 
-`provide` may be repeated: it changes what differs from `producers.broker.sqs.wanted`, and nothing else. `make_missing`
-is what a worker calls for its own queues.
+`provide` may be repeated: it changes what differs from `wanted`, and nothing else. `make_missing` is what a worker
+calls for its own queues.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from typing import Any, Final, TypeVar
 
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import QUEUE_TAG
-from producers.broker.sqs.queues import Queue, is_fifo, unfit
-from producers.broker.sqs.wanted import AS_IT_IS, MAX_RECEIVES, Encryption, Wanted, arn, encrypted, redrive, wanted
+from producers.broker.sqs.queues.lookup import Queue, is_fifo, unfit
+from producers.broker.sqs.queues.wanted import (
+    AS_IT_IS,
+    MAX_RECEIVES,
+    Encryption,
+    Wanted,
+    arn,
+    encrypted,
+    redrive,
+    wanted,
+)
 from producers.connection.aws import AwsError, AwsMissing, client, told
 from producers.connection.trouble import Trouble
 

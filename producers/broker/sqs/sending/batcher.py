@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from producers.broker.sqs.sending import BATCH, Outgoing
+from producers.broker.sqs.sending.outgoing import BATCH, Outgoing
 
 #: Sends messages to a list. Returns what went wrong with each, None where nothing did; an exception is that of all.
 Send = Callable[[str, Sequence[Outgoing]], Awaitable[Sequence[Exception | None]]]

@@ -10,8 +10,8 @@ from redis import Redis
 
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import is_celery, lists
-from producers.broker.sqs.queues import Queues
-from producers.broker.sqs.setup import make_missing
+from producers.broker.sqs.queues.lookup import Queues
+from producers.broker.sqs.queues.setup import make_missing
 from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.script import text
 from producers.connection.trouble import Trouble
