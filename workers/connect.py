@@ -43,11 +43,17 @@ def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
 
 
 def check_queues(
-    broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True, make: bool = False
+    broker: str,
+    store: str,
+    queues: Sequence[str] | None = None,
+    *,
+    must_answer: bool = True,
+    make: bool = False,
+    lease: float = 0.0,
 ) -> None:
     """Check a broker's queues, as `producers.broker.connect.check_broker`. Raises Refused as `check_servers`."""
     try:
-        check_broker(broker, store, queues, make=make)
+        check_broker(broker, store, queues, make=make, lease=lease)
     except (ValueError, AwsNotInstalled, *LOST) as error:
         if isinstance(error, LOST) and trouble(error) is Trouble.AWAY and not must_answer:
             log.warning("the broker at %s does not answer yet: %s", shown(broker), error)

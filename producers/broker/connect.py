@@ -73,19 +73,28 @@ def connect_consumer(
     return RedisConsumer(url, queues, timeout, home)
 
 
-def check_broker(url: str, store_url: str, queues: Sequence[str] | None = None, *, make: bool = False) -> None:
+def check_broker(
+    url: str, store_url: str, queues: Sequence[str] | None = None, *, make: bool = False, lease: float = 0.0
+) -> None:
     """Check that a broker can be used whose queues do not make themselves: SQS. The store must have been checked.
 
     `queues`: those that have to be there; None: of all versions that workers have announced. `make`: make missing ones,
-    where the credentials may. Raises ValueError for a bad URL, AwsNotInstalled, and an OSError that says what is wrong.
+    where the credentials may. `lease`: a worker's (s). Raises ValueError for a bad URL, AwsNotInstalled, and an OSError
+    that says what is wrong.
     """
     _check(url, store_url)
     if not is_sqs(url):
         return
     from producers.broker.sqs.queues import check
 
+    address = read(url)
+    if address.visibility <= lease:
+        raise ValueError(
+            f"visibility is {address.visibility} s; it must be longer than the worker's lease ({lease:g} s), or SQS "
+            "gives its messages to others before it counts as dead"
+        )
     with closing(connect(store_url)) as store:
-        check.check(read(url), store, queues, make=make)
+        check.check(address, store, queues, make=make)
 
 
 def _is_memory(url: str) -> bool:

@@ -90,7 +90,6 @@ UNREADABLE = {
     "a number of 5,000 digits": (json.dumps(envelope(headers__x="@")).replace('"@"', "9" * 5000), ""),
     "NaN": (json.dumps(envelope(headers__x=float("nan"))).replace("NaN", "nan"), ""),
     "kwargs that are a list": (json.dumps(envelope(headers__penstock=None, body=body([], ["x"], {}))), ""),
-    "a priority of a wrong type": (json.dumps(envelope(headers__penstock=None, properties__priority="high")), ""),
 }
 
 

@@ -56,7 +56,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     check_model(engine, settings.model, settings.step_limit)
     _, *queues = pool_of(engine).queues
-    check_queues(settings.broker, settings.store, queues, must_answer=False, make=True)
+    check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
     card, pool = _announced(settings.store, engine, files)
     served = Served(settings, engine, card, files, pool)
     app = make_app(settings, pool.queues)

@@ -21,6 +21,8 @@ from tests.processes import free_port
 from tests.producers.gateway.conftest import Door, until
 from tests.workers.rig import POOL
 from tests.workers.sqs.conftest import SqsRig
+from workers.connect import check_queues
+from workers.errors import Refused
 
 NAMES = [sqs_name(read("sqs://us-east-1"), name) for name, _ in lists(POOL.version_queue)]
 
@@ -51,6 +53,11 @@ def test_a_worker_that_may_make_no_queues_names_them_and_who_may(faults: tuple[S
     assert "penstock aws setup --broker" in said
     assert "sqs:CreateQueue" in said
     assert not rig.store.exists(keys.MODELS), "nobody submits to a model whose queues are missing"
+
+
+def test_a_worker_refuses_a_lease_that_outlasts_what_sqs_hides(sqs: SqsRig) -> None:
+    with pytest.raises(Refused, match=r"visibility is 20 s; it must be longer than the worker's lease \(20 s\)"):
+        check_queues(sqs.aws.broker(visibility="20"), sqs.store_url, (), lease=20.0)
 
 
 def test_a_gateway_is_ready_when_the_queues_are_there(door: Door, aws: Aws) -> None:

@@ -19,8 +19,8 @@ SOURCES = [
         for path in (ROOT / "workers" / room).rglob("*.py")
     ),
 ]
-#: Of an engine that is given one id twice; a task's is unique.
-NEVER_SHOWN = {"duplicate_request"}
+#: Of an engine that is given one id twice, where a task's is unique; of a watched folder's file that is gone.
+NEVER_SHOWN = {"duplicate_request", "file_gone"}
 
 
 def codes_of(path: Path) -> set[str]:
