@@ -82,6 +82,7 @@ class History:
         """What is to be a dead letter: task ids, and strangers' messages."""
         self.reaps: Counter[str] = Counter()
         self.messages: dict[str, Message] = {}
+        self.hastened: set[Any] = set()
 
     def _make(self, name: str) -> str:
         wanted = {"VisibilityTimeout": "60", "MessageRetentionPeriod": "345600"}
@@ -281,7 +282,10 @@ class History:
         self._until(lambda: not differs(), "the books are what is", differs)
 
     def finish(self) -> None:
-        """All that waits is fetched and over; then nothing is left in SQS, nor in the books."""
+        """All that waits is fetched and over, also by who serves the other queue; then nothing is left in SQS, nor in
+        the books: a copy of what was moved may have entered it into its former list, until it is settled."""
+        for id_ in self.moved:
+            self._settle(id_)
         worker = self.workers[0]
         deadline = time.monotonic() + PATIENCE_S
         while self.waiting or any(one.held for one in self.workers):
@@ -318,9 +322,10 @@ class History:
         await broker.aclose()
 
     def _hasten(self) -> None:
-        """What the store keeps for later is due."""
-        for entry in self.redis.zrange(keys.delayed(HOME), 0, -1):
-            self.redis.zadd(keys.delayed(HOME), {entry: 1}, lt=True)
+        """What the store keeps for later is due, once: a second time it would be sent by two."""
+        for entry in set(self.redis.zrange(keys.delayed(HOME), 0, -1)) - self.hastened:
+            self.hastened.add(entry)
+            self.redis.zadd(keys.delayed(HOME), {entry: 1})
 
     def _left(self) -> str:
         """What SQS and the books have yet, of what is not over for good."""
