@@ -137,7 +137,7 @@ class Courier(threading.Thread):
             )
         except (AwsError, RedisError, OSError) as error:
             if isinstance(error, AwsError) and error.trouble is None and not isinstance(error, AwsMissing):
-                self._alone(name, act, asked)
+                self._alone(name, act, asked, error)
                 return
             warn_throttled(logger, "Messages on SQS are put down later: %s", error)
             self._later(asked)
@@ -147,16 +147,28 @@ class Courier(threading.Thread):
             if own is not None and own.trouble is not None:
                 warn_throttled(logger, "A message on SQS is put down later: %s", own)
                 self._later([one])
+            elif own is not None and act is Act.SEND:
+                self._refused(one, own)
             else:
                 self._advance(one, own is not None and own.code in GONE)
 
-    def _alone(self, name: str, act: Act, errands: Sequence[Errand]) -> None:
+    def _alone(self, name: str, act: Act, errands: Sequence[Errand], error: AwsError) -> None:
         """SQS refused a request for one of its messages: find out for which, and go on without it."""
         if len(errands) > 1:
             for one in errands:
                 self._sqs(name, act, [one])
+        elif act is Act.SEND:
+            self._refused(errands[0], error)
         else:
             self._advance(errands[0], True)
+
+    def _refused(self, errand: Errand, error: AwsError) -> None:
+        """SQS does not take what is to be sent, so nothing may be deleted for it: whoever sees it next tries again."""
+        warn_throttled(logger, "A message cannot be sent, it comes back when its visibility is over: %s", error)
+        with self._changed:
+            errand.steps.close()
+            errand.answer = PutDown.GONE
+            self._over(errand)
 
     def _advance(self, errand: Errand, answer: Any) -> None:
         with self._changed:
@@ -165,10 +177,13 @@ class Courier(threading.Thread):
             except Exception:
                 logger.exception("A message on SQS cannot be put down: it comes back when its visibility is over")
                 errand.answer = PutDown.GONE
-            if errand.answer is not None:
-                self.errands.remove(errand)
-                self._hold.ended(errand)
-            self._changed.notify_all()
+            self._over(errand)
+
+    def _over(self, errand: Errand) -> None:
+        if errand.answer is not None:
+            self.errands.remove(errand)
+            self._hold.ended(errand)
+        self._changed.notify_all()
 
     def _later(self, errands: Sequence[Errand]) -> None:
         with self._changed:

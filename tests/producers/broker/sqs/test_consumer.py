@@ -353,6 +353,16 @@ def test_what_belongs_to_another_version_goes_there(place: Place) -> None:
     assert place.redis.zcard(keys.waiting(f"{other}#flex")) == 1
 
 
+def test_what_another_queue_does_not_take_is_not_deleted(place: Place) -> None:
+    other = contract_keys.version_queue("m", "2")
+    small = {"MaximumMessageSize": "1024"}
+    place.sqs.create_queue(QueueName=sqs_name(place.address, f"{other}#flex"), Attributes=small)
+    place.sender.send(Message("a", QUEUE, "flex", 1, 100, order_key="k" * 2000))
+    (one,) = place.take(1, room=1)
+    assert place.consumer.put_down([Back(INC, one.uuid, to=other)]) == [PutDown.GONE]
+    assert (place.counts("flex"), place.counts("flex", other)) == ((0, 1), (0, 0))
+
+
 def test_faults_of_sqs_are_waited_out_and_said(aws: Aws, valkey: Redis, valkey_url: str) -> None:
     with faulty(aws) as (proxied, faults), placed(proxied, valkey_url, valkey, aws) as place:
         faults.put(Fault("over", "ReceiveMessage"))
