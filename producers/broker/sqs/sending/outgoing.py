@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Messages of one request, at most.
 BATCH: Final = 10
+#: Bytes of one request's bodies, unless it has one alone. AWS takes 1 MiB; others still what it took until 2025.
+BATCH_BYTES: Final = 256 * 1024
 #: What SQS takes as a group: printable ASCII without the space.
 _GROUP: Final = re.compile(r"[!-~]{1,128}")
 
@@ -73,22 +75,37 @@ def _key(tenant: str, order_key: str, task_id: str) -> str:
 
 
 def send(to: Connection, name: str, messages: Sequence[Outgoing]) -> list[AwsError | None]:
-    """Enter at most BATCH messages into a list's index, then send them in one request.
+    """Enter at most BATCH messages into a list's index, then send them in one request, or several if they are large.
 
     Returns what went wrong with each, None where nothing did. Raises AwsError, and redis.exceptions.RedisError, where
     none was sent, or nobody knows. Repeating it makes second messages, and no second entries.
     """
-    if entries := [(one.member, one.at) for one in messages if one.member]:
-        run(to.store, calls.sent(name, entries))
+    if indexed := [(one.member, one.at) for one in messages if one.member]:
+        run(to.store, calls.sent(name, indexed))
     url = to.queues.url(name)
-    request = [_entry(str(place), one, url) for place, one in enumerate(messages)]
-    with to.queues.telling("send to", name, "sqs:SendMessage"):
-        failed = to.sqs.send_message_batch(QueueUrl=url, Entries=request).get("Failed", [])
+    entries = [_entry(str(place), one, url) for place, one in enumerate(messages)]
+    failed = []
+    for request in _requests(entries):
+        with to.queues.telling("send to", name, "sqs:SendMessage"):
+            failed += to.sqs.send_message_batch(QueueUrl=url, Entries=request).get("Failed", [])
     outcome: list[AwsError | None] = [None] * len(messages)
     for said in failed:
         doing = f"send to {to.queues.called(name)}"
         outcome[int(said["Id"])] = refusal(doing, "sqs:SendMessage", said["Code"], said.get("Message", ""))
     return outcome
+
+
+def _requests(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    found: list[list[dict[str, Any]]] = []
+    room = 0
+    for entry in entries:
+        size = len(entry["MessageBody"].encode(errors="surrogateescape"))
+        if size > room:
+            found.append([])
+            room = BATCH_BYTES
+        found[-1].append(entry)
+        room -= size
+    return found
 
 
 def send_one(to: Connection, name: str, message: Outgoing) -> None:

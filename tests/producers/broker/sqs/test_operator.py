@@ -154,6 +154,16 @@ async def test_a_long_delay_that_is_over_is_sent_without_a_worker(
     assert (await broker.depths([QUEUE])).queues[QUEUE].delayed == 1
 
 
+async def test_large_messages_that_are_due_do_not_share_a_request(
+    broker: SqsBroker, seen: tuple[Aws, Faults], valkey: Redis
+) -> None:
+    for number in range(6):
+        kept = json.dumps({"list": DEFAULT, "body": str(number) + "x" * 200_000, "group": ""})
+        valkey.zadd(keys.delayed(QUEUE), {kept: 1})
+    assert (await broker.due(QUEUE), valkey.zcard(keys.delayed(QUEUE))) == (6, 0)
+    assert seen[1].asked["SendMessageBatch"] == 6
+
+
 async def test_what_is_over_is_pruned_from_the_index_alone(broker: SqsBroker, seen: tuple[Aws, Faults]) -> None:
     await broker.send_many([message(name) for name in "abcdefg"])
 
