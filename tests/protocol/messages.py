@@ -47,7 +47,16 @@ SEQS = [
     ([2], 0),
     (10**9, 10**9),
 ]
-TOKENS = [(100, 100), (400, 400), (1000, 1000), (float("nan"), 0), (float("inf"), float("inf")), ({}, 0), (-1e300, 0)]
+TOKENS = [
+    (100, 100),
+    (400, 400),
+    (1000, 1000),
+    (float("nan"), 0),
+    (float("inf"), float("inf")),
+    (10**400, float("inf")),
+    ({}, 0),
+    (-1e300, 0),
+]
 
 
 #: A tenant as a header names it, and whose turn that is.

@@ -94,4 +94,7 @@ def _whole(value: Any) -> float:
     """A size from a header; 0 where it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         return 0
-    return value if math.isinf(value) else math.floor(value)
+    try:
+        return value if math.isinf(value) else math.floor(value)
+    except OverflowError:  # a whole number that no float can hold
+        return math.inf
