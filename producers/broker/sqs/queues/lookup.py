@@ -68,10 +68,11 @@ class Queues:
 
     def url(self, name: str) -> str:
         """A list's queue. It asks once; a queue that is not there yet is looked for again. Raises AwsMissing."""
-        if name not in self._urls:
+        found = self._urls.get(name)  # at once: another thread may forget it
+        if found is None:
             said = self._store.hget(keys.QUEUES, name)
-            self._urls[name] = self._find(name) if said is None else text(said)
-        return self._urls[name]
+            found = self._urls[name] = self._find(name) if said is None else text(said)
+        return found
 
     def forget(self, name: str) -> None:
         """Ask again for its URL and settings: it seems to be gone, or was made anew."""
@@ -80,7 +81,8 @@ class Queues:
 
     def check(self, name: str, *, anew: bool = False) -> Queue:
         """The queue's settings, read once unless `anew`. Raises AwsError, which says what is unfit, and what to do."""
-        if anew or name not in self._queues:
+        found = None if anew else self._queues.get(name)
+        if found is None:
             url = self.url(name)
             with self.telling("read the settings of", name, "sqs:GetQueueAttributes"):
                 said = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
@@ -88,7 +90,7 @@ class Queues:
             if wrong := unfit(found, is_fifo(self._address, name)):
                 raise AwsError(f"{self.called(name)} {wrong}", "UnfitQueue", Trouble.UNUSABLE)
             self._queues[name] = found
-        return self._queues[name]
+        return found
 
     def known(self, name: str) -> Queue | None:
         """The queue's settings, if they were read. It asks nobody."""
