@@ -12,18 +12,24 @@ DATA_DIR: Final = Path(".penstock")
 FILES_DIR: Final = DATA_DIR / "files"
 #: The file in a data directory with the port of its server, which listens on HOST.
 PORT: Final = "port"
+#: The file in a data directory with the broker's URL, where its server is the store alone.
+BROKER: Final = "broker"
 HOST: Final = "127.0.0.1"
 
 
 def servers(broker: str | None, store: str | None) -> tuple[str, str]:
     """URLs of the broker and the store; the store is the broker unless given.
 
-    Without a `broker`: BROKER_URL and STORE_URL, else the server of `penstock up` in the current directory. Raises
-    ValueError if none of these exists, and as `store_of`.
+    Without a `broker`: BROKER_URL and STORE_URL, else those of `penstock up` in the current directory. The store of its
+    broker on SQS is found there, too. Raises ValueError if none of these exists, and as `store_of`.
     """
     if broker is None:
         broker, store = os.environ.get("BROKER_URL"), store or os.environ.get("STORE_URL")
-    broker = broker or _server_here()
+    if not broker:
+        here = _server_here()
+        return _broker_here() or here, store or here
+    if not store and broker == _broker_here():
+        store = _server_here()
     return broker, store_of(broker, store)
 
 
@@ -37,6 +43,14 @@ def store_of(broker: str, store: str | None) -> str:
             f"records and streams (--store or STORE_URL): {SCHEMES[0]}://HOST:PORT/DB"
         )
     return store or broker
+
+
+def _broker_here() -> str:
+    """Empty: the server here is both, or there is none."""
+    try:
+        return (DATA_DIR / BROKER).read_text().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _server_here() -> str:

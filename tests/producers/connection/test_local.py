@@ -48,6 +48,23 @@ def test_what_is_given_goes_before_variables_and_these_before_what_is_found(monk
     assert servers("redis://mine/0", None) == ("redis://mine/0", "redis://mine/0")
 
 
+def test_the_server_of_a_data_directory_is_the_store_alone_where_the_broker_is_on_sqs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sqs = "sqs://us-east-1?prefix=pen-"
+    with DataDir(Path(".penstock")) as data:
+        url = f"redis://127.0.0.1:{data.port()}/0"
+        data.tell(sqs)
+        assert servers(None, None) == servers(sqs, None) == (sqs, url)
+        monkeypatch.setenv("BROKER_URL", sqs)
+        assert servers(None, None) == (sqs, url)
+        with pytest.raises(ValueError, match="the store is missing"):
+            servers("sqs://us-east-1?prefix=other-", None)
+        monkeypatch.delenv("BROKER_URL")
+        data.tell(None)
+    assert servers(None, None) == (url, url)
+
+
 @pytest.mark.parametrize("written", [None, "", "x"])
 def test_where_there_is_none_it_says_what_to_do(elsewhere: Path, written: str | None) -> None:
     if written is not None:

@@ -2,6 +2,7 @@
 
 DIR/lock           locked by the owner, and by the server while it lives
 DIR/port           the server's last port: its URL stays the same, and clients find it
+DIR/broker         the broker's URL, where the server is the store alone
 DIR/appendonlydir  the data: each change is written at once and reaches the disk every second
 DIR/valkey.log
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from producers.connection.local import HOST, PORT
+from producers.connection.local import BROKER, HOST, PORT
 from workers.cli.exits import Exit, Failure
 from workers.cli.local.supervisor import Child, Program, ended
 
@@ -74,6 +75,17 @@ class DataDir:
                     raise Failure(f"cannot write {file}: {error.strerror}") from error
                 return port
         raise Failure(f"no port is free on {HOST}")
+
+    def tell(self, broker: str | None) -> None:
+        """Write for clients where messages go: to this broker; None: to the server, which is both."""
+        file = self.path / BROKER
+        try:
+            if broker is None:
+                file.unlink(missing_ok=True)
+            else:
+                file.write_text(f"{broker}\n")
+        except OSError as error:
+            raise Failure(f"cannot write {file}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self

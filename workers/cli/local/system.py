@@ -115,6 +115,7 @@ class System:
         if plan.embedded:
             self._data = await embedded.open_data_dir(plan.data_dir)
             port = self._data.port()
+            self._data.tell(plan.broker)
             self.store = f"redis://{HOST}:{port}/0"
             self._valkey = Child(embedded.valkey(self._data, port), self.say)
             await self._valkey.start()
