@@ -57,9 +57,9 @@ class Place:
             self.urls[name] = self.sqs.get_queue_url(QueueName=sqs_name(self.address, name))["QueueUrl"]
         return self.urls[name]
 
-    def send(self, *ids: str, tier: str = "default", tokens: int = 100, group: str = "") -> None:
+    def send(self, *ids: str, tier: str = "default", tokens: int = 100, group: str = "", tenant: str = "") -> None:
         for one in ids:
-            self.sender.send(Message(one, QUEUE, tier, 1, tokens, order_key=group))
+            self.sender.send(Message(one, QUEUE, tier, 1, tokens, tenant=tenant, order_key=group))
 
     def fetch(self, uuids: Sequence[str], room: int = 64, tokens: int = 10**6, rules: Rules = RULES) -> list[Fetched]:
         fetched = self.consumer.fetch(INC, uuids, Credit((room,) * 4, (tokens,) * 4), rules)
