@@ -59,16 +59,22 @@ class Courier(threading.Thread):
 
     def run(self) -> None:
         while True:
-            with self._changed:
-                while not (ready := self._ready(time.monotonic())):
-                    if self._hold.closed:
-                        return
-                    self._changed.wait(self._pause())
             try:
+                if not (ready := self._wait()):
+                    return
                 self._take(ready)
             except Exception:  # of one step, that nobody foresaw: the others' must not wait for it
                 logger.exception("An errand to SQS failed, going on")
                 time.sleep(LONGEST_PAUSE_S)
+
+    def _wait(self) -> list[Errand]:
+        """What is due next; nothing once the hold is closed and all is done."""
+        with self._changed:
+            while not (ready := self._ready(time.monotonic())):
+                if self._hold.closed:
+                    return []
+                self._changed.wait(self._pause())
+            return ready
 
     # ---- what is next ---------------------------------------------------------------------------------------------
 

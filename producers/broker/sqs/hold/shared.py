@@ -19,16 +19,18 @@ def hold_of(address: Address, queues: Sequence[str], store_url: str, home: str) 
     key = (os.getpid(), address, tuple(queues), store_url, home)
     with _lock:
         hold = _holds.get(key)
-        if hold is None or hold.closed:
+        if hold is None:
             hold = _holds[key] = Hold(address, queues, store_url, home)
         hold.users += 1
         return hold
 
 
 def release(hold: Hold) -> None:
-    """Close it with the last of its users."""
+    """Close it with the last of its users; whoever asks for one from then on gets another."""
     with _lock:
         hold.users -= 1
-        last = hold.users == 0
-    if last:
+        gone = [key for key, one in _holds.items() if one is hold and not hold.users]
+        for key in gone:
+            del _holds[key]
+    if gone:
         hold.close()
