@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def files(self) -> tuple[str, str]:
-        """The option with the folder for files, of the gateway and of the sweeper."""
+        """The option with the place of files, which all processes share."""
         return "--files-dir", str(self.files_dir or self.data_dir / "files")
 
 
@@ -242,7 +242,7 @@ class System:
             for k in range(1, plan.workers + 1):
                 name = "worker" if total == 1 else f"worker.{model.name}.{k}"
                 argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain-timeout", str(plan.drain), *shared]
-                argv += [*plan.worker_options, "--log-level", plan.log_level]
+                argv += [*plan.files, *plan.worker_options, "--log-level", plan.log_level]
                 env = self._urls()
                 if (port := next(ports, None)) is not None:
                     argv += ["--health-port", str(port)]

@@ -285,6 +285,8 @@ def test_with_queues_on_sqs_its_own_server_is_the_store(up: Callable[..., Up], a
     running = up("--broker", aws.broker())
     gateway = running.wait_ready()
     assert "valkey" in running.children()
+    for kind in ("gateway", "worker", "sweeper"):  # a body that SQS does not take goes where all others look for it
+        assert b"--files-dir" in Path(f"/proc/{running.children()[kind]}/cmdline").read_bytes().split(b"\0")
     assert re.search(r"broker  sqs://us-east-1\n  store   redis://127\.0\.0\.1:\d+/0, kept in ", running.out)
     ended = final(gateway, gateway.submit(task(max_tokens=4, tier="priority"))["id"])
     assert (ended["status"], len(ended["choices"][0]["token_ids"])) == ("completed", 4)
