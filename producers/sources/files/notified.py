@@ -15,10 +15,12 @@ import asyncio
 import re
 from collections.abc import Coroutine
 from dataclasses import replace
+from itertools import combinations
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from producers.connection.aws import AwsError, AwsMissing
 from producers.errors import shown
 from producers.sources.aws import region_of
 from producers.sources.consumer import Consumer
@@ -28,7 +30,7 @@ from producers.sources.files.place import is_input
 from producers.sources.files.settings import InboxSettings
 from producers.sources.files.source import InboxSource
 from producers.sources.files.work import Work
-from producers.sources.inbox import Received
+from producers.sources.inbox import BadMessage, Received
 from producers.sources.source import Context, Source
 from producers.sources.sqs import SqsInbox
 from producers.store.blobs import open_blobs
@@ -67,14 +69,13 @@ class BucketSettings(InboxSettings):
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
-        """What is written must not be taken for an input."""
-        for name in ("outbox", "done"):
-            if getattr(self, name).startswith(self.inbox):
+        """What is written must not be taken for an input, nor results for inputs that are done."""
+        parts = {name: str(getattr(self, name)) for name in ("inbox", "outbox", "done")}
+        for (one, first), (other, second) in combinations(parts.items(), 2):
+            if first.startswith(second) or second.startswith(first):
                 raise ValueError(
-                    f"{name} is {shown(getattr(self, name))}; it must not begin with {shown(self.inbox)}, the inbox"
+                    f"{other} is {shown(second)} and {one} is {shown(first)}; neither may begin with the other"
                 )
-        if self.outbox == self.done:
-            raise ValueError(f"done is {shown(self.done)}; it must not be the outbox")
         return self
 
     def source(self, name: str, context: Context) -> Source:
@@ -110,6 +111,11 @@ class BucketSource(InboxSource):
             name = created.key.removeprefix(inbox)
             if created.bucket != self._bucket.bucket.name or name == created.key or not is_input(name):
                 continue
-            found = await asyncio.to_thread(self._bucket.find, name, created.version)
+            try:
+                found = await asyncio.to_thread(self._bucket.find, name, created.version)
+            except AwsError as error:
+                if error.trouble is not None or isinstance(error, AwsMissing):
+                    raise
+                raise BadMessage(str(error)) from error  # no retry mends it: a version that S3 never gave, say
             if found is not None:
                 await self._work.open(found)

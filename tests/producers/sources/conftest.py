@@ -1,15 +1,11 @@
-"""A sources process, what sends it messages, and a worker for the tasks that it makes."""
+"""What sends messages to a sources process, and a worker for the tasks that it makes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,30 +16,8 @@ from producers.contract import keys
 from producers.sweeper.unsent import sweep
 from tests.producers.conftest import QUEUE, model
 from tests.producers.fake_worker import FakeWorker
-from tests.receiver import Process
 
 __all__ = ["model"]
-
-
-class SourcesProcess(Process):
-    """`penstock sources`, with its configuration as TOML's text."""
-
-    def __init__(self, url: str, folder: Path, config: str, *options: str, **env: str) -> None:
-        path = folder / "sources.toml"
-        path.write_text(config)
-        super().__init__("workers.cli", "sources", "--broker", url, "--config", str(path), *options, **env)
-
-    def reasons(self) -> list[str]:
-        """Why it is not ready; empty while it is. It needs `--health-port`."""
-        found = re.search(r"/readyz on port (\d+)", self.log.read_text())
-        if found is None:
-            return []
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/readyz", timeout=10)
-        except urllib.error.HTTPError as error:
-            said: list[str] = json.loads(error.read())["reasons"]
-            return said
-        return []
 
 
 class Sqs:

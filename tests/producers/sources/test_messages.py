@@ -18,7 +18,8 @@ from producers.contract import keys
 from producers.store import outbox
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
-from tests.producers.sources.conftest import Serving, SourcesProcess, Sqs, send_unsent
+from tests.chaos.sourcing import SourcesProcess
+from tests.producers.sources.conftest import Serving, Sqs, send_unsent
 
 TASK = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
 LIST = '[orders]\ntype = "messages"\nqueue = "list:orders"\nreply = "list:answers"\nreply_allow = ["list:to-*"]\n'

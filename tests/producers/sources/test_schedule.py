@@ -13,7 +13,7 @@ from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.sources.schedule import LATE_S, Schedule, ScheduleSettings
 from producers.sources.source import Context
-from tests.producers.sources.conftest import SourcesProcess
+from tests.chaos.sourcing import SourcesProcess
 from tests.producers.sources.test_cron import at
 
 TASK = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
