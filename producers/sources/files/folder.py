@@ -8,6 +8,7 @@ A file's stamp is its size and the time at which it was written. Hidden files an
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -71,7 +72,7 @@ class Folder(Place):
     def files(self) -> Iterator[Found]:
         """The files of the inbox, as they are now."""
         self.check()
-        yield from _files(self._inbox, "")
+        yield from _files(self._inbox)
 
     def clean(self, older_s: float) -> int:
         """Remove what killed processes left half written. Returns how many."""
@@ -92,9 +93,13 @@ class Folder(Place):
 
     def read(self, found: Found, start: int, size: int) -> bytes:
         try:
-            with open(self._inbox / found.name, "rb", buffering=0) as file:
+            with open(self._inbox / found.name, "rb", buffering=0, opener=_unlinked) as file:
                 return os.pread(file.fileno(), size, start)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise Replaced from None
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
             raise Replaced from None
 
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
@@ -116,6 +121,11 @@ class Folder(Place):
             os.rename(self._inbox / found.name, target)
 
 
+def _unlinked(path: str, flags: int) -> int:
+    """Open a file, but no link that took its place, and without a wait for a pipe's writer."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _mark(path: Path) -> None:
     """Give a folder a name, unless another process does so meanwhile."""
     name = secrets.token_hex(16)
@@ -130,19 +140,20 @@ def _mark(path: Path) -> None:
     draft.unlink(missing_ok=True)
 
 
-def _files(folder: Path, below: str) -> Iterator[Found]:
-    for entry in _entries(folder):
-        name = f"{below}{entry.name}"
-        if entry.name.startswith(".") or not _is_text(name):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(folder / entry.name, f"{name}/")
-        elif is_input(name) and entry.is_file(follow_symlinks=False):
-            try:
-                status = entry.stat()
-            except FileNotFoundError:  # taken, or renamed, meanwhile
+def _files(inbox: Path) -> Iterator[Found]:
+    below = [""]  # no recursion: folders may lie as deep as paths go
+    while below:
+        within = below.pop()
+        for entry in _entries(inbox / within):
+            name = f"{within}{entry.name}"
+            if entry.name.startswith(".") or not _is_text(name):
                 continue
-            yield Found(name, _stamp(status), status.st_size)
+            if entry.is_dir(follow_symlinks=False):
+                below.append(f"{name}/")
+            elif is_input(name) and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):  # taken, or renamed, meanwhile
+                    status = entry.stat(follow_symlinks=False)
+                    yield Found(name, _stamp(status), status.st_size)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -59,8 +59,13 @@ class Work:
         self._news = asyncio.Event()
         self._retries: dict[str, tuple[float, float]] = {}
         """Batch id -> when it is tried again, and the pause before that."""
-        self.trouble = ""
-        """What held the last object up; empty when it went on."""
+        self._held: dict[str, str] = {}
+        """Batch id -> what of the servers holds it up."""
+
+    @property
+    def trouble(self) -> str:
+        """What holds open objects up; empty once all go on, here or in another process."""
+        return next(reversed(self._held.values()), "")
 
     async def open(self, found: Found) -> None:
         """Take up an object, if it is not known. Raises redis.exceptions.RedisError and OSError."""
@@ -80,7 +85,9 @@ class Work:
         try:
             while True:
                 self._news.clear()
-                for entry, status in await inbox.open_entries(self._store, self._place.name):
+                found = await inbox.open_entries(self._store, self._place.name)
+                self._forget_all_but({entry.id for entry, _ in found})
+                for entry, status in found:
                     waits = status is not None and status not in batches.ENDED
                     if not waits and entry.id not in running and self._is_due(entry):
                         task = running[entry.id] = asyncio.create_task(self._one(entry, stopped.is_set), name=entry.id)
@@ -94,6 +101,12 @@ class Work:
                 task.cancel()
             if left:
                 await asyncio.wait(left)
+
+    def _forget_all_but(self, open_now: set[str]) -> None:
+        """Another process has finished the others."""
+        for kept in (self._retries, self._held):
+            for batch_id in kept.keys() - open_now:
+                del kept[batch_id]
 
     def _is_due(self, entry: Entry) -> bool:
         return time.monotonic() >= self._retries.get(entry.id, (0.0, 0.0))[0]
@@ -111,14 +124,14 @@ class Work:
             self._later(entry, f"{type(error).__name__}: {error}", error)
         else:
             self._retries.pop(entry.id, None)
-            self.trouble = ""
+            self._held.pop(entry.id, None)
 
     def _later(self, entry: Entry, why: str, error: Exception) -> None:
         pause = min(2 * self._retries.get(entry.id, (0.0, EVERY_S / 2))[1], LONGEST_PAUSE_S)
         self._retries[entry.id] = time.monotonic() + pause, pause
         name = shown(entry.found.name)
         if trouble(error) is not None:  # else it is this object's alone
-            self.trouble = f"{name} is held up: {why}"
+            self._held[entry.id] = f"{name} is held up: {why}"
         warn_throttled(log, "source %s: %s is held up, trying again: %s", self._name, name, why)
 
     async def take_forward(self, entry: Entry, stopped: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -238,6 +239,24 @@ def test_a_result_is_whole_or_not_there(tmp_path: Path) -> None:
     assert folder.clean(-1) == 1
 
 
+def test_folders_may_lie_deep_and_a_link_that_takes_a_files_place_is_not_read(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, moves=True)
+    folder.open()
+    (tmp_path / "inbox" / "a.jsonl").write_bytes(b"1\n")
+    at = os.open(tmp_path / "inbox", os.O_RDONLY)
+    for _ in range(1500):  # further than Python calls within calls
+        os.mkdir("d", dir_fd=at)
+        within, at = at, os.open("d", os.O_RDONLY, dir_fd=at)
+        os.close(within)
+    os.close(at)
+    (found,) = folder.files()
+    (tmp_path / "secret").write_bytes(b"2\n")
+    (tmp_path / "inbox" / "a.jsonl").unlink()
+    (tmp_path / "inbox" / "a.jsonl").symlink_to(tmp_path / "secret")
+    with pytest.raises(Replaced):
+        folder.read(found, 0, 2)
+
+
 def test_processes_know_a_folder_by_the_same_name(tmp_path: Path) -> None:
     names = []
     for path in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
@@ -269,6 +288,31 @@ async def test_what_another_process_has_finished_is_not_written_again(
         run(valkey, inbox.done(place.name, entry, forget=True))
         await work.take_forward(entry, lambda: False)
     assert watched.batches() == []
+
+
+async def test_what_held_an_object_up_is_over_once_another_process_has_finished_it(
+    valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    watched = Watched(valkey, tmp_path)
+    full = tmp_path / "files"
+    full.touch()  # no folder: nothing can be written there
+    async with AsyncClient(valkey_url) as client:
+        place = Folder(watched.root, moves=True)
+        place.open()
+        settings = FolderSettings(type="folder", folder=str(watched.root))
+        work = Work("files", Context(client, "", "one", ""), place, FolderBlobs(full), settings)
+        watched.put("a.jsonl", [GOOD])
+        (found,) = place.files()
+        await work.open(found)
+        running = asyncio.create_task(work.run(0.01))
+        while not work.trouble:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        ((entry, _),) = await inbox.open_entries(client.store, place.name)
+        run(valkey, inbox.done(place.name, entry, forget=True))
+        while work.trouble:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
 
 
 @pytest.mark.usefixtures("sweeper")
