@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ from producers.contract import keys
 from producers.contract.aside import fitting
 from producers.store.aside import MessageBlobs
 from tests.stub_engine import text_of
-from tests.workers.rig import MODEL, Rig
+from tests.workers.rig import MODEL, Rig, rig
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[Rig]:
+    """A worker that finds bodies in the test's folder."""
+    with rig() as made:
+        made.worker(files_dir=str(tmp_path))
+        yield made
 
 
 def parked(served: Rig) -> tuple[AsyncResult, str]:
@@ -35,18 +44,18 @@ def put(served: Rig, envelope: str, folder: Path) -> Path:
     return body
 
 
-def test_it_runs(served: Rig, tmp_path: Path) -> None:
-    result, envelope = parked(served)
-    put(served, envelope, tmp_path)
-    served.redis.rename("parked", MODEL)
+def test_it_runs(large: Rig, tmp_path: Path) -> None:
+    result, envelope = parked(large)
+    put(large, envelope, tmp_path)
+    large.redis.rename("parked", MODEL)
     assert result.get(timeout=60)["text"] == text_of(5, 0, 4)
-    served.until_settled([result.id])
+    large.until_settled([result.id])
 
 
-def test_without_its_body_it_fails_and_is_kept(served: Rig, tmp_path: Path) -> None:
-    result, envelope = parked(served)
-    put(served, envelope, tmp_path).unlink()
-    served.redis.rename("parked", MODEL)
+def test_without_its_body_it_fails_and_is_kept(large: Rig, tmp_path: Path) -> None:
+    result, envelope = parked(large)
+    put(large, envelope, tmp_path).unlink()
+    large.redis.rename("parked", MODEL)
     with pytest.raises(Exception, match="body is gone"):
         result.get(timeout=60)
-    served.until(lambda: served.redis.llen("penstock:dead"))
+    large.until(lambda: large.redis.llen("penstock:dead"))

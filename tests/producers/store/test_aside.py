@@ -41,7 +41,7 @@ def test_a_large_message_travels_by_reference_and_a_small_one_as_it_is(valkey: R
     sent = fitting(large := envelope("é" * MOST), MOST, aside)
     assert len(sent.encode()) <= MOST
     assert json.loads(sent)["headers"]["id"] == "t", "it can be looked at without its body"
-    reader = MessageBlobs(valkey, None)
+    reader = MessageBlobs(valkey, place)
     assert [json.loads(whole(sent, reader)) for _ in range(2)] == [json.loads(large)] * 2
     said = envelope(f'"{HEADER}"')
     assert whole(said, None) == said
@@ -65,6 +65,15 @@ async def test_a_body_is_removed_when_its_time_is_over_and_each_read_lengthens_i
     with pytest.raises(BodyGone, match=name.decode()):
         whole(sent, aside)
     assert not valkey.exists(keys.FILE_NOTES), "a late read notes nothing anew"
+
+
+@pytest.mark.parametrize("reference", [{"place": "/etc", "name": "hostname"}, {"name": "secret"}, {}, {"name": None}])
+def test_no_message_names_another_file(valkey: Redis, tmp_path: Path, reference: dict[str, str]) -> None:
+    (tmp_path / "secret").write_text("x")
+    headers = {"id": "t", "task": "x", HEADER: reference}
+    for place in (str(tmp_path), None):
+        with pytest.raises(BodyGone):
+            whole(json.dumps({"body": "", "headers": headers}), MessageBlobs(valkey, place))
 
 
 def test_without_a_place_a_large_message_is_refused(valkey: Redis, tmp_path: Path) -> None:
