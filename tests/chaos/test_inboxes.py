@@ -67,7 +67,7 @@ def test_it_may_die_at_any_change(
     assert list(watched.inbox.iterdir()) == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", few([signal.SIGKILL, signal.SIGTERM], signal.SIGKILL))
 def test_it_may_end_while_it_copies(valkey: Redis, valkey_url: str, tmp_path: Path, how: signal.Signals) -> None:
     """Most of the file is blank lines, which are no requests."""
     watched, incoming = Watched(valkey, tmp_path), tmp_path / "files" / ".incoming"

@@ -98,7 +98,8 @@ def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: py
 def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     (program,) = conducted()._worker_programs()
     settings = told(monkeypatch, program)
-    assert settings == WorkerSettings(URL, URL, settings.model, settings.name, drain=30.0)
+    assert settings.files_dir is not None, "up's own, for all its processes"
+    assert settings == WorkerSettings(URL, URL, settings.model, settings.name, drain=30.0, files_dir=settings.files_dir)
 
 
 def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:

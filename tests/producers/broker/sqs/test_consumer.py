@@ -298,6 +298,7 @@ signal.pause()
 """
 
 
+@pytest.mark.exhaustive
 def test_what_a_killed_worker_had_is_shown_at_once(place: Place) -> None:
     place.send(*"abcde")
     process = subprocess.Popen(guarded(sys.executable, "-c", _WORKER, place.url, place.store_url))

@@ -19,6 +19,7 @@ from producers.broker.sqs.queues.wanted import MAX_RECEIVES, Encryption, dead_le
 from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.trouble import Trouble
 from tests.aws import ACCOUNT, Aws
+from tests.exhaustive import few
 
 MODELS = [("tiny", "4f1c00000000")]
 KEY = "arn:aws:kms:us-east-1:123456789012:key/0a"
@@ -37,7 +38,7 @@ def attributes(aws: Aws, name: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"fifo": "1", "celery": "1", "visibility": "90"}])
+@pytest.mark.parametrize("options", few([{}, {"fifo": "1", "celery": "1", "visibility": "90"}], {}))
 def test_all_queues_of_a_model_are_made_and_a_second_time_nothing_changes(
     aws: Aws, valkey: Redis, options: dict[str, str]
 ) -> None:

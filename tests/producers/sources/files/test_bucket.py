@@ -244,6 +244,7 @@ def test_a_new_content_is_not_moved_away_with_the_old_one(aws: Aws) -> None:
         missing.open()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("sweeper")
 def test_faults_of_aws_are_waited_out(aws: Aws, valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
     """Throttling, errors, lost answers, deletes that come late, and messages that are received twice."""

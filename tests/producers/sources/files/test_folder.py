@@ -90,6 +90,7 @@ def test_what_is_refused_as_a_whole_says_why(valkey: Redis, valkey_url: str, tmp
     assert waiting(valkey) == 0, "nothing of them runs"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("sweeper")
 def test_a_moved_file_may_come_again(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
     watched = Watched(valkey, tmp_path)
