@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,20 +241,28 @@ def test_a_result_is_whole_or_not_there(tmp_path: Path) -> None:
     assert folder.clean(-1) == 1
 
 
-def test_folders_may_lie_deep_and_a_link_that_takes_a_files_place_is_not_read(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, moves=True)
-    folder.open()
-    (tmp_path / "inbox" / "a.jsonl").write_bytes(b"1\n")
-    at = os.open(tmp_path / "inbox", os.O_RDONLY)
-    for _ in range(1500):  # further than Python calls within calls
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Path]:
+    """A folder that lies further down than Python calls within calls: pytest could not remove it."""
+    (inbox := tmp_path / "inbox").mkdir()
+    at = os.open(inbox, os.O_RDONLY)
+    for _ in range(1500):
         os.mkdir("d", dir_fd=at)
-        within, at = at, os.open("d", os.O_RDONLY, dir_fd=at)
-        os.close(within)
+        above, at = at, os.open("d", os.O_RDONLY, dir_fd=at)
+        os.close(above)
     os.close(at)
+    yield tmp_path
+    subprocess.run(["rm", "-rf", inbox / "d"], check=True)
+
+
+def test_folders_may_lie_deep_and_a_link_that_takes_a_files_place_is_not_read(deep: Path) -> None:
+    folder = Folder(deep, moves=True)
+    folder.open()
+    (deep / "inbox" / "a.jsonl").write_bytes(b"1\n")
     (found,) = folder.files()
-    (tmp_path / "secret").write_bytes(b"2\n")
-    (tmp_path / "inbox" / "a.jsonl").unlink()
-    (tmp_path / "inbox" / "a.jsonl").symlink_to(tmp_path / "secret")
+    (deep / "secret").write_bytes(b"2\n")
+    (deep / "inbox" / "a.jsonl").unlink()
+    (deep / "inbox" / "a.jsonl").symlink_to(deep / "secret")
     with pytest.raises(Replaced):
         folder.read(found, 0, 2)
 
