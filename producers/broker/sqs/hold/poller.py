@@ -65,7 +65,7 @@ class Poller(threading.Thread):
         """The poll was answered, or not."""
         line = self._line
         with self._hold.changed:
-            line.polling = None
+            line.polling, line.entering = None, False
             line.failures = 0 if error is None else line.failures + 1
             line.error = "" if error is None else said(error)
             if error is not None:
@@ -97,6 +97,8 @@ class Poller(threading.Thread):
 
     def _enter(self, incarnation: str, received: list[Held]) -> None:
         hold = self._hold
+        with hold.changed:
+            self._line.entering = True
         found = hold.known(received)
         try:
             returns = None if hold.closed else self._note(incarnation, found)

@@ -44,6 +44,8 @@ class Line:
     since: float = 0.0
     polling: float | None = None
     """When its poll began (monotonic), inf while it is about to; None while it has none."""
+    entering: bool = False
+    """Messages came, which its index may have no more and the buffer not yet."""
     retry_at: float = 0.0
     failures: int = 0
     error: str = ""
@@ -105,7 +107,7 @@ def _busy(better: Line, line: Line, wants: Wants, now: float) -> float:
     holds_up = math.inf if better.rank <= line.rank else 0.0
     if now < better.retry_at:
         return 0.0
-    if better.blocked:  # it holds up its own tier and lower ones, no better one
+    if better.blocked or better.entering:  # it holds up its own tier and lower ones, no better one
         return holds_up
     if better.due <= 0:
         return 0.0
