@@ -72,7 +72,7 @@ def read(url: str) -> Address:
 
 
 def capabilities(address: Address) -> Capabilities:
-    """What the broker promises. SQS has no front of a queue, and its standard queues keep no order."""
+    """The broker's promises. SQS has no front of a queue, and its standard queues keep no order."""
     return Capabilities(
         strict_order=False,
         front_of_queue=False,

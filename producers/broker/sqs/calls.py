@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the books say. `taken`: KV tokens of all messages ever delivered."""
+    """The books, as read. `taken`: KV tokens of all messages ever delivered."""
 
     taken: int
     dead_letters: int

@@ -20,13 +20,11 @@ QUEUES: Final = "penstock:sqs:queues"
 RENEWED: Final = "penstock:sqs:renewed"
 #: Set: lists that have an index.
 LISTS: Final = "penstock:sqs:lists"
-#: What keys of the index begin with, for wakers.
-WAITING: Final = "penstock:sqs:waiting:"
 
 
 def waiting(name: str) -> str:
     """Sorted set: the index of a list. Member: see `Entry`; score: ms since when it waits, or from when on."""
-    return f"{WAITING}{name}"
+    return f"penstock:sqs:waiting:{name}"
 
 
 def tenants(name: str) -> str:

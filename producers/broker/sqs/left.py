@@ -1,4 +1,4 @@
-"""What workers that are gone left: their messages in flight, and delayed ones of a queue that nobody serves.
+"""Gives back what workers that are gone left: their messages in flight, and delayed ones of a queue that nobody serves.
 
 Both may die between any two steps and be repeated; docs/sqs.md has the order of the steps.
 """

@@ -1,4 +1,4 @@
-"""What a worker process has of its SQS queues: one `Hold`, which the consumers of its threads share.
+"""A worker process's share of its SQS queues: one `Hold`, which the consumers of its threads share.
 
     poller (a thread a list) ─ ReceiveMessage ─▶ NOTE ─▶ buffer ─▶ fetch: TAKE ─▶ given ─▶ put_down ─▶ courier ─▶ SQS
 

@@ -1,4 +1,4 @@
-"""What the courier does beside deliveries that are put down: renewals, due messages, what dead workers left."""
+"""The courier's work beside deliveries that are put down: renewals, due messages, what dead workers left."""
 
 from __future__ import annotations
 

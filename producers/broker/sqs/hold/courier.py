@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from redis.exceptions import RedisError
 
 from producers.broker.sqs.hold.errand import Act, Ask, Errand
+from producers.broker.sqs.hold.held import Held
 from producers.broker.sqs.hold.requests import BATCH, GONE, request
 from producers.broker.values import PutDown
 from producers.connection.aws import AwsError, AwsMissing
@@ -202,4 +203,6 @@ def _needless(step: Call | Ask | None) -> bool:
     """SQS has no message for it any more; or it renews what is on its way back by now."""
     if not isinstance(step, Ask) or step.receipt_of is None:
         return False
-    return not step.receipt_of.receipt or (step.renews and step.receipt_of.leaving)
+    return not step.receipt_of.receipt or (
+        isinstance(step.receipt_of, Held) and step.renews and step.receipt_of.leaving
+    )

@@ -153,11 +153,11 @@ def renew(held: Held, seconds: float) -> Steps:
 
 
 def reap(incarnation: str, one: Flying) -> Steps:
-    """What a dead worker had in flight; REAP has put it on its way."""
+    """A message that a dead worker had in flight goes the way that REAP has put it on."""
     deleted = one.out in DELETED
     gone = yield Ask(Act.DELETE if deleted else Act.SHOW, one.list, one)
     if gone and not deleted and one.member:  # SQS has none: a failover has lost that it went
-        yield Ask(Act.SEND, one.list, None, Entry.parse(one.member).message(one.list).envelope())
+        yield Ask(Act.SEND, one.list, None, Entry.parse(one.member).message(one.list).envelope(), one.group)
     yield reaped(incarnation, [one.field])
     return PutDown.DONE
 

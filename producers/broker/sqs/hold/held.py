@@ -80,7 +80,7 @@ class Held:
     def entry(self) -> bytes:
         """Its value there (JSON; the script that reads it takes texts as they are)."""
         said = {"list": self.list, "mid": self.mid, "receipt": self.receipt, "id": self.id}
-        said |= {"member": self.member, "at": str(self.at)}
+        said |= {"member": self.member, "at": str(self.at), "group": self.group}
         return json.dumps(said, ensure_ascii=False).encode(errors="surrogateescape")
 
 
@@ -115,9 +115,8 @@ def stray_of(incarnation: str, flying: Flying, place: tuple[str, str, int]) -> H
     """A delivery that a failover of the store brought back: its body is not known any more, but for its size."""
     now = time.monotonic()
     raw = Entry.parse(flying.member).message(flying.list).envelope() if flying.member else ""
-    held = Held(
-        incarnation, *place, "", flying.receipt, raw.encode(), None, "", flying.member, "", time.time(), now, now
-    )
+    member, group = flying.member, flying.group
+    held = Held(incarnation, *place, "", flying.receipt, raw.encode(), None, "", member, group, time.time(), now, now)
     held.uuid, held.given, held.stray = flying.field, True, True
     return held
 

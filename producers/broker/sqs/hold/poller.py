@@ -35,7 +35,7 @@ RETRY_S: Final = 0.2
 #: Longest pause (s) after a failure that may pass by itself; and after one that an operator has to mend.
 AWAY_S: Final = 5.0
 UNFIT_S: Final = 15.0
-#: What is not entered in flight within this part of its visibility is left to reappear.
+#: Part of a message's visibility within which it is entered in flight, or else left to reappear.
 PATIENCE: Final = 0.6
 
 

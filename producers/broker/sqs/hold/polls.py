@@ -35,7 +35,7 @@ class Blocked:
 
 @dataclass(slots=True)
 class Line:
-    """What is known of a list. `due`: messages to receive, by its index; `since`: it waits unserved (ms; 0: empty)."""
+    """The state of a list. `due`: messages to receive, by its index; `since`: it waits unserved (ms; 0: empty)."""
 
     name: str
     queue: str
@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(slots=True)
 class Wants:
-    """What the worker asked for last. `seqs`, `tokens`: what the buffer has, by tier; `ahead`: see `Polls.ask`."""
+    """The worker's last fetch. `seqs`, `tokens`: what the buffer has, by tier."""
 
     incarnation: str
     credit: Credit

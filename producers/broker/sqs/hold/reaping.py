@@ -38,7 +38,8 @@ class Flying:
     id: str
     member: str
     out: str = ""
-    leaving: bool = True
+    group: str = ""
+    """Its MessageGroupId."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def read_reap(answer: Sequence[Any]) -> tuple[int, list[Flying]]:
 def read_flying(field: str, raw: bytes | str) -> Flying:
     """A field of the hash of messages in flight, and its value."""
     said = json.loads(raw if isinstance(raw, str) else raw.decode(errors="surrogateescape"))
-    return Flying(field, said["list"], said["receipt"], said["id"], said["member"], said.get("out", ""))
+    return Flying(field, said["list"], said["receipt"], said["id"], said["member"], said.get("out", ""), said["group"])
 
 
 def requests(flying: Sequence[Flying]) -> list[Request]:

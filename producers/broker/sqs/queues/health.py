@@ -1,4 +1,4 @@
-"""Whether SQS answers, and has the queues that it should have: one request a look, once each queue was seen."""
+"""Looks whether SQS answers, and has the queues that it should have: one request a look, once each queue was seen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ITS_OWN: Final = (None, Trouble.UNUSABLE)
 
 
 class Health:
-    """What was wrong with each list's queue when it was last looked at. One thread at a time may look."""
+    """Remembers what was wrong with each list's queue when it was last looked at. One thread at a time may look."""
 
     def __init__(self, connection: Connection) -> None:
         self._to = connection

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 BATCH: Final = 10
 #: Bytes of one request's bodies, unless it has one alone. AWS takes 1 MiB; others still what it took until 2025.
 BATCH_BYTES: Final = 256 * 1024
-#: What SQS takes as a group: printable ASCII without the space.
+#: A group as SQS takes it: printable ASCII without the space.
 _GROUP: Final = re.compile(r"[!-~]{1,128}")
 
 

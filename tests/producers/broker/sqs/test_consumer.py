@@ -418,6 +418,19 @@ def test_tasks_of_one_key_run_one_after_another(fifo: Place) -> None:
     assert ids(fifo.take(1, room=1)) == ["a2"]
 
 
+def test_what_is_sent_anew_for_a_dead_worker_stays_in_its_group(fifo: Place) -> None:
+    """A failover of the store restored an entry whose message is deleted."""
+    fifo.send("a1", group="a")
+    fifo.take(1, room=1)
+    url = fifo.queue_url(f"{QUEUE}#default")
+    fifo.sqs.purge_queue(QueueUrl=url)
+    fifo.consumer.end_lease(INC)
+    assert fifo.consumer.reap(INC) == 1
+    until(lambda: fifo.counts() == (1, 0))
+    (found,) = fifo.sqs.receive_message(QueueUrl=url, AttributeNames=["MessageGroupId"])["Messages"]
+    assert found["Attributes"]["MessageGroupId"] == "a"
+
+
 def test_what_follows_a_task_that_is_given_back_goes_back_with_it(fifo: Place) -> None:
     fifo.send("a1", "a2", "a3", group="a")
     (a1,) = fifo.take(1, room=1)
