@@ -1,4 +1,4 @@
-"""What Penstock needs in an AWS account, for whoever sets one up (`penstock aws`).
+"""Sets up an AWS account for Penstock, checks it, and says what it needs (`penstock aws`).
 
 broker's URL, models, bucket ─▶ account.py: `Needs`, and all that is made for them
     ─▶ producers.broker.sqs.queues.setup, bucket.py    made, corrected or checked by API calls

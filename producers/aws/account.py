@@ -28,7 +28,7 @@ from producers.store.blobs.bucket import Bucket
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a system needs. `models`: names and versions."""
+    """A system's needs. `models`: names and versions."""
 
     address: Address
     models: Sequence[tuple[str, str]]

@@ -15,10 +15,10 @@ from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.trouble import Trouble
 from producers.store.blobs.bucket import Bucket, lifecycle
 
-#: What keys of input files begin and end with.
+#: Begin and end of keys of input files.
 INBOX: Final = "inbox/"
 SUFFIX: Final = ".jsonl"
-#: What keys begin with where results go, and inputs that are done.
+#: Begins of keys: of results, and of inputs that are done.
 OUTBOX: Final = "outbox/"
 DONE: Final = "done/"
 EVENTS: Final = "s3:ObjectCreated:*"
@@ -27,7 +27,7 @@ PRIVATE: Final = dict.fromkeys(
 )
 #: Id of our notification among a bucket's.
 _NOTIFICATION: Final = "penstock-inbox"
-#: What S3 answers where a bucket has no such setting.
+#: Codes that S3 answers where a bucket has no such setting.
 _UNSET: Final = frozenset(
     {
         *("NoSuchLifecycleConfiguration", "NoSuchPublicAccessBlockConfiguration", "NoSuchTagSet"),
@@ -188,7 +188,7 @@ def may_send(target: str, service: str, source: str, account: str, action: str =
 def _merged(
     existing: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]], key: str
 ) -> list[Mapping[str, Any]]:
-    """What others set, and ours, which take the places of earlier ones of the same key."""
+    """Others' settings with ours, which take the places of earlier ones of the same key."""
     named = {one[key]: one for one in ours}
     kept = [named.pop(one[key], one) if key in one else one for one in existing]
     return [*kept, *named.values()]

@@ -41,7 +41,7 @@ MAKE_BUCKET: Final = (
     *("s3:GetLifecycleConfiguration", "s3:PutLifecycleConfiguration"),
     *("s3:GetBucketNotification", "s3:PutBucketNotification", "s3:GetBucketTagging", "s3:PutBucketTagging"),
 )
-#: What each process does with the tiers' queues, beside finding them.
+#: Each process's actions on the tiers' queues, beside finding them.
 OF_TIERS: Final = {
     "producer": SEND,
     "gateway": SEND,
@@ -58,7 +58,7 @@ _LINKS: Final = frozenset({"worker", "sweeper"})
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What policies speak of. Parts of ARNs may be CloudFormation's, such as `${AWS::AccountId}`."""
+    """The resources that policies name. Parts of ARNs may be CloudFormation's, such as `${AWS::AccountId}`."""
 
     address: Address
     account: str
@@ -66,7 +66,7 @@ class Scope:
     """The address's, unless given."""
     partition: str = ""
     files: Bucket | None = None
-    """Where files are (`--files-dir`)."""
+    """The place of files (`--files-dir`)."""
     inbox: str = ""
     """Name of the bucket with `inbox/`; empty: no such source."""
     chosen: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ NOBODYS: Final = "penstock-probe"
 
 
 def probe(role: str, needs: Needs, store: Redis) -> list[Finding]:
-    """What a process can and cannot do. Raises ValueError for an unknown one, AwsError where AWS is away."""
+    """Findings on what a process can and cannot do. Raises ValueError for an unknown one, and AwsError."""
     if role not in OF_TIERS:
         raise ValueError(f"role is {role!r}; it must be one of {', '.join(OF_TIERS)}")
     address = needs.address

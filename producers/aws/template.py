@@ -28,7 +28,7 @@ from producers.broker.sqs.queues.wanted import (
 )
 from producers.store.blobs.bucket import Bucket, lifecycle
 
-#: What may run Penstock's processes.
+#: The services that may run Penstock's processes.
 SERVICES: Final = ("ecs-tasks.amazonaws.com", "ec2.amazonaws.com", "pods.eks.amazonaws.com")
 #: Ways of a bucket's notifications, and the conditions' names.
 WAYS: Final = {"direct": "Direct", "sns": "BySns", "eventbridge": "ByEventBridge"}
@@ -41,7 +41,7 @@ _KEPT: Final = {"DeletionPolicy": "Retain", "UpdateReplacePolicy": "Retain"}
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What the template is about. `models`: names and versions; `inbox`: whether the bucket tells of input files."""
+    """A CloudFormation template. `models`: names and versions; `inbox`: whether the bucket tells of input files."""
 
     address: Address
     models: Sequence[tuple[str, str]]
@@ -110,7 +110,7 @@ class Template:
         return f"${{{_id(inbox_name(self.address.prefix))}.Arn}}"
 
     def _ways(self) -> dict[str, Any]:
-        """What brings a bucket's notifications to the queue."""
+        """The resources that bring a bucket's notifications to the queue."""
         queue, topic = self._inbox_arn, "${InboxTopic}"
         rule = {"source": ["aws.s3"], "detail-type": ["Object Created"]}
         detail = {"bucket": {"name": [_BUCKET]}, "object": {"key": [{"wildcard": f"{INBOX}*{SUFFIX}"}]}}

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PARALLEL: Final = 4
 #: Longest time (s) for giving a message back when the process stops.
 BACK_S: Final = 5.0
-#: What `handle` may raise for a server that is away or full; the message is handled again.
+#: Errors of `handle` for a server that is away or full; the message is handled again.
 RETRIED: Final = (*FAILURES, SubmitFailed)
 
 

@@ -15,7 +15,7 @@ from producers.client.aio import AsyncClient
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the process gives to each of its sources. `process`: a name that no other process has."""
+    """A source's surroundings, which its process gives it. `process`: a name that no other process has."""
 
     client: AsyncClient
     store_url: str
@@ -39,7 +39,7 @@ class Source(ABC):
 
     @abstractmethod
     def unready(self) -> list[str]:
-        """Why it takes nothing now; empty while it does."""
+        """The reasons why it takes nothing now; empty while it does."""
 
 
 class SourceSettings(BaseModel, ABC):

@@ -16,7 +16,7 @@ MOST: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where a blob is. `ends`: for a result, where each of its blocks ends (bytes)."""
+    """The place and name of a blob. `ends`: for a result, where each of its blocks ends (bytes)."""
 
     place: str
     name: str

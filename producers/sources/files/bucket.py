@@ -25,7 +25,7 @@ from producers.store.inbox import Found
 
 #: Longest key, in bytes.
 LONGEST: Final = 1024
-#: What an outbox may add to an object's name, as in a folder.
+#: Additions of an outbox to an object's name, as in a folder.
 ADDED: Final = len(".batch_") + 32 + len(ERRORS) - len(SUFFIX)
 #: S3's answers for an object that has another ETag by now, or whose last version is that it was deleted.
 _OTHER: Final = frozenset({"412", "PreconditionFailed", "405", "MethodNotAllowed"})

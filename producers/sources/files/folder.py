@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MARK: Final = ".penstock"
 #: Longest name of a file, or of a folder, in bytes.
 LONGEST: Final = 255
-#: What an outbox may add to a file's name: a batch's id, and that it has errors.
+#: Additions of an outbox to a file's name: a batch's id, and that it has errors.
 ADDED: Final = len(".batch_") + 32 + len(ERRORS) - len(SUFFIX)
 
 

@@ -36,7 +36,7 @@ def _endpoint(value: str) -> str:
 
 
 class InboxSettings(SourceSettings, ABC):
-    """What each batch of a source is given."""
+    """The settings of each batch of a source."""
 
     endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
         None, description=f"one of {', '.join(ENDPOINTS)}; unset: the `url` of the input's first line"

@@ -1,4 +1,4 @@
-"""What a bucket and a folder do alike: they take up objects, and work on those that are open."""
+"""The common part of buckets and folders: they take up objects, and work on those that are open."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class FolderSource(InboxSource):
 
 
 class Looks:
-    """What successive looks at a folder found."""
+    """The findings of successive looks at a folder."""
 
     def __init__(self, settled_s: float, again_s: float) -> None:
         self._settled_s = settled_s

@@ -21,7 +21,7 @@ READ_S: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a record's or a row's `reply` says."""
+    """A record's or a row's `reply`."""
 
     source: str
     url: str

@@ -26,13 +26,13 @@ Format = Literal["json", "cloudevents"]
 MAX_BODY: Final = 4 << 20
 MAX_ID: Final = 255
 REQUIRED: Final = ("id", "source", "specversion", "type")
-#: What an attribute of the message that is one of a CloudEvent begins with.
+#: The begin of names of message attributes that are a CloudEvent's.
 BINARY: Final = "ce-"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a message asks for. `fields`: of the task, unchecked."""
+    """A message's request. `fields`: of the task, unchecked."""
 
     identity: tuple[str, ...]
     """Messages of one source with the same identity ask for the same task."""

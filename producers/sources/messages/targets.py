@@ -1,4 +1,4 @@
-"""Where replies go: SQS queues, SNS topics and lists of the store, by one text each.
+"""Targets of replies: SQS queues, SNS topics and lists of the store, by one text each.
 
     https://sqs.REGION.amazonaws.com/ACCOUNT/NAME      arn:aws:sns:REGION:ACCOUNT:NAME      list:NAME
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 SCHEME: Final = "s3"
-#: What a process must be allowed to do on the bucket and on the objects under the prefix; then what `aws:kms` adds.
+#: A process's permissions on the bucket, and on the objects under the prefix; then what `aws:kms` adds.
 PERMISSIONS: Final = ("s3:ListBucket", "s3:ListBucketMultipartUploads")
 OBJECT_PERMISSIONS: Final = (
     *("s3:GetObject", "s3:PutObject", "s3:DeleteObject"),

@@ -28,7 +28,7 @@ class Line:
 
 
 class Ahead:
-    """What was read of blobs beyond the lines that were asked for, so that who goes on there need not read it again.
+    """Keeps what was read of blobs beyond the lines that were asked for, for who goes on there.
 
     Threads may share it, each with blobs of its own.
     """

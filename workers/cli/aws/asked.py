@@ -49,7 +49,7 @@ def needs_of(
     sse: str | None,
     tag: list[str] | None,
 ) -> Needs:
-    """What the options ask for. Raises Failure."""
+    """The needs that the options name. Raises Failure."""
     from producers.aws.account import Needs
 
     if inbox and bucket is None:

@@ -47,7 +47,7 @@ def _of(reference: str, store: Redis | None, say: Callable[[str], None]) -> list
 
 
 def _served(name: str, store: Redis | None) -> list[tuple[str, str]]:
-    """What the store's card says."""
+    """The version of the store's card."""
     from producers.contract import keys
 
     card = None if store is None else store.hget(keys.MODELS, name)
