@@ -1,1 +1,1 @@
-"""Operators' tools: dead_letters lists, replays and removes dead letters; tenants lists and weighs tenants."""
+"""Operators' tools: fleet reads all pools; dead_letters lists and replays dead letters; tenants weighs tenants."""

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from producers.admin.fleet import read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.aws import AwsError
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
-from producers.gateway.pools import read_fleet
 from producers.gateway.reach import lasts
 from producers.gateway.tasks.views import ErrorView
 

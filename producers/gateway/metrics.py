@@ -16,9 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from producers.admin.fleet import Fleet, read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
-from producers.gateway.pools import Fleet, read_fleet
 
 #: Latency buckets (s), fine in the range that an interactive caller notices.
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

@@ -11,8 +11,8 @@ from typing import Any
 from redis import Redis
 
 from producers import AsyncClient, Client
+from producers.admin.fleet import read_fleet
 from producers.contract import keys
-from producers.gateway.pools import read_fleet
 from tests.aws import Aws
 from tests.stub_engine import text_of
 from tests.workers.rig import TIMES

@@ -61,8 +61,8 @@ async def _use(system: System, tasks: int) -> None:
 
     from rich.console import Console
 
+    from producers.admin.fleet import read_fleet
     from producers.client.aio import AsyncClient
-    from producers.gateway.pools import read_fleet
     from workers.cli.client import Gateway
     from workers.cli.demo.load import Load
     from workers.cli.demo.report import KvUse, report

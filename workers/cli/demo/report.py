@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from producers.admin.fleet import Fleet
 from producers.contract import keys
-from producers.gateway.pools import Fleet
 from workers.bench import percentile
 from workers.cli.demo.load import Task
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Final
 
 from engine.execution.threads import threads_of_each
+from producers.admin.fleet import read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import is_redis
 from producers.connection.local import HOST
-from producers.gateway.pools import read_fleet
 from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.gpus.choice import Chosen

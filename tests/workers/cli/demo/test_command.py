@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from producers.admin.fleet import Fleet, Pool
 from producers.contract import keys
-from producers.gateway.pools import Fleet, Pool
 from workers.bench import percentile
 from workers.cli.client import Gateway
 from workers.cli.demo.load import Board, Lines, Load, Task

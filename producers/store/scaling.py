@@ -1,0 +1,72 @@
+"""Decisions of the autoscaler: the latest of each pool, and the history of those that changed something.
+
+A pool's state, one JSON object in the hash `penstock:scale:pools` under the pool's name (a model, or model@version):
+
+    at        unix seconds, on the store's clock, of the last decision: written every few seconds while one leads
+    model     the model's name
+    wanted    the number of workers that the policy wants: what `penstock_desired_workers` exports
+    reason    why, in words
+    raw       {"a", "b", "c", "raw"}: the policy's numbers (`workers.autoscaler.policy`)
+    signals   what the policy saw (`workers.autoscaler.signals`); null where nothing could be read
+    memory    what the policy remembers (`workers.autoscaler.policy.Memory`)
+    rules     the settings that it went by (`workers.autoscaler.rules`)
+    actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator
+    actuator  its name, or "" where another program follows the exported number
+    trouble   what keeps workers from coming up, in words; empty if nothing does
+    by        the autoscaler that decided
+
+An entry of the stream `penstock:scale:decisions` has the fields `pool` and `decision` (the same JSON). It is written
+when the number or the trouble changes, in the same script as the state, and only by the autoscaler that leads.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, script, text
+from producers.contract import keys
+from producers.store.protocol import PACKAGE
+
+#: Decisions that are kept, about.
+MOST: Final = 10_000
+#: Age (s) of a state from which on nobody leads, and its number counts no more.
+STALE_S: Final = 30.0
+
+
+def keep(me: str, pool: str, state: dict[str, Any], *, changed: bool) -> Call:
+    """SCALE: write a pool's state, and the decision if it changed something. Answers 1, or 0 where `me` leads not."""
+    told = json.dumps(state)
+    return Call(
+        script(PACKAGE, "scale"),
+        (keys.SCALE_LEADER, keys.SCALE_POOLS, keys.SCALE_DECISIONS),
+        (me, pool, told, told if changed else "", MOST),
+    )
+
+
+async def states(store: Redis) -> dict[str, dict[str, Any]]:
+    """The latest state of each pool. Raises redis.RedisError or OSError."""
+    raw = await _texts(store, keys.SCALE_POOLS)
+    return {name: json.loads(state) for name, state in raw.items()}
+
+
+async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:
+    """The last decisions of a pool that changed something, the newest first. Raises redis.RedisError or OSError."""
+    found: list[dict[str, Any]] = []
+    last = "+"
+    while len(found) < count:
+        entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=500) or []
+        fields = [{text(k): text(v) for k, v in entry.items()} for _, entry in entries]
+        found += [json.loads(one["decision"]) for one in fields if one["pool"] == pool]
+        if len(entries) < 500:
+            break
+        last = f"({text(entries[-1][0])}"
+    return found[:count]
+
+
+async def _texts(store: Redis, key: str) -> dict[str, str]:
+    """A hash of texts."""
+    raw = await store.execute_command("HGETALL", key)
+    return {text(name): text(value) for name, value in raw.items()}

@@ -1,0 +1,49 @@
+"""Signals: what the policy sees of one pool at one moment.
+
+A value that is missing, negative, NaN or too old is None, and `missing` says which. The policy never takes a missing
+number for zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from producers.contract import keys
+from producers.contract.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class TierQueue:
+    """What waits in one tier. `oldest_s`: seconds since the longest waiting task was submitted, where known."""
+
+    waiting: int = 0
+    oldest_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """`at`: the store's clock (unix s). `ready`: workers with a live lease that take tasks."""
+
+    at: float
+    tiers: dict[str, TierQueue] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, TierQueue()))
+    in_flight: int = 0
+    ready: int = 0
+    running: int = 0
+    """Sequences that the ready workers are generating."""
+    kv_used: float | None = None
+    """Share of the KV blocks of all ready workers that sequences hold (0 to 1)."""
+    profile: Profile = field(default_factory=Profile)
+    """The kept profile, with the p95 TTFT and duty cycle of the ready workers (the worst and the mean of them)."""
+    missing: tuple[str, ...] = ()
+    """Names of the numbers that could not be read or make no sense."""
+
+    @property
+    def queued(self) -> int:
+        return sum(tier.waiting for tier in self.tiers.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the kept decision."""
+        from dataclasses import asdict
+
+        return asdict(self)
