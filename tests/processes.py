@@ -28,7 +28,7 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.store.protocol import admit
 from tests.warm import Forked
-from workers.cli.local.supervisor import GUARD
+from workers.processes.supervisor import GUARD
 
 ROOT = Path(__file__).parent.parent
 #: Name of the tests' own connections, as CLIENT LIST shows it.

@@ -28,7 +28,7 @@ from threading import Lock
 from typing import Any
 
 from tests.chaos import clock
-from workers.cli.local.guard import PR_SET_PDEATHSIG
+from workers.processes.guard import PR_SET_PDEATHSIG
 
 #: What the processes of a system would import when they start; last, what lets them share its memory.
 _IMPORTS = """

@@ -1,5 +1,10 @@
 """Errors that keep a worker or a command from its work."""
 
+from typing import Final
+
+#: Exit status of a process that was refused, and would be refused again.
+REFUSED: Final = 2
+
 
 class Refused(Exception):
     """A server or a model cannot be used; the message says why and what to use instead."""

@@ -21,7 +21,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract.events import Token
 from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import Rig
-from workers.cli.local.supervisor import Child, Program
+from workers.processes.supervisor import Child, Program
 
 #: Longer than the test takes: nothing here happens because one lapses.
 LEASE = 300.0

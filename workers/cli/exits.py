@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final
 
+from workers import errors
+
 
 class Exit(IntEnum):
     """A command's exit statuses."""
 
     OK = 0
     TASK_FAILED = 1
-    REFUSED = 2
+    REFUSED = errors.REFUSED
     UNREACHABLE = 3
     TIMEOUT = 4
     INTERRUPTED = 130

@@ -9,7 +9,7 @@ import sys
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.choice import Chosen
 from workers.cli.gpus.workers import programs, supervise
-from workers.cli.local.supervisor import Program
+from workers.processes.supervisor import Program
 
 #: As tests.processes.Worker starts one, but by the command line that `programs` adds the name to.
 CHILD = """

@@ -17,9 +17,9 @@ from workers.cli.app import app
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.choice import Chosen
 from workers.cli.local import up
-from workers.cli.local.supervisor import Program
 from workers.cli.local.system import System
 from workers.cli.processes import PENSTOCK
+from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 
 URL = "redis://127.0.0.1:1/0"

@@ -31,7 +31,7 @@ from typing import Final
 
 from workers.cli.exits import Exit
 from workers.cli.gpus.choice import Chosen
-from workers.cli.local.supervisor import HAND_BACK_S, TOLD, WELL_S, Child, Program
+from workers.processes.supervisor import HAND_BACK_S, TOLD, WELL_S, Child, Program
 from workers.runtime.notify import notify_ready
 from workers.runtime.signals import coming
 

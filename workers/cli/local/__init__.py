@@ -1,5 +1,5 @@
 """The whole system on one machine: `penstock up`, `run` and `chat`.
 
-up -> system (which processes, on which ports) -> supervisor (keeps children running; guard ends them with their parent)
+up -> system (which processes, on which ports) -> workers.processes (keeps children running)
 embedded keeps the data directory and its Valkey; background runs a system beside one command
 """

@@ -23,7 +23,7 @@ from typing import Final, Self
 
 from producers.connection.local import BROKER, HOST, PORT
 from workers.cli.exits import Exit, Failure
-from workers.cli.local.supervisor import Child, Program, ended
+from workers.processes.supervisor import Child, Program, ended
 
 #: Time (s) that a server may take to end after its owner was killed.
 LEFTOVER_S: Final = 10.0

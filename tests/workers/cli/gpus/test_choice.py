@@ -16,9 +16,9 @@ from workers.cli.exits import Failure
 from workers.cli.gpus import choice as gpus
 from workers.cli.gpus import cuda_devices
 from workers.cli.gpus.choice import Chosen, Gpu, choose, gpus_here
-from workers.cli.local.supervisor import Program
 from workers.cli.local.system import Plan, System
 from workers.library import Found
+from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 
 HERE = [

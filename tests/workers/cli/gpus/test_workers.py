@@ -23,8 +23,8 @@ from tests.processes import ROOT, fill
 from tests.producers.gateway.conftest import until
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.workers import supervise
-from workers.cli.local import supervisor
-from workers.cli.local.supervisor import Program
+from workers.processes import supervisor
+from workers.processes.supervisor import Program
 from workers.runtime import signals
 
 PYTHON = (sys.executable, "-I", "-S", "-c")

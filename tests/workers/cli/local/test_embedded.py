@@ -23,7 +23,7 @@ from tests.producers.gateway.conftest import until
 from workers.cli.exits import Failure
 from workers.cli.local import embedded
 from workers.cli.local.embedded import DataDir, LeftBehind, open_data_dir, started, valkey
-from workers.cli.local.supervisor import Child
+from workers.processes.supervisor import Child
 
 
 class TestDataDir:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from workers.cli.local import supervisor
-from workers.cli.local.supervisor import GUARD, Child, Program, ended
+from workers.processes import supervisor
+from workers.processes.supervisor import GUARD, Child, Program, ended
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 #: Says that it is up, then waits for SIGTERM.
@@ -282,7 +282,7 @@ class TestGuard:
 #: A parent of one child that is killed with it and ignores SIGTERM, and of one that may end as it likes.
 ORPHANS = f"""
 import asyncio, signal, sys
-from workers.cli.local.supervisor import Child, Program
+from workers.processes.supervisor import Child, Program
 
 GRACEFUL = '''
 import signal, sys, time

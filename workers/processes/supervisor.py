@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from workers.cli.exits import Exit
+from workers.errors import REFUSED
 
 GUARD: Final = Path(__file__).with_name("guard.py")
 #: Pause (s) before a child is restarted. It doubles with each death that follows soon after a start.
@@ -123,7 +123,7 @@ class Child:
                 return status
             since = self._serves_since
             # A refused child never served, however long it took, e.g. to load a model of many GB.
-            well = since is not None and time.monotonic() - since >= WELL_S and status != Exit.REFUSED
+            well = since is not None and time.monotonic() - since >= WELL_S and status != REFUSED
             deaths = 1 if well else deaths + 1
             said = ended(status)
             reason = self.give_up(status, deaths)
