@@ -15,8 +15,11 @@ from redis.asyncio import Redis
 from producers.broker.base import Broker
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.profile import Profile, sane
 from producers.contract.queues import version_queue_of
 from producers.store.outbox import Backlog, backlog
+from producers.store.profiles import read_profiles
+from producers.store.scaling import parsed, parsed_value, read_states
 
 QUEUE_PREFIX: Final = keys.model_queue("")
 
@@ -52,6 +55,22 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the autoscaler goes by, and what it last decided. Empty where nothing was written, or it makes no sense."""
+
+    leads: str = ""
+    """The autoscaler that leads; empty if none does."""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Pool -> its latest decision (`producers.store.scaling`)."""
+    retries: dict[str, float] = field(default_factory=dict)
+    """Pool -> when an operator last asked for another try (unix s)."""
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    """`model@version` -> what its workers measured."""
+    rollouts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Model -> its rolling update (`producers.store.rollouts`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """All pools, dead letters, the sweepers' work, the outbox. `swept`: a sweeper's duty -> how often it was done."""
 
@@ -63,23 +82,31 @@ class Fleet:
     sweeper_leads: bool = False
     swept: dict[str, int] = field(default_factory=dict)
     webhooks: Backlog = field(default_factory=lambda: Backlog({}, 0.0))
+    at: float = 0.0
+    """The store's clock (unix s) at the beginning of the reading."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Model -> the version of its card, to which new tasks go."""
+    scaling: Scaling = field(default_factory=Scaling)
 
 
 async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     """Read all pools in five round trips. Raises redis.exceptions.RedisError or OSError."""
-    models, about, leads, swept, now, *left = await _ask(
+    models, about, leads, swept, now, *rest = await _ask(
         store,
         ("HGETALL", keys.MODELS),
         ("HGETALL", keys.POOLS),
         ("EXISTS", keys.SWEEPER),
         ("HGETALL", keys.SWEPT),
         ("TIME",),
+        ("GET", keys.SCALE_LEADER),
+        *(("HGETALL", key) for key in (keys.SCALE_POOLS, keys.SCALE_RETRIES, keys.PROFILES, keys.ROLLOUTS)),
         *(
             command
             for index in (keys.SUBMITTING, keys.UNSETTLED, keys.SETTLED)
             for command in (("ZCARD", index), ("ZRANGE", index, "0", "0", "WITHSCORES"))
         ),
     )
+    scaling, left = _scaling(*rest[:5]), rest[5:]
     served = _served(models, about)
     depths = await broker.depths(list(served))
     pools = {
@@ -96,9 +123,9 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     }
     taking = [(name, pools[queue]) for name, queue in depths.workers.items() if queue in pools]
     leases = await _ask(store, *(("GET", keys.lease(name)) for name, _ in taking))
-    for (_, pool), lease in zip(taking, leases, strict=True):
+    for (name, pool), lease in zip(taking, leases, strict=True):
         if lease is not None:
-            pool.workers.append(json.loads(lease))
+            pool.workers.append({"worker": name, **parsed(lease)})
     submitting, unsettled, to_compact = (_left(*one, now) for one in zip(left[::2], left[1::2], strict=True))
     done = {text(what): int(count) for what, count in swept.items()}
     return Fleet(
@@ -110,6 +137,20 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
         bool(leads),
         done,
         await backlog(store),
+        now[0] + now[1] / 1e6,
+        {text(name): str(parsed(card).get("version", "")) for name, card in models.items()},
+        scaling,
+    )
+
+
+def _scaling(leader: Any, states: Any, retries: Any, measured: Any, rollouts: Any) -> Scaling:
+    asked = {text(pool): sane(parsed_value(at)) for pool, at in retries.items()}
+    return Scaling(
+        text(leader or ""),
+        read_states(states),
+        {pool: at for pool, at in asked.items() if at is not None},
+        read_profiles(measured),
+        {text(model): parsed(rollout) for model, rollout in rollouts.items()},
     )
 
 

@@ -35,6 +35,7 @@ POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerpr
 PROFILES: Final = "penstock:profiles"  # hash: model@version -> what its workers measured (`producers.contract.profile`)
 SCALE_LEADER: Final = "penstock:scale:leader"  # string with a TTL: the autoscaler that leads
 SCALE_POOLS: Final = "penstock:scale:pools"  # hash: pool -> its latest decision (JSON, `producers.store.scaling`)
+SCALE_RETRIES: Final = "penstock:scale:retries"  # hash: pool -> unix s; an operator asked for another try
 SCALE_DECISIONS: Final = "penstock:scale:decisions"  # stream: decisions that changed something, the latest 10,000
 ROLLOUTS: Final = "penstock:rollouts"  # hash: model -> its rolling update (JSON, `producers.store.rollouts`)
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live

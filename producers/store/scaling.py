@@ -5,11 +5,13 @@ A pool's state, one JSON object in the hash `penstock:scale:pools` under the poo
     at        unix seconds, on the store's clock, of the last decision: written every few seconds while one leads
     model     the model's name
     wanted    the number of workers that the policy wants: what `penstock_desired_workers` exports
+    told      the number that the actuator is told: fewer than `wanted` while workers do not come up
     reason    why, in words
     raw       {"a", "b", "c", "raw"}: the policy's numbers (`workers.autoscaler.policy`)
     signals   what the policy saw (`workers.autoscaler.signals`); null where nothing could be read
     memory    what the policy remembers (`workers.autoscaler.policy.Memory`)
     rules     the settings that it went by (`workers.autoscaler.rules`)
+    starts    what is remembered of starts that failed (`workers.autoscaler.starts`)
     actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator
     actuator  its name, or "" where another program follows the exported number
     trouble   what keeps workers from coming up, in words; empty if nothing does
@@ -22,6 +24,7 @@ when the number or the trouble changes, in the same script as the state, and onl
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -48,8 +51,32 @@ def keep(me: str, pool: str, state: dict[str, Any], *, changed: bool) -> Call:
 
 async def states(store: Redis) -> dict[str, dict[str, Any]]:
     """The latest state of each pool. Raises redis.RedisError or OSError."""
-    raw = await _texts(store, keys.SCALE_POOLS)
-    return {name: json.loads(state) for name, state in raw.items()}
+    return read_states(await store.execute_command("HGETALL", keys.SCALE_POOLS))
+
+
+def read_states(raw: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """The same of HGETALL's answer. The state of a pool that cannot be read is empty."""
+    return {text(pool): parsed(state) for pool, state in raw.items()}
+
+
+async def retry(store: Redis, pool: str) -> None:
+    """Ask for another try to start a pool's workers. Raises redis.RedisError or OSError."""
+    seconds, micros = await store.time()
+    await store.execute_command("HSET", keys.SCALE_RETRIES, pool, repr(seconds + micros / 1e6))
+
+
+def parsed_value(raw: str | bytes | None) -> Any:
+    """A value of JSON; None where it is none."""
+    try:
+        return json.loads(raw or "null")
+    except (ValueError, RecursionError):
+        return None
+
+
+def parsed(raw: str | bytes | None) -> dict[str, Any]:
+    """An object of JSON; empty where it is none."""
+    found = parsed_value(raw)
+    return found if isinstance(found, dict) else {}
 
 
 async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:
@@ -59,14 +86,8 @@ async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]
     while len(found) < count:
         entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=500) or []
         fields = [{text(k): text(v) for k, v in entry.items()} for _, entry in entries]
-        found += [json.loads(one["decision"]) for one in fields if one["pool"] == pool]
+        found += [parsed(one["decision"]) for one in fields if one["pool"] == pool]
         if len(entries) < 500:
             break
         last = f"({text(entries[-1][0])}"
     return found[:count]
-
-
-async def _texts(store: Redis, key: str) -> dict[str, str]:
-    """A hash of texts."""
-    raw = await store.execute_command("HGETALL", key)
-    return {text(name): text(value) for name, value in raw.items()}
