@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.execution.device_health import check_alive
 from engine.execution.loop import StepLoop
-from engine.execution.placement import place, runner_for, speculation_for, while_idle
+from engine.execution.placement import REHEARSED, place, runner_for, speculation_for, while_idle
 from engine.execution.threads import threads_for
 from engine.logprobs import TokenLogprobs
 from engine.memory import release
@@ -131,8 +131,17 @@ class Engine:
         )
 
     @classmethod
-    def load(cls, path: str | Path, config: EngineConfig | None = None) -> Engine:
-        """Load the Hugging Face folder at `path`. Raises ModelError about the folder, EngineError about the rest."""
+    def load(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        loaded: Callable[[str], None] = lambda phase: None,
+    ) -> Engine:
+        """Load the Hugging Face folder at `path`. Raises ModelError about the folder, EngineError about the rest.
+
+        `loaded` is called with "weights" when these are read, and on a GPU with "compile" when it can compute.
+        """
         config = config or EngineConfig()
         if device_named(config.device).type == "cpu":
             torch.set_num_threads(threads_for(config.threads))
@@ -150,7 +159,11 @@ class Engine:
         if config.draft_model is not None:
             # The target model checks the draft model's tokens, so the draft model need not be as exact.
             draft = load_model(config.draft_model, config.dtype, model.device, config.kernels)
-        return cls(model, config, folder=folder, version=model_version(folder.resolve()), draft=draft)
+        loaded("weights")
+        engine = cls(model, config, folder=folder, version=model_version(folder.resolve()), draft=draft)
+        if model.device.type in REHEARSED:
+            loaded("compile")
+        return engine
 
     # ---- requests
 

@@ -18,7 +18,7 @@ from engine.speculate.draft import DraftModel
 #: The assumed memory of a step, in bytes, on a GPU where it is not measured.
 _UNMEASURED = 1 * GIB
 #: Devices on which kernels are compiled and steps recorded. Both are done before the first request.
-_REHEARSED = frozenset({"cuda"})
+REHEARSED = frozenset({"cuda"})
 #: On a CPU, the number of blocks to keep side by side, and the bytes per layer from which a single block is long
 #: enough.
 _RUN = 8
@@ -123,7 +123,7 @@ def speculation_for(
 
 def while_idle(runner: Runner | DeviceRunner) -> Callable[[], bool]:
     """The runner's work for idle times. Each call records one more decode step, and returns False if none is left."""
-    if isinstance(runner, DeviceRunner) and runner.device.type in _REHEARSED:
+    if isinstance(runner, DeviceRunner) and runner.device.type in REHEARSED:
         return runner.record_next
     return lambda: False
 
@@ -159,7 +159,7 @@ def runner_for(
             max_model_len=length,
             graphs=config.graphs,
         )
-        if model.device.type in _REHEARSED:
+        if model.device.type in REHEARSED:
             rehearse(runner)
         return runner
     except Exception as error:

@@ -16,12 +16,14 @@ import os
 import signal
 
 from workers.cli.exits import Exit
+from workers.runtime.cold_start import COLD_START
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """The entry point of `penstock`."""
+    COLD_START.mark("process")
     # Ctrl-C during the imports ends the process at once: there is nothing to clean up yet. A process that ignores
     # SIGINT, such as a script's background job, goes on ignoring it.
     listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,7 +1,8 @@
 """`/livez` and `/readyz` of a worker or a webhooks process, for whoever runs it. Only where a port was given.
 
 /livez   200 while it works or ends in order; 503 once it has given itself up (it ends by itself, soon after)
-/readyz  200 while it takes tasks; 503 with the reasons where it does not: draining, no lease, a stuck part, a fault
+/readyz  200 while it takes tasks; 503 with the reasons where it does not: draining, no lease, a stuck part, a fault;
+         with the phases of a worker's start
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
 from workers.errors import Refused
+from workers.runtime.cold_start import COLD_START
 
 
 class Watched(Protocol):
@@ -67,5 +69,8 @@ class Health:
             return (503, {"status": "failed", "reasons": [given_up]}) if given_up else (200, {"status": "ok"})
         if path == "/readyz":
             reasons = ["the model is being loaded"] if runtime is None else runtime.unready()
-            return (503, {"status": "not ready", "reasons": reasons}) if reasons else (200, {"status": "ready"})
+            body: dict[str, Any] = {"status": "not ready", "reasons": reasons} if reasons else {"status": "ready"}
+            if "total" in (start := COLD_START.figures):  # a worker that has been ready
+                body["cold_start"] = start
+            return (503 if reasons else 200), body
         return 404, {"status": "there are /livez and /readyz"}

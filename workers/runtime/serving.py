@@ -15,6 +15,7 @@ from producers.contract import keys
 from producers.store import model_files
 from workers.errors import Refused
 from workers.library import find_model, verify
+from workers.runtime.cold_start import COLD_START
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
     from engine import Engine, EngineConfig, EngineError  # torch takes seconds to import
     from engine.text import ModelCard
 
+    COLD_START.mark("imports")
     found = find_model(model, say=logger.info)
     folder = found.folder
     verify(folder, say=logger.info)
@@ -32,7 +34,7 @@ def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, byt
         verify(draft, say=logger.info)
         options = options | {"draft_model": str(draft)}
     try:
-        engine = Engine.load(folder, EngineConfig(**options))
+        engine = Engine.load(folder, EngineConfig(**options), loaded=COLD_START.mark)
     except EngineError as exc:
         raise Refused(f"cannot serve {folder}: {exc}") from exc
     if engine.card is None:

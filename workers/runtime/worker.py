@@ -14,6 +14,7 @@ from typing import Any
 
 from celery.apps.worker import install_cry_handler
 from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
+from celery.signals import worker_ready
 from celery.worker import state
 
 from producers.connection.log_throttle import warn_throttled
@@ -23,6 +24,7 @@ from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
 from workers.pool.app import attach, make_app
 from workers.runtime.assembly import Runtime
+from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
 from workers.runtime.notify import notify_ready
 from workers.runtime.serving import announce, pool_of
@@ -43,6 +45,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
 
     Raises workers.errors.Refused where broker, store or model cannot be used.
     """
+    COLD_START.mark("imports")
     logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
     warnings.filterwarnings("ignore", category=SecurityWarning)
@@ -53,8 +56,11 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     stopping.install()
     health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
     check_servers(settings.broker, settings.store, queues=())
+    COLD_START.mark("connect")
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
+    COLD_START.mark("weights")
     check_model(engine, settings.model, settings.step_limit)
+    COLD_START.mark("warm_up")
     _, *queues = pool_of(engine).queues
     check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
     card, pool = _announced(settings.store, engine, files)
@@ -87,12 +93,19 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     gc.collect()  # the next full one comes when a quarter of what this one leaves, nothing, has come
     logger.info("Serving %s from %s", card["name"], pool.queue)
     notify_ready()
+    worker_ready.connect(_tell_ready)
     worker.start()
     if runtime.drain.over.is_set():
         # The interpreter's own end takes as long as it likes, and on a busy machine longer than a drain may.
         logging.shutdown()
         os._exit(os.EX_OK)
     return 0 if state.should_stop is not None else int(worker.exitcode or 0)
+
+
+def _tell_ready(**_: Any) -> None:
+    """Log how long the start took, once Celery's consumer takes tasks for the first time."""
+    if COLD_START.ready():
+        logger.info("Ready in %s", COLD_START)
 
 
 def _quiet(worker: Any) -> Any:

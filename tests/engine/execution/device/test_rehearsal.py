@@ -120,7 +120,7 @@ def test_an_engine_is_rehearsed_before_it_is_there(model_folder: Path, monkeypat
     config = EngineConfig(device="cpu", kernels="ragged", max_num_seqs=4, kv_cache_bytes=1 << 20)
     found = []
     for devices in (frozenset[str](), frozenset({"cpu"})):
-        monkeypatch.setattr("engine.execution.placement._REHEARSED", devices)
+        monkeypatch.setattr("engine.execution.placement.REHEARSED", devices)
         with Engine.load(model_folder, config) as engine:
             runner = engine._loop._pipeline._executor
             assert isinstance(runner, DeviceRunner)
