@@ -1,4 +1,5 @@
-"""Child processes of this one: supervisor keeps them running and stops them, guard ends them with their parent.
+"""Child processes of this one.
 
-`penstock up`, `penstock worker --gpus` and the autoscaler's local actuator run their workers by it.
+supervisor keeps a child running and stops it; guard ends it with its parent; readiness hears that it serves. The
+workers of `penstock up`, of `penstock worker --gpus` and of the autoscaler's local actuator run by it.
 """

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.errors import REFUSED
+from workers.processes.readiness import Readiness
 
 GUARD: Final = Path(__file__).with_name("guard.py")
 #: Pause (s) before a child is restarted. It doubles with each death that follows soon after a start.
@@ -42,8 +43,8 @@ TOLD: Final = "told to stop by another process; it stays stopped"
 class Program:
     """A program to run.
 
-    `last`: the signal that it gets when this process dies. `tells`: the program reports that it serves, and its owner
-    then calls `Child.serves`; without it, a running program counts as serving.
+    `last`: the signal that it gets when this process dies. `tells`: the program reports that it serves, as sd_notify(3)
+    has it; without it, a running program counts as serving.
     """
 
     name: str
@@ -59,13 +60,14 @@ class Child:
 
     `restart`: whether it is started again when it exits; may be set at any time. `give_up(status, deaths)` is called
     for each exit that was not ordered; it returns a reason not to restart, or None. `deaths` counts deaths in a row
-    without WELL_S seconds of service between them.
+    without WELL_S seconds of service between them. `on_serve` is called for each process that serves.
     """
 
     def __init__(self, program: Program, say: Callable[[str, str], None]) -> None:
         self.program = program
         self.restart = False
         self.give_up: Callable[[int, int], str | None] = lambda status, deaths: None
+        self.on_serve: Callable[[], None] = lambda: None
         self.served = False
         """Whether any of its processes has served, not only the current one."""
         self._serves_since: float | None = None
@@ -75,7 +77,13 @@ class Child:
         self._relays: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ordered: signal.Signals | None = None
+        self._readiness: Readiness | None = None
         self.keeper: asyncio.Task[int] | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether the current process serves; of one that has just died: whether it did."""
+        return self._serves_since is not None
 
     @property
     def pid(self) -> int | None:
@@ -85,13 +93,14 @@ class Child:
 
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be run."""
-        await self._spawn()
+        if self.program.tells:
+            self._readiness = Readiness(self._serves)
+        try:
+            await self._spawn()
+        except BaseException:
+            self._deaf()
+            raise
         self.keeper = asyncio.create_task(self._keep(), name=f"keep {self.program.name}")
-
-    def serves(self) -> None:
-        """Note that the current process has reported that it serves."""
-        self.served = True
-        self._serves_since = time.monotonic()
 
     def order(self, sig: signal.Signals) -> None:
         """Send a signal to stop it and do not restart it. May be called again with another signal."""
@@ -113,8 +122,23 @@ class Child:
             await asyncio.wait(self._relays, timeout=1.0)
         return bool(done)
 
+    def _serves(self) -> None:
+        self.served = True
+        self._serves_since = time.monotonic()
+        self.on_serve()
+
     async def _keep(self) -> int:
         """Restart the child until it is stopped or given up. Returns the last exit status."""
+        try:
+            return await self._until_it_ends()
+        finally:
+            self._deaf()
+
+    def _deaf(self) -> None:
+        if self._readiness is not None:
+            self._readiness.close()
+
+    async def _until_it_ends(self) -> int:
         deaths = 0
         while True:
             assert self._process is not None
@@ -151,7 +175,7 @@ class Child:
         return True
 
     async def _spawn(self) -> None:
-        program = self.program
+        program, self._serves_since = self.program, None
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(int(program.last))]
         ours, theirs = os.pipe()
         try:
@@ -161,7 +185,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=theirs,
                 stderr=theirs,
-                env={**os.environ, **program.env},
+                env=self._environment(),
                 pass_fds=program.pass_fds,
                 start_new_session=True,
             )
@@ -170,14 +194,17 @@ class Child:
             raise
         finally:
             os.close(theirs)
-        self._serves_since = None
         if not program.tells:
-            self.serves()
+            self._serves()
         relay = asyncio.create_task(self._relay(ours))
         self._relays.add(relay)
         relay.add_done_callback(self._relays.discard)
         if self._ordered is not None:  # told to stop while it was being started
             self._send(self._ordered)
+
+    def _environment(self) -> dict[str, str]:
+        own = {} if self._readiness is None else {"NOTIFY_SOCKET": self._readiness.address}
+        return {**os.environ, **self.program.env, **own}
 
     def _send(self, sig: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

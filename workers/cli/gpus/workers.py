@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -96,25 +94,19 @@ async def _until_all_end(fleet: _Fleet, came: asyncio.Queue[signal.Signals], dra
 
 
 class _Fleet:
-    """The child processes, and the sockets on which they report that they serve."""
+    """The child processes."""
 
     def __init__(self, asked: Sequence[Program], say: Say) -> None:
         self._say = say
-        self._sockets: list[socket.socket] = []
         self._ordered: list[int] = []
         self._told_ready = False
         self.children = [self._child(program) for program in asked]
 
     def _child(self, program: Program) -> Child:
-        # A socket for each child, with an abstract name that the kernel chooses and drops with this process.
-        hears = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        hears.bind("")
-        self._sockets.append(hears)
-        address = "@" + hears.getsockname()[1:].decode()
-        child = Child(replace(program, env={**program.env, "NOTIFY_SOCKET": address}, tells=True), self._say)
+        child = Child(replace(program, tells=True), self._say)
         child.restart = True
         child.give_up = lambda status, deaths: self._hopeless(child, status, deaths)
-        asyncio.get_running_loop().add_reader(hears.fileno(), self._heard, child, hears)
+        child.on_serve = lambda: self._heard(child)
         return child
 
     async def start(self) -> None:
@@ -135,20 +127,14 @@ class _Fleet:
         return max(0 if status in self._ordered else Exit.TASK_FAILED if status < 0 else status for status in statuses)
 
     async def close(self) -> None:
-        """Kill the children that still run and close the sockets."""
+        """Kill the children that still run."""
         await asyncio.gather(*(child.stop(0.0, signal.SIGKILL) for child in self.children))
-        for hears in self._sockets:
-            asyncio.get_running_loop().remove_reader(hears.fileno())
-            hears.close()
 
-    def _heard(self, child: Child, hears: socket.socket) -> None:
-        with suppress(BlockingIOError):
-            if b"READY=1" in hears.recv(4096).split(b"\n"):
-                child.serves()
-                self._say(child.program.name, f"serves (process {child.pid})")
-                if all(one.served for one in self.children) and not self._told_ready:
-                    self._told_ready = True
-                    notify_ready()
+    def _heard(self, child: Child) -> None:
+        self._say(child.program.name, f"serves (process {child.pid})")
+        if all(one.served for one in self.children) and not self._told_ready:
+            self._told_ready = True
+            notify_ready()
 
     def _hopeless(self, child: Child, status: int, deaths: int) -> str | None:
         if status == 0:
