@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -95,6 +95,8 @@ class Child:
         """Start the program. Raises OSError if it cannot be run."""
         if self.program.tells:
             self._readiness = Readiness(self._serves)
+            own = {"NOTIFY_SOCKET": self._readiness.address}
+            self.program = replace(self.program, env={**self.program.env, **own})
         try:
             await self._spawn()
         except BaseException:
@@ -185,7 +187,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=theirs,
                 stderr=theirs,
-                env=self._environment(),
+                env={**os.environ, **program.env},
                 pass_fds=program.pass_fds,
                 start_new_session=True,
             )
@@ -201,10 +203,6 @@ class Child:
         relay.add_done_callback(self._relays.discard)
         if self._ordered is not None:  # told to stop while it was being started
             self._send(self._ordered)
-
-    def _environment(self) -> dict[str, str]:
-        own = {} if self._readiness is None else {"NOTIFY_SOCKET": self._readiness.address}
-        return {**os.environ, **self.program.env, **own}
 
     def _send(self, sig: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
