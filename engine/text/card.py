@@ -17,9 +17,11 @@ fixed, one JSON object. A reader ignores keys that it does not know:
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
 
-Workers add, if it is less than the context:
+In the store it has more (`producers.store.cards`):
 
-       kv_capacity       tokens of the longest sequence that the KV cache of any worker holds
+    published         unix milliseconds at which it was published; not there while only workers have written it
+    served            whether a worker of this version has been up; only then is the KV capacity known
+    kv_capacity       tokens of the longest sequence that the KV cache of any worker holds, if less than the context
 """
 
 from __future__ import annotations

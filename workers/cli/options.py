@@ -110,6 +110,30 @@ def _provider(notice: str | None) -> str | None:
     return notice
 
 
+Broker = Annotated[
+    str,
+    typer.Option(
+        envvar="BROKER_URL",
+        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
+        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-), which also needs --store.",
+    ),
+]
+#: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
+AnyBroker = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BROKER_URL",
+        help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
+        "`penstock up` in this directory.",
+    ),
+]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        envvar="STORE_URL",
+        help="The Redis or Valkey server that holds records and token streams. Unset: the broker, if it is one.",
+    ),
+]
 LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
 Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Most output tokens. Unset: up to the end of the context.")]

@@ -14,6 +14,7 @@ from producers.connection.local import FILES_DIR
 from workers.cli.exits import PROCESS_STATUS, Failure, needs
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import (
+    Broker,
     CorsOrigin,
     Deterministic,
     Device,
@@ -40,6 +41,7 @@ from workers.cli.options import (
     SpeculateTokens,
     SpotMetadataUrl,
     SpotProvider,
+    Store,
     Threads,
     WebhookAllow,
     check_spot,
@@ -64,30 +66,6 @@ if TYPE_CHECKING:
     from producers.gateway.batches.endpoints import LineEndpoints
     from producers.sweeper.sweeper import SweeperSettings
 
-Broker = Annotated[
-    str,
-    typer.Option(
-        envvar="BROKER_URL",
-        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
-        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-), which also needs --store.",
-    ),
-]
-#: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
-AnyBroker = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BROKER_URL",
-        help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
-        "`penstock up` in this directory.",
-    ),
-]
-Store = Annotated[
-    str | None,
-    typer.Option(
-        envvar="STORE_URL",
-        help="The Redis or Valkey server that holds records and token streams. Unset: the broker, if it is one.",
-    ),
-]
 #: -P keeps a folder named `workers` in the current directory from being imported instead of ours.
 PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
 

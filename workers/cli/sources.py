@@ -9,8 +9,7 @@ import typer
 
 from producers.connection.local import FILES_DIR
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure
-from workers.cli.options import FilesDir, LogLevel, finite
-from workers.cli.processes import Broker, Store
+from workers.cli.options import Broker, FilesDir, LogLevel, Store, finite
 from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
 
 if TYPE_CHECKING:

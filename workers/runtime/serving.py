@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from redis import Redis
-from redis.client import Pipeline
 
 from producers.contract import keys
-from producers.store import model_files
+from producers.store import cards
 from workers.errors import Refused
 from workers.library import find_model, verify
 from workers.runtime.cold_start import COLD_START
@@ -59,26 +57,5 @@ def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[s
     if engine.kv_capacity < card["context_length"]:
         card["kv_capacity"] = engine.kv_capacity
     pool = pool_of(engine)
-    for name, data in files.items():
-        model_files.put(store, card["files"][name], data)
-    # When: a sweeper that is about to forget the pool sees that it is back.
-    store.hset(keys.POOLS, pool.queue, json.dumps({**asdict(pool), "announced": int(time.time() * 1000)}))
-    store.transaction(lambda pipe: _write(pipe, card), keys.MODELS)
-    for name, data in files.items():  # a sweeper removes files that no card names, as these were until now
-        model_files.put(store, card["files"][name], data)
-    store.hdel(keys.ROUTES, card["name"])  # clients of earlier releases send to all pools of the model then
+    cards.announce(store, card, pool, files)
     return card, pool
-
-
-def _write(pipe: Pipeline, card: dict[str, Any]) -> None:
-    """Write the model's card. Its KV capacity is the largest of this version's workers."""
-    raw = pipe.hget(keys.MODELS, card["name"])
-    before = json.loads(raw) if raw else {}
-    told = dict(card)
-    if before.get("version") == card["version"] and "kv_capacity" in card:
-        context: int = card["context_length"]
-        told["kv_capacity"] = max(card["kv_capacity"], before.get("kv_capacity", context))
-        if told["kv_capacity"] >= context:
-            del told["kv_capacity"]
-    pipe.multi()
-    pipe.hset(keys.MODELS, card["name"], json.dumps(told))

@@ -22,7 +22,7 @@ def told(valkey: Redis, **engine: Any) -> dict[str, Any]:
 
 
 def test_a_card_says_what_a_worker_has_room_for_where_that_is_less_than_the_context(valkey: Redis) -> None:
-    assert told(valkey, kv_capacity=CARD.context_length) == json.loads(CARD.to_json())
+    assert told(valkey, kv_capacity=CARD.context_length) == json.loads(CARD.to_json()) | {"served": True}
     assert told(valkey, max_model_len=500)["context_length"] == 500
 
 

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
-from workers.cli.options import Url, finite
-from workers.cli.processes import Broker, Store
+from workers.cli.options import Broker, Store, Url, finite
 
 
 def add_to(app: typer.Typer) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
-from workers.cli.processes import AnyBroker, Store
+from workers.cli.options import AnyBroker, Store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:

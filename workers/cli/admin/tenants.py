@@ -11,7 +11,7 @@ import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import OPERATOR_STATUS
-from workers.cli.processes import AnyBroker, Store
+from workers.cli.options import AnyBroker, Store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`penstock models`: lists, shows and pulls models."""
+"""`penstock models`: lists, shows, pulls and publishes models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS, Failure, needs
+from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Failure, needs
+from workers.cli.models.publish import publish
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import DEFAULT_URL
 from workers.cli.terminal.show import printable
@@ -35,15 +36,17 @@ SHAPE: Final = {
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    models = typer.Typer(no_args_is_help=True, help="List, show and pull models.")
+    models = typer.Typer(no_args_is_help=True, help="List, show, pull and publish models.")
     examples: dict[str, tuple[Callable[..., None], str]] = {
         "ls": (listed, "penstock models ls --json"),
         "show": (show, "penstock models show tiny"),
         "pull": (pull, "penstock models pull hf://Qwen/Qwen3-0.6B@main --name qwen3"),
         "card": (card, "penstock models card tiny"),
+        "publish": (publish, "penstock models publish tiny --broker redis://10.0.0.5:6379/0"),
     }
     for name, (command, example) in examples.items():
-        models.command(name, epilog=f"Example: {example}\n\n{PROCESS_STATUS}")(command)
+        status = OPERATOR_STATUS if command is publish else PROCESS_STATUS
+        models.command(name, epilog=f"Example: {example}\n\n{status}")(command)
     app.add_typer(models, name="models", rich_help_panel="Models")
 
 

@@ -11,8 +11,7 @@ import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs
-from workers.cli.options import LogLevel, WebhookAllow, finite
-from workers.cli.processes import AnyBroker, Broker, Store
+from workers.cli.options import AnyBroker, Broker, LogLevel, Store, WebhookAllow, finite
 from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
 from workers.cli.terminal.show import printable
 from workers.cli.webhooks import deliveries, listen

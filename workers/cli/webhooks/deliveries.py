@@ -14,7 +14,7 @@ import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import Exit, Failure
-from workers.cli.processes import AnyBroker, Store
+from workers.cli.options import AnyBroker, Store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:

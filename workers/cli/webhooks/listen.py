@@ -11,7 +11,7 @@ import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import Failure, needs
-from workers.cli.processes import AnyBroker, Store
+from workers.cli.options import AnyBroker, Store
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient

@@ -1,0 +1,147 @@
+"""Models' cards in the hash `penstock:models`: the card of a name decides which version its new tasks go to.
+
+A worker that starts announces its model; an operator publishes one, with no worker up. What stands afterwards:
+
+    before                          a worker announced              somebody published
+    nothing, or not published       the worker's card               the publisher's card
+    published, of the same version  the worker's, still published   the publisher's, with what workers told of it
+    published, of another version   unchanged                       the publisher's card
+
+So new workers may come up while new tasks still go to the version before, and an old worker that starts again turns
+nothing back. Workers tell what only they know: `context_length`, if they were told a shorter one, and `kv_capacity`.
+They write it into their pool's entry first, and into the card if that is of their version. A publisher writes the card
+first, and then reads the pools. So either sees the other.
+
+    dies after          what stands                                     who repairs it
+    files               files that no card names                        the sweeper removes them
+    the pool's entry    a pool without workers                          the sweeper forgets it
+    the card            a card, perhaps without what workers told       the next worker; a task too large fails
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from redis import Redis
+
+from producers.connection.script import Call, run, script, text
+from producers.contract import keys
+from producers.store import model_files
+from producers.store.protocol import PACKAGE
+
+Card = dict[str, Any]
+#: A card's keys that workers tell of.
+TOLD = ("context_length", "kv_capacity")
+
+
+def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, bytes]) -> Card:
+    """Write what a worker serves: its model's files, its pool, and the card by the rule above. Returns what stands.
+
+    `card`: the model's own, with the worker's TOLD. Raises redis.RedisError or OSError; may be called again.
+    """
+    told = {name: card[name] for name in TOLD if name in card}
+    # When: a sweeper that is about to forget the pool sees that it is back.
+    about = {**asdict(pool), **told, "announced": _now_ms()}
+
+    def change(before: Card | None) -> Card | None:
+        if before is None or "published" not in before:
+            return _learnt(card, before)
+        if before["version"] != card["version"]:
+            return None
+        return _learnt(card, before) | {"published": before["published"]}
+
+    return _put(store, card, files, change, lambda: store.hset(keys.POOLS, pool.queue, json.dumps(about)))
+
+
+def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | None = None) -> Card:
+    """Write a model's card and files, with no worker up. Returns what stands.
+
+    `over`: only where the version that stands is this one, or the card's own. Errors as of `announce`.
+    """
+
+    def change(before: Card | None) -> Card | None:
+        standing = before and before["version"]
+        if over is not None and standing not in (over, card["version"]):
+            return None
+        new = card | {"published": _now_ms(), "served": False}
+        if before is not None and standing == card["version"]:
+            new |= {name: before[name] for name in TOLD if name in before}
+            new["served"] = before.get("served", "published" not in before)
+        return new
+
+    _put(store, card, files, change)
+    return _write(store, card["name"], lambda before: _told(store, card["version"], before))
+
+
+def read(store: Redis, name: str) -> Card | None:
+    """A model's card."""
+    raw = store.hget(keys.MODELS, name)
+    card: Card | None = None if raw is None else json.loads(raw)
+    return card
+
+
+def _learnt(card: Card, before: Card | None) -> Card:
+    """A worker's card, with the largest KV capacity of its version's workers; with none where that is the context."""
+    new = card | {"served": True}
+    if before is None or before["version"] != card["version"] or not before.get("served", "published" not in before):
+        return new
+    context = int(card["context_length"])
+    capacity = max(int(card.get("kv_capacity", context)), int(before.get("kv_capacity", context)))
+    new["kv_capacity"] = capacity
+    if capacity >= context:
+        del new["kv_capacity"]
+    return new
+
+
+def _told(store: Redis, version: str, before: Card | None) -> Card | None:
+    """The card with what pools of its version have told, where it says nothing of workers."""
+    if before is None or before["version"] != version or before.get("served", True):
+        return None
+    about = map(json.loads, store.hvals(keys.POOLS))
+    pools = [one for one in about if (one["model"], one.get("version")) == (before["name"], version)]
+    found = before
+    for one in pools:
+        told = {name: one[name] for name in TOLD if name in one}
+        found = _learnt({**before, **told}, found)
+    return found if pools else None
+
+
+def _put(
+    store: Redis,
+    card: Card,
+    files: Mapping[str, bytes],
+    change: Callable[[Card | None], Card | None],
+    first: Callable[[], object] = lambda: None,
+) -> Card:
+    def put() -> None:
+        for name, data in files.items():
+            model_files.put(store, card["files"][name], data)
+
+    put()
+    first()
+    standing = _write(store, card["name"], change)
+    put()  # a sweeper removes files that no card names, as these were until now
+    store.hdel(keys.ROUTES, card["name"])  # clients of earlier releases send to all pools of the model then
+    return standing
+
+
+def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]) -> Card:
+    """Replace a card by what `change` makes of it; None leaves it. Returns what stands."""
+    while True:
+        raw = store.hget(keys.MODELS, name)
+        before: Card | None = None if raw is None else json.loads(raw)
+        after = change(before)
+        if after is None:
+            assert before is not None, "a change begins with a card"
+            return before
+        swap = Call(script(PACKAGE, "swap"), (keys.MODELS,), (name, text(raw or ""), json.dumps(after), 0))
+        if run(store, swap):
+            return after
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,63 @@
+"""`penstock models publish`: lets clients send tasks to models before any worker is up."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from workers.cli.exits import Exit, Failure, needs
+from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.options import AnyBroker, Store
+
+if TYPE_CHECKING:
+    from workers.library import Found
+
+
+def publish(
+    references: Annotated[list[str], typer.Argument(metavar="MODEL...", help=MODEL, autocompletion=complete_model)],
+    broker: AnyBroker = None,
+    store: Store = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+) -> None:
+    """Write models' cards and tokenizers into the store: tasks for them are accepted and queued, with no worker up.
+
+    New tasks of a published model go to the published version, until another one is published or `penstock rollout`
+    ends. Workers of other versions take up only what was queued for these. On SQS, missing queues are made.
+    """
+    from producers.connection.local import servers
+    from workers.errors import Refused
+
+    found = find_models(references, lambda line: typer.echo(line, err=True))
+    try:
+        urls = servers(broker, store)
+        for one in found:
+            told = _publish(one, *urls)
+            before = f", was {told['before']}" if told["before"] not in (None, told["version"]) else ""
+            typer.echo(json.dumps(told) if as_json else f"{told['name']} {told['version']}{before}")
+    except (Refused, ValueError) as error:
+        raise Failure(str(error)) from error
+
+
+def _publish(found: Found, broker: str, store: str) -> dict[str, str | None]:
+    """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure."""
+    with needs("gateway"):
+        from producers.connection.connect import shown
+        from producers.connection.trouble import said
+        from producers.contract import keys
+        from producers.store import cards
+        from workers.connect import LOST, check_queues, check_servers, connect
+        from workers.library.publish import described
+
+    card, files = described(found, lambda line: typer.echo(line, err=True))
+    queues = [keys.version_queue(found.name, card["version"]), keys.model_queue(found.name)]
+    check_servers(broker, store, queues=())
+    check_queues(broker, store, queues, make=True)  # first: a published model's tasks are sent there
+    try:
+        with connect(store) as client:
+            before = cards.read(client, found.name)
+            cards.publish(client, card, files)
+    except LOST as error:
+        raise Failure(f"the store at {shown(store)} does not take it: {said(error)}", Exit.UNREACHABLE) from error
+    return {"name": found.name, "version": card["version"], "before": before and before["version"]}
