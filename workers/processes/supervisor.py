@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from workers.errors import REFUSED
 from workers.processes.readiness import Readiness
@@ -55,16 +55,29 @@ class Program:
     tells: bool = False
 
 
+class Warm(Protocol):
+    """Processes that have imported what programs need (`workers.processes.standby`)."""
+
+    async def take(self, program: Program, output: int) -> asyncio.subprocess.Process | None:
+        """Make one of them the program, with this output; None: it has to be started normally."""
+
+    def used(self) -> None:
+        """Note that a program has ended."""
+
+
 class Child:
     """A child process that runs one program. `say(name, line)` gets its output and what happens to it.
+
+    `standby`: processes that may become the program.
 
     `restart`: whether it is started again when it exits; may be set at any time. `give_up(status, deaths)` is called
     for each exit that was not ordered; it returns a reason not to restart, or None. `deaths` counts deaths in a row
     without WELL_S seconds of service between them. `on_serve` is called for each process that serves.
     """
 
-    def __init__(self, program: Program, say: Callable[[str, str], None]) -> None:
+    def __init__(self, program: Program, say: Callable[[str, str], None], standby: Warm | None = None) -> None:
         self.program = program
+        self._standby = standby
         self.restart = False
         self.give_up: Callable[[int, int], str | None] = lambda status, deaths: None
         self.on_serve: Callable[[], None] = lambda: None
@@ -73,7 +86,7 @@ class Child:
         self._serves_since: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
         self._say = say
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._relays: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ordered: signal.Signals | None = None
@@ -88,8 +101,8 @@ class Child:
     @property
     def pid(self) -> int | None:
         """The process id; None while it does not run."""
-        running = self._process is not None and self._process.returncode is None
-        return self._process.pid if running and self._process is not None else None
+        running = self.process is not None and self.process.returncode is None
+        return self.process.pid if running and self.process is not None else None
 
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be run."""
@@ -143,8 +156,10 @@ class Child:
     async def _until_it_ends(self) -> int:
         deaths = 0
         while True:
-            assert self._process is not None
-            status = await self._process.wait()
+            assert self.process is not None
+            status = await self.process.wait()
+            if self._standby is not None:
+                self._standby.used()
             if self._stopping.is_set() or not self.restart:
                 return status
             since = self._serves_since
@@ -177,26 +192,16 @@ class Child:
         return True
 
     async def _spawn(self) -> None:
-        program, self._serves_since = self.program, None
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(int(program.last))]
+        self._serves_since = None
         ours, theirs = os.pipe()
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *guard,
-                *program.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=theirs,
-                env={**os.environ, **program.env},
-                pass_fds=program.pass_fds,
-                start_new_session=True,
-            )
+            self.process = await self._taken(theirs) or await self._executed(theirs)
         except BaseException:
             os.close(ours)
             raise
         finally:
             os.close(theirs)
-        if not program.tells:
+        if not self.program.tells:
             self._serves()
         relay = asyncio.create_task(self._relay(ours))
         self._relays.add(relay)
@@ -204,10 +209,27 @@ class Child:
         if self._ordered is not None:  # told to stop while it was being started
             self._send(self._ordered)
 
+    async def _taken(self, output: int) -> asyncio.subprocess.Process | None:
+        return None if self._standby is None else await self._standby.take(self.program, output)
+
+    async def _executed(self, output: int) -> asyncio.subprocess.Process:
+        program = self.program
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(int(program.last))]
+        return await asyncio.create_subprocess_exec(
+            *guard,
+            *program.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **program.env},
+            pass_fds=program.pass_fds,
+            start_new_session=True,
+        )
+
     def _send(self, sig: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):  # it has just exited
-                self._process.send_signal(sig)
+                self.process.send_signal(sig)
 
     async def _relay(self, pipe: int) -> None:
         """Relay output from our own pipe: `Process.wait` would wait until grandchildren close asyncio's pipe, too."""

@@ -109,12 +109,18 @@ def _tell_ready(**_: Any) -> None:
 
 
 def _quiet(worker: Any) -> Any:
-    """Celery's worker, without its handlers of signals: those run on the main thread, which may wait for a broker."""
+    """Celery's worker, without its handlers of signals: those run on the main thread, which may wait for a broker.
+
+    It keeps the name that its command line gave it, too: operators look for `penstock worker`, not for `celeryd`.
+    """
 
     def only_ours(self: Any, worker: Any) -> None:
         install_cry_handler()  # SIGUSR1 shows where every thread is
 
-    return type("Worker", (worker,), {"install_platform_tweaks": only_ours})
+    def keep_title(self: Any, info: Any) -> None:
+        """Do nothing."""
+
+    return type("Worker", (worker,), {"install_platform_tweaks": only_ours, "set_process_status": keep_title})
 
 
 def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], Pool]:

@@ -1,0 +1,189 @@
+"""Keeps one standby process, and hands the next worker's program over to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from workers.processes.supervisor import Child, Program
+
+#: The standby ends when no worker was started or ended for this long (s).
+IDLE_S: Final = 3600.0
+#: Pause (s) between a worker's start and the next standby's, which would disturb it.
+AGAIN_S: Final = 5.0
+#: Time (s) in which a standby takes a program, or is killed.
+ANSWER_S: Final = 1.0
+READY: Final = "ready"
+TAKEN: Final = "taken"
+
+
+class Standby:
+    """One warm process, which becomes a program whose command line begins with `argv`: a worker's.
+
+    `say(name, line)` gets what happens to it. It ends when nothing came for `idle_s` seconds.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        say: Callable[[str, str], None],
+        *,
+        idle_s: float = IDLE_S,
+        again_s: float = AGAIN_S,
+    ) -> None:
+        self._argv = tuple(argv)
+        self._say = say
+        self._idle_s = idle_s
+        self._again_s = again_s
+        self._waiting: _Waiting | None = None
+        self._on = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that waits or is being made ready; None: there is none."""
+        return None if self._waiting is None else self._waiting.child.pid
+
+    @property
+    def ready(self) -> bool:
+        """Whether a process waits for a program."""
+        return self._waiting is not None and self._waiting.ready
+
+    async def start(self) -> None:
+        """Start the process, and from now on another after each use. Returns before it is ready."""
+        self._on = True
+        await self._begin()
+
+    async def stop(self) -> None:
+        """End the process. No other is started."""
+        self._on = False
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await self._end()
+
+    def used(self) -> None:
+        """Note that a worker starts or ends: a standby is worth its memory for another `idle_s`."""
+        if not self._on:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        if self.pid is None:
+            self._timer = loop.call_later(self._again_s, self._run, self._begin)
+        else:
+            self._timer = loop.call_later(self._idle_s, self._run, self._end)
+
+    async def take(self, program: Program, output: int) -> asyncio.subprocess.Process | None:
+        """Hand a program over; `output` becomes its stdout and stderr.
+
+        Returns None, soon, where it has to be started normally.
+        """
+        one = self._waiting
+        if one is None or not one.ready or not self._fits(program):
+            self.used()
+            return None
+        self._waiting = None
+        self.used()
+        try:
+            answer = await one.hand_over(program, output)
+        except BaseException:
+            one.child.order(signal.SIGKILL)
+            raise
+        finally:
+            one.socket.close()
+        if answer == TAKEN:
+            return one.child.process
+        await one.child.stop(ANSWER_S, signal.SIGKILL)
+        self._say("standby", f"{answer}; {program.name} is started without it")
+        return None
+
+    def _fits(self, program: Program) -> bool:
+        """Whether the standby can become this program: nothing in it is given by a normal start alone."""
+        same = tuple(program.argv[: len(self._argv)]) == self._argv
+        return same and not program.pass_fds and program.last is signal.SIGKILL
+
+    def _run(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = asyncio.create_task(step())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _begin(self) -> None:
+        if self._on and self.pid is None:
+            try:
+                self._waiting = await _started(self._say)
+            except OSError as error:  # a system without a standby is slower, not broken
+                self._say("standby", f"cannot be started: {error}")
+            self.used()
+
+    async def _end(self) -> None:
+        one, self._waiting = self._waiting, None
+        if one is not None:
+            one.socket.close()
+            await one.child.stop(ANSWER_S, signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A standby process and our end of its socket."""
+
+    child: Child
+    socket: socket.socket
+    said: asyncio.Task[str]
+
+    @property
+    def ready(self) -> bool:
+        return self.child.pid is not None and self.said.done() and self.said.result() == READY
+
+    async def hand_over(self, program: Program, output: int) -> str:
+        """Send the program and read the answer; a reason to start it normally is also one."""
+        message = {"argv": program.argv, "env": {**os.environ, **program.env}}
+        data = json.dumps(message).encode("utf-8", "surrogateescape")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                socket.send_fds(self.socket, [struct.pack("!I", len(data))], [output])
+                await loop.sock_sendall(self.socket, data)
+                return await _line(self.socket) or "the standby died"
+        except TimeoutError:
+            return f"the standby did not answer within {ANSWER_S:g} s"
+        except OSError as error:
+            return f"the standby is gone: {error}"
+
+
+async def _started(say: Callable[[str, str], None]) -> _Waiting:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    argv = [sys.executable, "-P", "-m", f"{__package__}.process", str(theirs.fileno())]
+    child = Child(Program("standby", argv, pass_fds=(theirs.fileno(),)), say)
+    try:
+        await child.start()
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return _Waiting(child, ours, asyncio.create_task(_line(ours), name="standby gets ready"))
+
+
+async def _line(ours: socket.socket) -> str:
+    """The next line; empty where the process is gone."""
+    said = b""
+    with suppress(OSError):
+        while not said.endswith(b"\n"):
+            more = await asyncio.get_running_loop().sock_recv(ours, 1024)
+            if not more:
+                return ""
+            said += more
+    return said.decode(errors="replace").strip()

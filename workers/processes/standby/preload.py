@@ -1,0 +1,39 @@
+"""Imports what a worker imports until its first token, in a thread of low priority.
+
+Priority on Linux belongs to a thread, and only root may raise it again: so the thread is nice, and the process is not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from importlib import import_module
+from typing import Final
+
+#: All that a worker with a CPU engine imports, by the last module of each chain.
+MODULES: Final = (
+    "workers.cli.app",
+    "workers.runtime.worker",
+    "engine.engine",
+)
+
+
+def preload() -> None:
+    """Import all of it. Raises whatever an import raises."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            for name in MODULES:
+                import_module(name)
+        except BaseException as error:  # noqa: BLE001 - told to the main thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="penstock-preload")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
