@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from errno import EACCES, EADDRINUSE
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,14 +59,12 @@ from workers.cli.starting import (
     set_up_logging,
     store_of,
 )
+from workers.processes import PENSTOCK
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
     from producers.gateway.batches.endpoints import LineEndpoints
     from producers.sweeper.sweeper import SweeperSettings
-
-#: -P keeps a folder named `workers` in the current directory from being imported instead of ours.
-PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,6 +1,7 @@
 """Actuators: what starts and ends workers. A pool has one, chosen by URL.
 
     export                          none: another program (KEDA, say) follows `penstock_desired_workers` in /metrics
+    local                           child processes of the autoscaler
     SCHEME://...                    the module of SCHEMES, whose `open_url` makes it
 
 A new actuator is a module with `open_url`, and a line in SCHEMES. Modules are imported when a URL asks for them.
@@ -18,7 +19,9 @@ __all__ = ["EXPORT", "SCHEMES", "Actual", "Actuator", "ActuatorError", "checked"
 
 EXPORT: Final = "export"
 #: Scheme -> (module with `open_url(url, model, broker, store) -> Actuator`, the URL's form for messages).
-SCHEMES: Final[dict[str, tuple[str, str]]] = {}
+SCHEMES: Final[dict[str, tuple[str, str]]] = {
+    "local": ("workers.autoscaler.actuators.local", "local, local:?OPTION=VALUE (of penstock worker)"),
+}
 
 
 def checked(url: str) -> str:

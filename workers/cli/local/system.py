@@ -28,10 +28,11 @@ from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.gpus.choice import Chosen
 from workers.cli.local import embedded
-from workers.cli.processes import PENSTOCK, open_port
+from workers.cli.processes import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import Found
+from workers.processes import PENSTOCK
 from workers.processes.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
 from workers.runtime.signals import coming
 

@@ -1,0 +1,188 @@
+"""The local actuator with real processes: how many run, who ends first, and what is told of those that do not start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.autoscaler.actuators import ActuatorError, open_actuator
+from workers.autoscaler.actuators.base import Actual
+from workers.autoscaler.actuators.local import Local, Places
+from workers.processes import supervisor
+from workers.processes.supervisor import Program
+
+#: Serves until SIGTERM comes, as a worker does.
+SERVES = """
+import os, signal, socket, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"READY=1", "\\0" + os.environ["NOTIFY_SOCKET"][1:])
+while True:
+    time.sleep(0.02)
+"""
+#: Is told to drain, and does so for long.
+BUSY = SERVES.replace("os._exit(0)", "print('drains', flush=True)")
+#: Starts for long.
+SLOW = "import time; time.sleep(600)"
+
+Make = Callable[..., Local]
+
+
+@pytest.fixture
+async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
+    """Makes actuators whose workers run Python source; what is left of them is killed."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    made: list[Local] = []
+
+    def actuator(*sources: str, most: int | None = None, **options: Any) -> Local:
+        def program(place: int) -> Program:
+            source = sources[min(place, len(sources)) - 1]
+            argv = (sys.executable, "-I", "-S", "-c", source, f"host.w{place}")
+            return Program(f"w{place}", argv, tells=True)
+
+        made.append(Local("tiny", Places(most), program, lambda name, line: None, **options))
+        return made[-1]
+
+    yield actuator
+    for one in made:
+        await one.kill()
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not true():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+def names(local: Local) -> list[str]:
+    return [child.program.name for child in local.children]
+
+
+def serving(local: Local) -> list[str]:
+    return [child.program.name for child in local.children if child.serves]
+
+
+async def test_as_many_run_as_it_was_told_and_the_first_to_go_are_those_named(make: Make) -> None:
+    local = make(SERVES)
+    assert await local.actual() == Actual(0, 0)
+    await local.scale(3)
+    await local.scale(3)
+    await until(lambda: serving(local) == ["w1", "w2", "w3"])
+    assert await local.actual() == Actual(3, 3)
+    await local.scale(1, ["elsewhere.w9", "host.w2", "host.w1", "host.w3"])
+    assert (await local.actual()).up == 1
+    await until(lambda: names(local) == ["w3"])
+    await local.scale(2)  # in the place that is free now
+    assert names(local) == ["w3", "w1"]
+    await local.scale(0)
+    await until(lambda: not local.children)
+
+
+async def test_one_that_does_not_serve_yet_ends_before_any_that_works(make: Make) -> None:
+    local = make(SERVES, SLOW)
+    await local.scale(2)
+    await until(lambda: serving(local) == ["w1"])
+    await local.scale(1, ["host.w1"])
+    await until(lambda: names(local) == ["w1"])
+
+
+async def test_one_that_drains_keeps_its_place_until_it_is_killed(make: Make) -> None:
+    local = make(BUSY, SERVES, most=2, drain=600.0)
+    await local.scale(2)
+    await until(lambda: len(serving(local)) == 2)
+    await local.scale(1, ["host.w1"])
+    draining = local.children[0]
+    await until(lambda: "drains" in draining.lines)
+    assert (await local.actual()).up == 1
+    with pytest.raises(ActuatorError, match="no GPU is free for another worker of tiny"):
+        await local.scale(2)
+    assert draining.pid is not None
+    os.kill(draining.pid, signal.SIGKILL)
+    await until(lambda: names(local) == ["w2"])
+    await local.scale(2)
+    assert names(local) == ["w2", "w1"]
+
+
+async def test_after_the_drain_time_it_is_killed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.autoscaler.actuators.local.HAND_BACK_S", 0.05)
+    local = make(BUSY, drain=0.05)
+    await local.scale(1)
+    await until(lambda: serving(local))
+    await local.aclose()
+    assert local.children == []
+
+
+async def test_one_that_dies_runs_again_and_is_no_failed_start(make: Make) -> None:
+    local = make(SERVES)
+    await local.scale(1)
+    (child,) = local.children
+    await until(lambda: child.serves)
+    before = child.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    await until(lambda: child.serves and child.pid not in (None, before))
+    assert await local.actual() == Actual(1, 1)
+
+
+async def test_starts_that_fail_are_counted_and_their_last_words_told_until_one_serves(
+    make: Make, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    fails = f"import os\nif not os.path.exists({str(ready)!r}): raise SystemExit('no weights')\n{SERVES}"
+    local = make(fails)
+    await local.scale(1)
+    await until(lambda: local._failures >= 2)
+    found = await local.actual()
+    assert (found.up, found.failing) == (
+        1,
+        "w1 exited with status 1: no weights",
+    )
+    ready.touch()
+    await until(lambda: serving(local))
+    assert await local.actual() == Actual(1, 1)
+
+
+@pytest.mark.parametrize(("source", "failures"), [("print('bad dtype'); raise SystemExit(2)", 1), (SERVES, 0)])
+async def test_one_that_was_refused_or_told_to_drain_stays_down_until_the_number_changes(
+    make: Make, source: str, failures: int
+) -> None:
+    local = make(source)
+    await local.scale(1)
+    (child,) = local.children
+    if not failures:
+        await until(lambda: child.serves and child.pid)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGTERM)
+    await until(lambda: child.keeper and child.keeper.done())
+    await local.scale(1)
+    found = await local.actual()
+    assert (found.wanted, found.up, found.failures) == (1, 0, failures)
+    assert ("bad dtype" in found.failing) == bool(failures)
+    await local.scale(2)
+    assert (await local.actual()).up == 2
+
+
+async def test_what_cannot_be_started_at_all_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = make(SERVES)
+    monkeypatch.setattr(supervisor.sys, "executable", "/no/such/python")
+    with pytest.raises(ActuatorError, match="cannot start w1: No such file"):
+        await local.scale(1)
+    assert await local.actual() == Actual(1, 0)
+
+
+async def test_by_url_it_starts_workers_with_these_options() -> None:
+    local = open_actuator(
+        "local:?max-num-seqs=8&dtype=float32", model="two=tiny", broker="redis://b/0", store="redis://s/0"
+    )
+    assert isinstance(local, Local)
+    program = local.program(2)
+    assert local.name == "local two"
+    assert program.env == {"BROKER_URL": "redis://b/0", "STORE_URL": "redis://s/0"}
+    assert [*program.argv[4:-2]] == ["worker", "--model", "two=tiny", "--max-num-seqs", "8", "--dtype", "float32"]
+    assert program.argv[-1].endswith(f"{os.getpid()}.worker.two.2")

@@ -1,0 +1,202 @@
+"""The local actuator: workers as child processes of this one.
+
+    scale ─▶ too few: a free place, a program for it, a child that is kept running
+          └▶ too many: those that do not serve yet, then `first`, then the last started: SIGTERM, and killed after the
+             drain time; the place is free when the process has ended
+
+What happens when a process dies:
+
+- this process: the kernel kills its workers (`workers.processes.guard`). Their leases lapse, and others take their
+  tasks.
+- a worker: it is started again after a growing pause. A death before it served counts as a failed start.
+- a worker that is refused before it ever served: it would be refused again. It stays down until the number changes.
+- a worker that was told to drain by `penstock drain`, or drained for a spot notice: it stays down until the number
+  changes.
+- a worker that drains because the number fell: it is not started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, parse_qsl
+
+from workers.autoscaler.actuators.base import Actual, ActuatorError
+from workers.errors import REFUSED
+from workers.library import name_of
+from workers.processes import PENSTOCK
+from workers.processes.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
+
+log = logging.getLogger(__name__)
+
+
+def open_url(url: SplitResult, *, model: str, broker: str, store: str) -> Local:
+    """`local`, or `local:?OPTION=VALUE&...` with options of `penstock worker`, such as max-num-seqs=8."""
+    options = [word for name, value in parse_qsl(url.query) for word in (f"--{name}", value)]
+    called, own = name_of(model), f"{socket.gethostname()}.{os.getpid()}"
+
+    def program(place: int) -> Program:
+        name = f"worker.{called}.{place}"
+        argv = [*PENSTOCK, "worker", "--model", model, *options, "--name", f"{own}.{name}"]
+        return Program(name, argv, {"BROKER_URL": broker, "STORE_URL": store}, tells=True)
+
+    return Local(called, Places(), program, lambda name, line: log.info("%s | %s", name, line))
+
+
+class Places:
+    """Numbers from 1 for a model's workers on this machine, each for one worker at a time.
+
+    `most`: the last number, where places are few, as GPUs are.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self._taken: set[int] = set()
+
+    def take(self) -> int | None:
+        """The lowest free number; None if all are taken."""
+        number = next(k for k in range(1, len(self._taken) + 2) if k not in self._taken)
+        if self._most is not None and number > self._most:
+            return None
+        self._taken.add(number)
+        return number
+
+    def give_back(self, number: int) -> None:
+        self._taken.discard(number)
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    place: int
+    child: Child
+    name: str
+    """As in its lease."""
+    down: bool = False
+    """It ended and stays down until the number changes."""
+    draining: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class Local:
+    """Keeps a number of a model's workers running as children of this process.
+
+    `program(place)` makes a worker's program; its lease's name is the last argument. `drain`: the workers' own drain
+    time (s). `restart`: whether workers that die are started again; see `go_on`.
+    """
+
+    model: str
+    places: Places
+    program: Callable[[int], Program]
+    say: Callable[[str, str], None]
+    drain: float = 30.0
+    restart: bool = True
+    _wanted: int = field(init=False, default=0)
+    _workers: list[_Worker] = field(init=False, default_factory=list)
+    _failed: tuple[Child, str] | None = field(init=False, default=None)
+    """The last worker that died before it served, and how."""
+    _failures: int = field(init=False, default=0)
+
+    @property
+    def name(self) -> str:
+        return f"local {self.model}"
+
+    @property
+    def children(self) -> list[Child]:
+        """The children that were started, also those that drain."""
+        return [worker.child for worker in self._workers]
+
+    async def actual(self) -> Actual:
+        up = [worker for worker in self._workers if worker.draining is None and not worker.down]
+        return Actual(self._wanted, len(up), self._failing(), self._failures)
+
+    async def scale(self, wanted: int, first: Sequence[str] = ()) -> None:
+        """See `Actuator`. Raises ActuatorError where no worker can be started now."""
+        if wanted != self._wanted:
+            self._wanted = wanted
+            for worker in [worker for worker in self._workers if worker.down]:
+                self._forget(worker)
+        kept = [worker for worker in self._workers if worker.draining is None]
+        for worker in self._surplus(kept, len(kept) - wanted, first):
+            worker.draining = asyncio.create_task(self._drain(worker), name=f"drain {worker.name}")
+        for _ in range(wanted - len(kept)):
+            await self._start()
+
+    def go_on(self) -> None:
+        """Keep workers running that die, from now on."""
+        self.restart = True
+        for child in self.children:
+            child.restart = True
+
+    def hasten(self) -> None:
+        """Make all workers hand back their running tasks now."""
+        for child in self.children:
+            child.order(signal.SIGQUIT)
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(child.stop(1.0, signal.SIGKILL) for child in self.children))
+
+    async def aclose(self) -> None:
+        """Drain all workers, and wait for their end."""
+        await self.scale(0)
+        # A second SIGTERM would hasten those that drain already.
+        await asyncio.gather(*(worker.draining for worker in self._workers if worker.draining is not None))
+
+    def _failing(self) -> str:
+        if self._failed is None:
+            return ""
+        child, how = self._failed
+        said = [line for line in child.lines if not line.startswith(how)]  # without our own words
+        return ": ".join([f"{child.program.name} {how}", *said[-1:]])
+
+    @staticmethod
+    def _surplus(workers: list[_Worker], count: int, first: Sequence[str]) -> list[_Worker]:
+        """So many of these workers, those that should end first in front."""
+        rank = {name: place for place, name in enumerate(first)}
+        latest = sorted(workers, key=lambda worker: -worker.place)
+        return sorted(latest, key=lambda worker: (worker.child.serves, rank.get(worker.name, len(rank))))[
+            : max(0, count)
+        ]
+
+    async def _start(self) -> None:
+        place = self.places.take()
+        if place is None:
+            raise ActuatorError(f"no GPU is free for another worker of {self.model}")
+        program = self.program(place)
+        child = Child(program, self.say)
+        worker = _Worker(place, child, program.argv[-1])
+        child.restart = self.restart
+        child.give_up = lambda status, deaths: self._ended(worker, status)
+        child.on_serve = self._served
+        try:
+            await child.start()
+        except OSError as error:
+            self.places.give_back(place)
+            raise ActuatorError(f"cannot start {program.name}: {error.strerror or error}") from error
+        self._workers.append(worker)
+
+    def _served(self) -> None:
+        self._failed, self._failures = None, 0
+
+    def _ended(self, worker: _Worker, status: int) -> str | None:
+        """Note the end of a process that was not ordered. Returns why it is not started again, or None."""
+        refused = status == REFUSED and not worker.child.served
+        if status != 0 and not worker.child.serves:
+            self._failures += 1
+            self._failed = worker.child, ended(status)
+        if status != 0 and not refused:
+            return None
+        worker.down = True
+        return TOLD if status == 0 else "it was refused and would be refused again; it stays down"
+
+    async def _drain(self, worker: _Worker) -> None:
+        await worker.child.stop(self.drain + HAND_BACK_S)
+        self._forget(worker)
+
+    def _forget(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self.places.give_back(worker.place)
