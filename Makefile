@@ -54,7 +54,7 @@ figures: .venv  ## Measure the headline figures again and write them into docs/
 		|| { echo "Could not make .venv. On Debian and Ubuntu: apt install python3-venv"; rm -rf .venv; exit 1; }
 	@# The one that Python 3.11 comes with takes half a minute longer to choose the versions.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade pip || true
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[gateway,worker,webhooks,aws,sources,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[gateway,worker,webhooks,aws,kubernetes,sources,dev]"
 	@# Alone: of what it depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps lm-eval
 	@for note in engine/kernels/native/_*.txt; do \

@@ -21,6 +21,7 @@ EXPORT: Final = "export"
 #: Scheme -> (module with `open_url(url, model, broker, store) -> Actuator`, the URL's form for messages).
 SCHEMES: Final[dict[str, tuple[str, str]]] = {
     "local": ("workers.autoscaler.actuators.local", "local, local:?OPTION=VALUE (of penstock worker)"),
+    "kubernetes": ("workers.autoscaler.actuators.kubernetes", "kubernetes://NAMESPACE/DEPLOYMENT[?context=NAME]"),
 }
 
 
