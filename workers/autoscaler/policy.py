@@ -1,8 +1,8 @@
 """The scaling policy: a pure function, which the autoscaler calls with what it sees, the simulator with its trace.
 
-    a = ceil((queued + in_flight) / (headroom * knee))
-    b = ceil(tokens queued up to a tier / (tokens_per_s * that tier's target wait)), the largest over tiers
-    c = ready + 1 if tasks wait, the workers are full, and (p95 TTFT > objective, or KV high, or duty high for long)
+    a = ceil((hurried tasks queued + hurried tasks in flight) / (headroom * knee)); 1 if only patient tasks count
+    b = ceil(tokens queued up to a tier / (tokens_per_s * that tier's wait)), the largest over tiers
+    c = ready + 1 if counted tasks wait, the workers are full, and (TTFT above objective, or KV or duty cycle high)
     raw = clamp(max(a, b, c), min, max)
 
 Out: at once from zero; else to at most `growth` times the number, a step at a time. In: by one, once the largest raw
@@ -10,51 +10,28 @@ number of the last cool-down is lower, and a cool-down after the last change; tw
 flapping load turns the number no more than once a cool-down. To `min`: once nothing is queued or in flight for a
 cool-down, or twice the measured cold start if that is longer. Missing numbers: the number stays as it is.
 
-Flex and batch tasks count only once the oldest has waited for a share of its target wait, or their work is worth a
-start; while they do not count, they keep a worker that runs from ending, and start none.
+Priority and default are hurried. Flex and batch are patient: their tasks count only once the oldest has waited for a
+share of its target wait, or their work is worth a start. Until then they start no worker. They run in the room that
+hurried tasks leave, and keep one worker that runs from ending.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from math import ceil
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import Final
 
+from producers.contract import keys
+from workers.autoscaler.memory import Memory
 from workers.autoscaler.rules import HURRIED, Rules
 from workers.autoscaler.signals import Signals
 
+__all__ = ["Decision", "Memory", "decide", "rest_of"]
+
 #: Share of the knee that running sequences must reach before latency adds a worker (c).
-FULL = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What the policy knows of the past. Kept with each decision, so that another leader goes on from it."""
-
-    wanted: int = 0
-    changed_at: float = float("-inf")
-    """Last change of the number (unix s)."""
-    turned_at: float = float("-inf")
-    """Last time that it grew after it had shrunk."""
-    shrank: bool = False
-    """The last change was downward."""
-    raw: tuple[tuple[float, int], ...] = ()
-    """(time, raw number), falling numbers: the first is the largest of the last cool-down."""
-    empty_since: float | None = None
-    """Since when nothing is queued or in flight."""
-    busy_since: float | None = None
-    """Since when the duty cycle is high."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: None if value == float("-inf") else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def of(cls, said: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`. Raises TypeError, KeyError or ValueError for anything else."""
-        never = float("-inf")
-        raw = tuple((float(at), int(number)) for at, number in said["raw"])
-        times = {name: never if said[name] is None else float(said[name]) for name in ("changed_at", "turned_at")}
-        return cls(**{**said, **times, "raw": raw})
+FULL: Final = 0.8
+#: More workers than anybody has. Huge queues ask for this number.
+MOST: Final = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +56,60 @@ def decide(rules: Rules, seen: Signals | None, memory: Memory) -> tuple[Decision
     return Decision(wanted, why, raw), _changed(memory, wanted, seen.at)
 
 
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
 def _remember(rules: Rules, seen: Signals, memory: Memory) -> Memory:
+    memory = _awake(rules, seen.at, memory)
     empty = not seen.queued and not seen.in_flight
     busy = seen.profile.duty is not None and seen.profile.duty > rules.duty_high
     since = memory.empty_since if memory.empty_since is not None else seen.at
     busy_since = memory.busy_since if memory.busy_since is not None else seen.at
-    return replace(memory, empty_since=since if empty else None, busy_since=busy_since if busy else None)
+    return replace(
+        memory, empty_since=since if empty else None, busy_since=busy_since if busy else None, seen_at=seen.at
+    )
+
+
+def _awake(rules: Rules, at: float, memory: Memory) -> Memory:
+    """The memory without the time in which nothing was seen: all its times move forward, or back with the clock.
+
+    A pause of the autoscaler, an outage of the store or a jump of its clock so neither ends a cool-down nor makes one
+    last for ever.
+    """
+    if memory.seen_at is None or 0 <= at - memory.seen_at <= rules.blind:
+        return memory
+    return memory.moved(at - memory.seen_at)
+
+
+def _window(raw: tuple[tuple[float, int], ...], at: float, now: int, length: float) -> tuple[tuple[float, int], ...]:
+    """The falling maxima of the last `length` seconds, with the present number."""
+    kept = [(when, number) for when, number in raw if when > at - length and number > now]
+    return (*kept, (at, now))
+
+
+def _changed(memory: Memory, wanted: int, at: float) -> Memory:
+    if wanted == memory.wanted:
+        return memory
+    turned = at if wanted > memory.wanted and memory.shrank else memory.turned_at
+    return replace(memory, wanted=wanted, changed_at=at, turned_at=turned, shrank=wanted < memory.wanted)
+
+
+# ---- the number that is needed ------------------------------------------------------------------------------------
 
 
 def _raw(rules: Rules, seen: Signals, memory: Memory) -> tuple[dict[str, int], str]:
     """The three numbers and what they make, and the words for the one that decides."""
-    counted = {name: tier.waiting for name, tier in seen.tiers.items() if _counts(rules, seen, name)}
-    queued = sum(counted.values())
-    knee = seen.profile.knee or rules.default_knee
-    a = ceil((queued + seen.in_flight) / (rules.headroom * knee))
-    b, tier = _by_wait(rules, seen, counted)
-    c, strain = _by_strain(rules, seen, memory, knee)
-    raw = min(max(a, b, c, rules.min), rules.max)
-    words = {
-        c: strain,
-        b: f"{tier} tasks would wait longer than {rules.target_wait.get(tier, 0):g} s",
-        a: f"{queued} queued and {seen.in_flight} in flight, {rules.headroom * knee:.3g} a worker",
-    }
-    cause = words.get(max(a, b, c), "") if max(a, b, c) >= rules.min else f"the least is {rules.min}"
-    return {"a": a, "b": b, "c": c, "raw": raw}, cause
+    tiers = [name for name in keys.TIERS if name in seen.tiers]
+    counted = {name: seen.tiers[name].waiting for name in tiers if _counts(rules, seen, name)}
+    a, room = _by_room(rules, seen, counted)
+    b, wait = _by_wait(rules, seen, counted)
+    c, strain = _by_strain(rules, seen, memory, counted)
+    need, cause = max((a, room), (b, wait), (c, strain), key=lambda one: one[0])
+    if need < rules.min:
+        cause = f"the least is {rules.min}"
+    if need > rules.max:
+        cause = f"{need} would be needed, and the most is {rules.max}: {cause}"
+    return {"a": a, "b": b, "c": c, "raw": min(max(need, rules.min), rules.max)}, cause
 
 
 def _counts(rules: Rules, seen: Signals, tier: str) -> bool:
@@ -113,7 +120,7 @@ def _counts(rules: Rules, seen: Signals, tier: str) -> bool:
     if waits is not None and waits >= rules.patience * rules.target_wait[tier]:
         return True
     work = _seconds(seen, sum(seen.tiers[name].waiting for name in seen.tiers if name not in HURRIED))
-    return work is not None and work >= rules.worth * seen.profile.cold_start.get("total", float("inf"))
+    return work is not None and work >= rules.worth * seen.profile.cold_start.get("total", inf)
 
 
 def _seconds(seen: Signals, tasks: int) -> float | None:
@@ -124,35 +131,67 @@ def _seconds(seen: Signals, tasks: int) -> float | None:
     return tasks * profile.tokens_per_task / profile.tokens_per_s
 
 
+def _knee(rules: Rules, seen: Signals) -> float:
+    return max(1.0, seen.profile.knee or rules.default_knee)
+
+
+def _by_room(rules: Rules, seen: Signals, counted: dict[str, int]) -> tuple[int, str]:
+    """a, and its words: room for all hurried tasks at once."""
+    queued = sum(waiting for name, waiting in counted.items() if name in HURRIED)
+    running, room = _hurried(rules, seen), rules.headroom * _knee(rules, seen)
+    words = f"{queued} queued and {running:.3g} in flight, {room:.3g} a worker"
+    number = _workers((queued + running) / room)
+    if not number and any(counted.values()):
+        return 1, f"{sum(counted.values())} flex or batch tasks have waited for long, or are worth a start"
+    return number, words
+
+
+def _hurried(rules: Rules, seen: Signals) -> float:
+    """Hurried tasks in flight, as many as they would be if patient ones beside them did not slow them down.
+
+    Sequences beyond the knee share one throughput, so each takes longer, and more of them are in flight.
+    """
+    hurried, room = max(0, seen.in_flight - seen.patient), _knee(rules, seen) * seen.ready
+    if not seen.patient or not room:
+        return hurried
+    slowed = min(1.0, room / seen.in_flight) / min(1.0, room / hurried) if hurried else 1.0
+    return hurried * slowed
+
+
 def _by_wait(rules: Rules, seen: Signals, counted: dict[str, int]) -> tuple[int, str]:
-    """b, and the tier that makes it. A tier's tasks wait for those of all better tiers, too."""
-    most, whose, ahead = 0, "", 0
+    """b, and its words. A tier's tasks wait for those of all better tiers, too.
+
+    A wait is never counted as shorter than the cold start: no worker that is started now comes sooner.
+    """
+    most, words, ahead, start = 0, "", 0, seen.profile.cold_start.get("total", 0.0)
     for tier, waiting in counted.items():
         ahead += waiting
-        seconds = _seconds(seen, ahead)
-        if waiting and seconds is not None and (number := ceil(seconds / rules.target_wait[tier])) > most:
-            most, whose = number, tier
-    return most, whose
+        seconds, wait = _seconds(seen, ahead), max(rules.target_wait[tier], start)
+        if waiting and seconds is not None and (number := _workers(seconds / wait)) > most:
+            most, words = number, f"{tier} tasks would wait longer than {wait:g} s"
+    return most, words
 
 
-def _by_strain(rules: Rules, seen: Signals, memory: Memory, knee: float) -> tuple[int, str]:
-    """c, and what strains the pool."""
-    if not seen.queued or not seen.ready or seen.running < FULL * knee * seen.ready:
+def _by_strain(rules: Rules, seen: Signals, memory: Memory, counted: dict[str, int]) -> tuple[int, str]:
+    """c, and its words. It asks for one more than there are, and no more while that one starts."""
+    full = FULL * _knee(rules, seen) * seen.ready
+    if not any(counted.values()) or not seen.ready or seen.running < full:
         return 0, ""
-    ttft = seen.profile.ttft_p95
+    more, ttft = min(seen.ready, memory.wanted) + 1, seen.profile.ttft_p95
     if ttft is not None and ttft > rules.ttft_objective:
-        return seen.ready + 1, f"p95 of the first token is {ttft:.3g} s, above {rules.ttft_objective:g} s"
+        return more, f"p95 of the first token is {ttft:.3g} s, above {rules.ttft_objective:g} s"
     if seen.kv_used is not None and seen.kv_used > rules.kv_high:
-        return seen.ready + 1, f"{seen.kv_used:.0%} of the KV cache is in use"
+        return more, f"{seen.kv_used:.0%} of the KV cache is in use"
     if memory.busy_since is not None and seen.at - memory.busy_since >= rules.duty_for:
-        return seen.ready + 1, f"the workers compute more than {rules.duty_high:.0%} of the time"
+        return more, f"the workers compute more than {rules.duty_high:.0%} of the time"
     return 0, ""
 
 
-def _window(raw: tuple[tuple[float, int], ...], at: float, now: int, length: float) -> tuple[tuple[float, int], ...]:
-    """The falling maxima of the last `length` seconds, with the present number."""
-    kept = [(when, number) for when, number in raw if when > at - length and number > now]
-    return (*kept, (at, now))
+def _workers(share: float) -> int:
+    return ceil(min(share, MOST))
+
+
+# ---- the step -----------------------------------------------------------------------------------------------------
 
 
 def _step(rules: Rules, seen: Signals, memory: Memory, raw: int, cause: str) -> tuple[int, str]:
@@ -162,28 +201,29 @@ def _step(rules: Rules, seen: Signals, memory: Memory, raw: int, cause: str) -> 
         return _out(rules, seen, memory, had, raw, cause)
     if raw < had:
         return _in(rules, seen, memory, had)
-    return had, f"{had}: {cause or 'nothing is queued'}"
+    return had, f"{had}: {cause}"
 
 
 def _out(rules: Rules, seen: Signals, memory: Memory, had: int, raw: int, cause: str) -> tuple[int, str]:
-    left = rules.step - (seen.at - memory.changed_at)
+    left = rules.step - _since(seen, memory.changed_at)
     if had and not memory.shrank and left > 0:
         return had, f"holds {had}: {raw} are needed, the next step out is in {left:.0f} s"
-    wanted = min(raw, max(1, int(had * rules.growth)))
+    wanted = min(raw, max(had + 1, int(had * rules.growth)))
     return wanted, f"out from {had} to {wanted}: {cause}"
 
 
 def _in(rules: Rules, seen: Signals, memory: Memory, had: int) -> tuple[int, str]:
+    turned = _since(seen, memory.turned_at)
     if memory.empty_since is not None:
-        idle, rest = seen.at - memory.empty_since, rest_of(rules, seen)
-        if idle >= rest:
+        idle = seen.at - memory.empty_since
+        if idle >= rest_of(rules, seen) and turned >= 2 * rules.cool_down:
             return rules.min, f"in from {had} to {rules.min}: nothing was queued or in flight for {idle:.0f} s"
-    turned = seen.at - memory.turned_at < 2 * rules.cool_down
-    wait = (2 if turned else 1) * rules.cool_down
-    left = wait - (seen.at - memory.changed_at)
+    wait = (2 if turned < 2 * rules.cool_down else 1) * rules.cool_down
+    left = wait - _since(seen, memory.changed_at)
     most = memory.raw[0][1]
     if left > 0 or most >= had:
-        return had, f"holds {had}: fewer may do, after {max(left, 0):.0f} s and a cool-down of {rules.cool_down:g} s"
+        after = f"{left:.0f} s and " if left > 0 else ""
+        return had, f"holds {had}: fewer may do, after {after}a cool-down of {rules.cool_down:g} s in which they would"
     if had == 1:  # to zero only when nothing is left
         return had, f"holds {had}: {seen.queued} queued and {seen.in_flight} in flight"
     return had - 1, f"in from {had} to {had - 1}: {most} were enough for {rules.cool_down:g} s"
@@ -194,8 +234,5 @@ def rest_of(rules: Rules, seen: Signals) -> float:
     return max(rules.cool_down, 2 * seen.profile.cold_start.get("total", 0.0))
 
 
-def _changed(memory: Memory, wanted: int, at: float) -> Memory:
-    if wanted == memory.wanted:
-        return memory
-    turned = at if wanted > memory.wanted and memory.shrank else memory.turned_at
-    return replace(memory, wanted=wanted, changed_at=at, turned_at=turned, shrank=wanted < memory.wanted)
+def _since(seen: Signals, when: float | None) -> float:
+    return inf if when is None else seen.at - when

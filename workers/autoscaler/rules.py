@@ -45,6 +45,8 @@ class Rules:
     """Share of time computing above which a busy pool gets one more worker."""
     duty_for: float = 120.0
     """Time for which the pool must have been that busy."""
+    blind: float = 15.0
+    """Longest time between two looks at a pool that counts for a cool-down. A longer one counts as not seen."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the setting that makes no sense."""

@@ -28,6 +28,8 @@ class Signals:
     at: float
     tiers: dict[str, TierQueue] = field(default_factory=lambda: dict.fromkeys(keys.TIERS, TierQueue()))
     in_flight: int = 0
+    patient: int = 0
+    """Flex and batch tasks among those in flight (the sum of `patient` in the workers' leases)."""
     ready: int = 0
     running: int = 0
     """Sequences that the ready workers are generating."""

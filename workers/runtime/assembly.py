@@ -140,6 +140,7 @@ class Runtime:
                 "model": served.model,
                 "version": served.card["version"],
                 "tasks": len(self.deliveries),
+                "patient": self.deliveries.ledger.patient,
                 "draining": self.deliveries.draining,
                 "unready": self.faults(),
                 "capacity": served.engine.max_num_seqs,

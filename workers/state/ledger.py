@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from producers.broker.values import Credit
+from producers.contract import keys
 
 NO_CREDIT = Credit((0, 0, 0, 0), (0, 0, 0, 0))
 
@@ -69,6 +70,12 @@ class Ledger:
     def held(self) -> int:
         with self._lock:
             return len(self._held)
+
+    @property
+    def patient(self) -> int:
+        """Deliveries of flex and batch among those held."""
+        with self._lock:
+            return sum(size.rank >= keys.TIERS["flex"][0] for size in self._held.values())
 
     def credit(self) -> Credit:
         with self._lock:
