@@ -215,15 +215,17 @@ def failed(what: str, error: Exception) -> SubmitFailed:
 def _only_fingerprint(pools: Sequence[Any], model: str, version: str) -> str | None:
     """That of the version's pool, where it has one."""
     said = [one for one in map(json.loads, pools) if (one["model"], one.get("version")) == (model, version)]
+    said = [one for one in said if one.get("fingerprint") != keys.UNSERVED]
     return said[0].get("fingerprint") if len(said) == 1 else None
 
 
 def _unknown(model: str, names: list[str]) -> str:
     if not names:
         none = f"There is no model {shown(model)}: none is published in this store"
-        return f"{none}; start a worker, which publishes its own"
+        return f"{none}; `penstock models publish` lets tasks wait for a worker, or start a worker"
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return f"There is no model {shown(model)}; models here: {', '.join(names[:20])}{more}"
+    here = f"models here: {', '.join(names[:20])}{more}"
+    return f"There is no model {shown(model)}; {here}; `penstock models publish` adds one"
 
 
 def _monotonic_ms() -> int:

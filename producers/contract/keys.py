@@ -18,6 +18,8 @@ TIERS: Final[dict[str, tuple[int, int]]] = {
 }
 
 TASK_NAME: Final = "penstock.generate"
+#: The fingerprint of a pool that stands for a version with no other pool, which tasks may wait for.
+UNSERVED: Final = "unserved"
 
 TASKS: Final = "penstock:tasks"  # zset: task id -> ms of ADMIT; tasks of clients, for lists of them
 SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; tasks whose message may not be sent yet

@@ -35,7 +35,7 @@ async def livez() -> JSONResponse:
     responses={503: {"model": ErrorView, "description": "The gateway cannot take tasks now; the error says why."}},
 )
 async def readyz(request: Request) -> JSONResponse:
-    """Store and broker answer, files' bucket lets us in, and every awaited model has been served: it can take tasks."""
+    """Store and broker answer, files' bucket lets us in, and each awaited model is published or served."""
     gateway = gateway_of(request)
     client = gateway.client
     servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.store.ping, "broker": client.broker.ping}
@@ -50,8 +50,8 @@ async def readyz(request: Request) -> JSONResponse:
         if lasts(error):
             return _not_ready("The place of files cannot be used.", checks)
     if missing := await _unserved(gateway):
-        checks["models"] = f"no worker serves {', '.join(missing)} yet"
-        return _not_ready(f"N{checks['models'][1:]}.", checks)
+        checks["models"] = f"{', '.join(missing)}: not published, and served by no worker yet"
+        return _not_ready(f"{checks['models']}; `penstock models publish` lets tasks wait for a worker.", checks)
     return JSONResponse({"status": "ready", "checks": checks})
 
 
@@ -61,10 +61,13 @@ def _not_ready(why: str, checks: dict[str, str]) -> JSONResponse:
 
 
 async def _unserved(gateway: Gateway) -> list[str]:
-    """The awaited models that no worker has served yet.
+    """The awaited models that nobody has published, and no worker has served yet.
 
-    A model that lost its workers later does not count: its tasks wait in the queue.
+    A model without workers takes tasks, which wait in its queue, also one that lost its workers later.
     """
+    if gateway.awaited:
+        cards = await gateway.client.models()
+        gateway.awaited.difference_update(card["name"] for card in cards if "published" in card)
     if gateway.awaited:
         fleet = await read_fleet(gateway.client.store, gateway.client.broker)
         gateway.awaited.difference_update(pool.model for pool in fleet.pools if pool.workers)

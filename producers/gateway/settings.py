@@ -49,6 +49,6 @@ class GatewaySettings:
     proxy_headers: tuple[str, ...] = ()
     """Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count, or `*`. Empty: none."""
     awaited: tuple[str, ...] = ()
-    """Models that workers must have served before the gateway reports itself ready."""
+    """Models that must be published, or have been served, before the gateway reports itself ready."""
     sweep: bool = True
     """Whether this process also sends recorded but unsent tasks, and cancels tasks of lost readers."""

@@ -12,9 +12,12 @@ nothing back. Workers tell what only they know: `context_length`, if they were t
 They write it into their pool's entry first, and into the card if that is of their version. A publisher writes the card
 first, and then reads the pools. So either sees the other.
 
+A version whose card is replaced may have tasks in its queue, but no pool that tells of them: no worker was ever up, or
+a sweeper has forgotten its pool. It then gets the pool `unserved`, which a sweeper forgets once nothing is left.
+
     dies after          what stands                                     who repairs it
     files               files that no card names                        the sweeper removes them
-    the pool's entry    a pool without workers                          the sweeper forgets it
+    a pool's entry      a pool without workers                          the sweeper forgets it
     the card            a card, perhaps without what workers told       the next worker; a task too large fails
 """
 
@@ -54,7 +57,11 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
             return None
         return _learnt(card, before) | {"published": before["published"]}
 
-    return _put(store, card, files, change, lambda: store.hset(keys.POOLS, pool.queue, json.dumps(about)))
+    def enter() -> None:
+        store.hset(keys.POOLS, pool.queue, json.dumps(about))
+        store.hdel(keys.POOLS, keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
+
+    return _put(store, card, files, change, enter)
 
 
 def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | None = None) -> Card:
@@ -101,13 +108,24 @@ def _told(store: Redis, version: str, before: Card | None) -> Card | None:
     """The card with what pools of its version have told, where it says nothing of workers."""
     if before is None or before["version"] != version or before.get("served", True):
         return None
+    found = None
+    for one in _pools(store, before["name"], version):
+        if one.get("fingerprint") != keys.UNSERVED:
+            told = {name: one[name] for name in TOLD if name in one}
+            found = _learnt({**before, **told}, found or before)
+    return found
+
+
+def _pools(store: Redis, name: str, version: str) -> list[dict[str, Any]]:
     about = map(json.loads, store.hvals(keys.POOLS))
-    pools = [one for one in about if (one["model"], one.get("version")) == (before["name"], version)]
-    found = before
-    for one in pools:
-        told = {name: one[name] for name in TOLD if name in one}
-        found = _learnt({**before, **told}, found)
-    return found if pools else None
+    return [one for one in about if (one["model"], one.get("version")) == (name, version)]
+
+
+def _keep_known(store: Redis, name: str, version: str) -> None:
+    """Let a version that tasks may wait for have a pool."""
+    if not _pools(store, name, version):
+        pool = keys.Pool(name, version, keys.UNSERVED)
+        store.hset(keys.POOLS, pool.queue, json.dumps({**asdict(pool), "announced": _now_ms()}))
 
 
 def _put(
@@ -138,6 +156,8 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
         if after is None:
             assert before is not None, "a change begins with a card"
             return before
+        if before is not None and before["version"] != after["version"]:
+            _keep_known(store, name, before["version"])
         swap = Call(script(PACKAGE, "swap"), (keys.MODELS,), (name, text(raw or ""), json.dumps(after), 0))
         if run(store, swap):
             return after

@@ -248,7 +248,9 @@ def gateway(
     webhook_allow: WebhookAllow = None,
     await_model: Annotated[
         list[str] | None,
-        typer.Option(help="Answer /readyz with 503 until a worker serves this model. May be repeated."),
+        typer.Option(
+            help="Answer /readyz with 503 until this model is published or a worker serves it. May be repeated."
+        ),
     ] = None,
     log_level: LogLevel = "info",
     fd: Annotated[int | None, typer.Option(hidden=True, help="File descriptor of a listening socket.")] = None,

@@ -12,8 +12,9 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.gateway import health
+from producers.store.cards import publish
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import CARD, Door
 from tests.producers.gateway.http.test_sse import follow
 from tests.producers.proxy import Proxy
 
@@ -47,17 +48,22 @@ def test_a_store_that_refuses_is_not_said_to_be_away(http: httpx.Client, valkey:
         valkey.config_set("maxmemory", 0)
 
 
-def test_a_gateway_that_waits_for_models_is_ready_once_each_was_served(
+def test_a_gateway_that_waits_for_models_is_ready_once_each_is_published_or_was_served(
     open_door: Callable[..., Door], valkey: Redis, model: str
 ) -> None:
-    """Published by a worker that ended is not served; and one that ends later is waited for by tasks alone."""
-    door = open_door(awaited=(model, "other"))
+    """A card of a worker that ended does not count; and a worker that ends later is waited for by tasks alone."""
+    door = open_door(awaited=(model, "other", "published"))
     with httpx.Client(base_url=door.url, timeout=60) as http:
         error = http.get("/readyz").json()["error"]
-        assert (error["code"], error["message"]) == ("not_ready", "No worker serves other, tiny yet.")
+        assert error["code"] == "not_ready"
+        assert error["message"].startswith("other, published, tiny: not published, and served by no worker yet; ")
+        publish(valkey, {**json.loads(CARD.to_json()), "name": "published"}, {})
         serve(valkey, model, "w1")
         answer = http.get("/readyz")
-        assert (answer.status_code, answer.json()["checks"]["models"]) == (503, "no worker serves other yet")
+        assert (answer.status_code, answer.json()["checks"]["models"]) == (
+            503,
+            "other: not published, and served by no worker yet",
+        )
         serve(valkey, "other", "w2")
         assert http.get("/readyz").status_code == 200
         valkey.flushall()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -61,8 +62,10 @@ def reach(queues: Queues) -> None:
 
 
 def announced(store: Redis) -> list[str]:
-    """The queues of the model versions that workers have announced, and that no sweeper has forgotten."""
-    return sorted({version_queue_of(text(about)) for about in store.hvals(keys.POOLS)})
+    """The queues of the model versions that are published or that workers have announced, and no sweeper forgot."""
+    cards = (json.loads(card) for card in store.hvals(keys.MODELS))
+    found = {keys.version_queue(card["name"], card["version"]) for card in cards if "published" in card}
+    return sorted(found | {version_queue_of(text(about)) for about in store.hvals(keys.POOLS)})
 
 
 def _make(address: Address, name: str, missing: AwsMissing) -> None:

@@ -1,0 +1,47 @@
+"""A model that was published with no worker up: its tasks wait, and a worker tells of those that do not fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from producers.contract import keys
+from producers.store import cards
+from tests.producers.gateway.conftest import Door, open_door
+from tests.workers.rig import Rig
+from workers.library import find_model
+from workers.library.publish import publish
+
+__all__ = ["open_door"]
+
+
+def test_a_task_that_no_worker_has_room_for_fails_and_says_so_and_the_next_is_refused(
+    rig: Rig, open_door: Callable[..., Door]
+) -> None:
+    version = publish(rig.store, find_model("tiny"))["version"]
+    door = open_door(broker=rig.url, store=rig.store_url)
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        task: dict[str, Any] = {"model": "tiny", "prompt": [5] * 500, "max_tokens": 20}
+        answers.append(httpx.post(f"{door.url}/v1/completions", json=task, timeout=120))
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    rig.until(lambda: rig.waiting(keys.version_queue("tiny", version)))
+    serve = "workers.runtime.serving:load_engine"
+    rig.worker(model="tiny", engine_factory=serve, engine={"kv_cache_bytes": 1 << 17, "threads": 1})
+    waiting.join()
+    ask()
+    card = cards.read(rig.store, "tiny")
+    assert card is not None
+    assert card["kv_capacity"] < 500
+    assert [(answer.status_code, answer.json()["error"]["code"]) for answer in answers] == [
+        (400, "kv_capacity_exceeded")
+    ] * 2
+    late, refused = (answer.json()["error"]["message"] for answer in answers)
+    assert f"do not fit the KV cache of {card['kv_capacity']} tokens; shorten the prompt" in late
+    assert f"have room for {card['kv_capacity']}; shorten the prompt" in refused
