@@ -71,11 +71,19 @@ class AwsNotInstalled(PenstockError):
     """boto3 is missing."""
 
 
-def client(service: str, region: str | None, endpoint_url: str | None = None, *, wait_s: float = 0.0) -> Any:
+def client(
+    service: str,
+    region: str | None,
+    endpoint_url: str | None = None,
+    *,
+    wait_s: float = 0.0,
+    silent_s: float = SILENT_S,
+) -> Any:
     """A boto3 client, which all threads may share; nothing connects before the first call.
 
-    `wait_s`: longest time (s) that a call may wait at the server by intention, as a long poll does. A call is tried
-    twice; its caller goes on trying. Raises AwsNotInstalled; AwsError without a region.
+    `wait_s`: longest time (s) that a call may wait at the server by intention, as a long poll does; `silent_s`: without
+    an answer beyond that. A call is tried twice; its caller goes on trying. Raises AwsNotInstalled; AwsError without a
+    region.
     """
     try:
         import boto3
@@ -85,8 +93,8 @@ def client(service: str, region: str | None, endpoint_url: str | None = None, *,
         raise AwsNotInstalled(f"{service.upper()} needs boto3: pip install 'penstock[aws]'") from error
     config = Config(
         **(_s3(endpoint_url) if service == "s3" else {}),
-        connect_timeout=CONNECT_S,
-        read_timeout=SILENT_S + wait_s,
+        connect_timeout=min(CONNECT_S, silent_s),
+        read_timeout=silent_s + wait_s,
         retries={"mode": "standard", "total_max_attempts": 2},
         max_pool_connections=32,
         tcp_keepalive=True,

@@ -22,6 +22,8 @@ EXPORT: Final = "export"
 SCHEMES: Final[dict[str, tuple[str, str]]] = {
     "local": ("workers.autoscaler.actuators.local", "local, local:?OPTION=VALUE (of penstock worker)"),
     "kubernetes": ("workers.autoscaler.actuators.kubernetes", "kubernetes://NAMESPACE/DEPLOYMENT[?context=NAME]"),
+    "ecs": ("workers.autoscaler.actuators.aws.ecs", "ecs://CLUSTER/SERVICE[?region=REGION&endpoint=URL]"),
+    "ec2": ("workers.autoscaler.actuators.aws.ec2", "ec2://GROUP[?region=REGION&endpoint=URL]"),
 }
 
 
